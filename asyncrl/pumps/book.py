@@ -3,8 +3,8 @@
     open ──▶ put ──▶ scored ──claimed──▶ in the open step ──trained──▶ cleared
       `─────── end ───────▶ cleared   ◀──reopen (aborted)──'
 
-It is the one place that gives a group's slot back before training, so that every admitted group ends exactly once
-whichever pump notices first that it cannot be trained (invariant 2). Used from the loop thread only.
+It is the one place that gives a group's slot back before training. So every admitted group ends exactly once (invariant 2),
+whichever pump notices first that it cannot be trained. Used from the loop thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from asyncrl.data.store import Column, Lease, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
-MOST_REASONS = 50  # kept apart: errors of environments may each have a text of their own
+# That are counted apart: errors of environments may each have a text of their own.
+MOST_REASONS = 50
 OTHER = "another reason"
 
 
@@ -45,7 +46,8 @@ class GroupBook:
         self._on_ready: list[Callable[[], None]] = []
         self._on_end: list[Callable[[Sequence[int]], None]] = []
         self.over = False  # no step can come any more
-        self.moving = asyncio.Lock()  # held while a step moves the weights, or by who wants them to stay
+        # Held while a step moves the weights, and by an evaluation that needs them to stay.
+        self.moving = asyncio.Lock()
         self.ended = 0  # groups, and steps
         self.reasons: Counter[str] = Counter()
         self.failed = 0
@@ -63,16 +65,16 @@ class GroupBook:
         self._tickets[ticket.group_id] = ticket
 
     def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
-        """The rows of a whole group; not to be claimed before it is scored. Errors: DataError."""
+        """Put the rows of a whole group into the store; it can be claimed once it is scored. Errors: DataError."""
         return self.store.put(group, leases)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
-        """A column of the group's rows; nothing where the group has ended."""
+        """Write a column of the group's rows. Does nothing where the group has ended."""
         if group_id in self.store:
             self.store.write(group_id, column, values)
 
     def scored(self, group: Group) -> None:
-        """Its rewards are final: it can be claimed. Nothing where the group has ended."""
+        """The rewards of the group are final: it can be claimed. Does nothing where the group has ended."""
         if group.group_id in self._tickets:
             self.store.score(group)
             for callback in self._on_ready:
@@ -83,7 +85,7 @@ class GroupBook:
         return self.store.ready()
 
     def claimed(self, ticket: Ticket) -> Rows:
-        """The ledger gave this group a place in the open step; its rows."""
+        """Returns the rows of a group to which the ledger gave a place in the open step."""
         del self._tickets[ticket.group_id]
         return self.store.claim(ticket.group_id)
 
@@ -96,7 +98,7 @@ class GroupBook:
         """The step of these claimed groups was applied: their rows are cleared, at once, and their leases end."""
         ids = tuple(group_ids)
         self.store.clear(ids)
-        self._tell_end(ids)
+        self._notify_end(ids)
 
     async def end(
         self, group_id: int, outcome: Literal["dropped", "failed"], reason: str, *, release: bool = True
@@ -112,7 +114,7 @@ class GroupBook:
         self.reasons[f"{outcome}: {reason}"] += 1
         self.failed += outcome == "failed"
         await self._ledger.end(ticket, outcome, reason)
-        self._tell_end((group_id,))
+        self._notify_end((group_id,))
         return True
 
     async def end_all(self, reason: str) -> int:
@@ -120,13 +122,14 @@ class GroupBook:
         ended = [await self.end(group_id, "dropped", reason) for group_id in list(self._tickets)]
         return sum(ended)
 
-    def _tell_end(self, group_ids: Sequence[int]) -> None:
+    def _notify_end(self, group_ids: Sequence[int]) -> None:
         self.ended += 1
         for callback in self._on_end:
             callback(group_ids)
 
     def no_more_steps(self) -> None:
-        """What ends from here on was not trained: memory that was lent for it stays its owner's, for another run."""
+        """The groups that end from here on were not trained: the memory that was lent for them stays with its owner, for another
+        run."""
         self.over = True
 
     def live(self) -> list[int]:

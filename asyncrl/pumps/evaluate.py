@@ -67,15 +67,15 @@ class EvaluatePump:
 
     async def run(self, version: int, pin: PinnedVersion | None = None) -> dict[str, float]:
         """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means, the mean length in tokens, and `missing`
-        where episodes failed: so many completions are in none of the others. `pin`: what samples at this version while the
-        rest goes on; None: the engine does, and nobody moves it meanwhile."""
+        where episodes failed: the number of completions that are in none of the others. `pin` samples at this version while the
+        engine goes on; None: the engine samples, and its weights stay meanwhile."""
         samples, recorder = self._settings.samples, self._ports.recorder
         scored: dict[tuple[int, int], Trajectory] = {}
         self.progress = 0, len(self._prompts) * samples
         generate = partial(self._generate, self._ports.engine.generate if pin is None else pin.generate)
         priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
         who, what = "evaluate pump", "held-out rollouts"
-        # Beside steps nobody is idle for it.
+        # Beside steps the device is not idle for it.
         waits: AbstractContextManager[object] = recorder.watch(who, what, on="engine")
         if pin is None:
             waits = recorder.wait(who, what, on="engine", cause="evaluate")
@@ -123,7 +123,8 @@ class EvaluatePump:
             await score(sorted(played))
 
     async def _play(self, prompt: Prompt, generate: Generate, priority: int, sample: int) -> Trajectory:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
+        # An engine that is cancelled with this task would raise EngineClosed, which hides the reason.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return await self._episodes.play(prompt, sample, self._settings.samples, generate, priority)
 
     async def _generate(self, generate: Generate, request: GenerationRequest) -> Generation:
@@ -140,7 +141,7 @@ class EvaluatePump:
             found = sorted({name for trajectory in scored.values() for name in trajectory.components})
             raise ConfigError(f"evaluate.pass_by is {by!r}; the held-out completions have: reward, {', '.join(found)}")
         components: dict[str, list[float]] = {}
-        in_order = sorted(scored.items(), key=lambda item: item[0])  # sums do not know who was faster
+        in_order = sorted(scored.items(), key=lambda item: item[0])  # sums are the same in any order of arrival
         for (row, sample), trajectory in in_order:
             if trajectory.reward is not None:
                 rewards[row, sample] = trajectory.reward
@@ -208,7 +209,8 @@ class Evaluations:
             return
         self.unfinished.append(version)
         await self.all_reported()
-        await self._sync()  # what is evaluated is this version, whatever the interval says
+        # The engines may hold older weights: `rollout.weight_sync_interval`.
+        await self._sync()
         pin = None if beside is None or self._pins is None else await self._pins.pin(version)
         if beside is None or pin is None:
             metrics = await self._pump.run(version)

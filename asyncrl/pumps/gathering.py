@@ -3,9 +3,9 @@
     add ──▶ stash, by (epoch, group) ──whole──▶ queue ──▶ Intake.submit (waits for a slot) ──▶ trained or dropped
               │ time is up, epoch over, too old: dropped and counted
 
-* A full queue of whole groups is nothing to fear: what lies in it holds its place in its producer's ring.
+* The queue of whole groups needs no bound of its own: each group in it holds its place in its producer's ring.
 * A group of known versions for which no place is left within `rollout.max_staleness` is dropped and counted at once: its
-  producer can play a new one with the weights of today. One that says no version waits for its slot.
+  producer can play a new one with newer weights. A group without versions waits for its slot.
 * An incomplete group ends by `door.timeout_s` from its first member (`door.on_timeout`: drop it, train what came, or end the
   run), `door.reconnect_s` after the last producer of its epoch went, or when a member of it is too old to be trained.
 """
@@ -31,22 +31,27 @@ from asyncrl.types import Prompt, Trajectory
 
 from .intake import Intake
 
-MOST_GROUPS = 4096  # incomplete groups in the stash; their bytes are bounded by the rings
-MOST_WHOLE = 1 << 30  # whole groups that wait for slots: the rings, whose records they hold, bound them
-NOTES = 10  # refusals that are shown on the live view; all are counted
+# Incomplete groups in the stash; their bytes are bounded by the rings.
+MOST_GROUPS = 4096
+# Whole groups that wait for slots: the rings, whose records they hold, bound their number.
+MOST_WHOLE = 1 << 30
+# Refusals that are shown on the live view; all are counted.
+NOTES = 10
 
 
 @dataclass(slots=True)
 class DoorStatistics:
-    """All but the last count groups."""
+    """What became of the groups of a door. `refused` counts records that contradict their group, and groups that this run cannot
+    train."""
 
     submitted: int = 0
-    too_old: int = 0  # to be trained within `max_staleness`
-    incomplete: int = 0  # dropped: their time was up, or their epoch over
-    partial: int = 0  # submitted with the members that came in time
-    refused: int = (
-        0  # records that contradict their group, groups that cannot be trained, or not by this run; last_refusal
-    )
+    # To be trained within `max_staleness`.
+    too_old: int = 0
+    # Dropped: their time was up, or their epoch over.
+    incomplete: int = 0
+    # Submitted with the members that came in time.
+    partial: int = 0
+    refused: int = 0
     last_refusal: str = ""
 
 
@@ -162,7 +167,8 @@ class Gathering:
         with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
             async for group in self._whole:
                 await self._submit(group)
-                await anyio.lowlevel.checkpoint()  # many may have come together, and none of them may have to wait
+                # Many groups may have come together, and taking them need not wait: without this the loop would stand still.
+                await anyio.lowlevel.checkpoint()
 
     async def expire(self) -> None:
         """Errors: StallError with `on_timeout: error`."""
@@ -195,11 +201,8 @@ class Gathering:
             trajectories = tuple(replace(t, member=place, group_size=size) for place, t in enumerate(trajectories))
         try:
             accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
-        except (
-            DataError,
-            ValueError,
-            RewardError,
-        ) as error:  # VersionAhead too: what an earlier run of this name left behind
+        # Also for VersionAhead: records that an earlier run of this name left behind.
+        except (DataError, ValueError, RewardError) as error:
             self._refuse(error, group.key.epoch, group.key.group_id)
             _release(leases)
             if isinstance(error, RewardError):
@@ -215,7 +218,7 @@ class Gathering:
         ids = first.tokens[: first.prompt_length].copy()
         try:
             text = self._decode(ids.tolist())
-        except Exception as error:  # of somebody else's tokenizer: a model may have more ids than it
+        except Exception as error:  # raised by the tokenizer: a model may have ids that it lacks
             raise DataError(f"the tokenizer has no text for the prompt ({type(error).__name__}: {error})") from error
         return Prompt(first.group_id, ids, text, group.context)
 

@@ -6,11 +6,11 @@
     (pumps/gathering.py)                                                                                         dropped: cleared
 
 * A group has its id from the first trajectory that is built for it, and no other one later (`GroupIds`).
-* A member that brings its reward keeps it; one that has none is scored by the run's reward functions. A source that gives none,
-  in a run without any, is refused.
-* A slot comes before the rewards for every source: what is scored at a time is bounded by the slots, and a group that the
-  filters drop gives its slot back like any other.
-* Shaping and filters ask nobody where a group came from.
+* A member that brings its reward keeps it; one that has none is scored by the run's reward functions. A member without a reward,
+  in a run without reward functions, is refused.
+* A group of any source gets its slot before its rewards: the slots bound how many groups are scored at a time, and a group that the
+  filters drop gives its slot back.
+* Shaping and filters are the same for every source.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .pipeline import Ports, Scoring
 from .screen import OVERLONG, Reroll, Screen, shaped
 from .step import GroupsFailed
 
-REMEMBERED = 65_536  # ids of groups from outside; more than any pipeline holds at once
+# Ids of groups from outside: more than any pipeline holds at once.
+REMEMBERED = 65_536
 
 
 class Intake:
@@ -96,11 +97,10 @@ class Intake:
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
         """A whole group, each member of which passed `check`; waits for a slot, and for rewards that are missing. With
-        `leases` it lies in
-        memory of somebody else's, which is given back when the group was trained or dropped.
+        `leases` it lies in memory of somebody else's, which is given back when the group was trained or dropped.
 
-        False where the ledger finds it too old. Its leases end then, but where the places that it could have had are taken
-        by others: in that case when one of those has ended, so that a producer that is faster than the training waits at
+        False where the ledger finds the group too old. Its leases end then, unless other groups have the places that it could have
+        had: in that case they end when one of those groups ends, so that a producer that is faster than the training waits at
         its full ring. It would otherwise push, and be dropped, as fast as the loop can read, and take the time of the
         step that could make room. Errors: LifecycleError where no step can come any more, also while it waits; DataError
         for a group that cannot be trained, or was submitted before. None of them keeps the slot, or ends a lease.
@@ -125,7 +125,8 @@ class Intake:
             ports.counters["staleness/dropped"] += 1
             assert oldest is not None, "what says no version is never too old"
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ended != ports.book.ended:
-                _release(leases)  # nobody has its place (any more): no end to come would give the memory back
+                # No live group has its place (any more), so no end to come would give the memory back.
+                _release(leases)
             else:
                 self._crowded += leases
             return False
@@ -162,7 +163,7 @@ class Intake:
             raise DataError(f"member {trajectory.member}: component {OVERLONG!r} is that of reward.overlong: rename")
 
     def close(self, reason: str) -> None:
-        """Nobody may submit any more; who waits for a slot hears `reason`."""
+        """Nobody may submit any more; a `submit` that waits for a slot raises LifecycleError with `reason`."""
         self._closed = self._closed or reason
         for scope in self._waiting:
             scope.cancel()
@@ -201,7 +202,7 @@ class Intake:
         await self._settle(replace(group, trajectories=await self._rewarded(group)), leased=leased)
 
     async def _settle(self, group: Group, *, leased: bool = False) -> None:
-        """Its members were scored; a reward that is None still is one that does not apply."""
+        """Take a group whose members were scored; a reward that is None does not apply."""
         ports = self._ports
         if ports.config.reward.overlong.cache is not None:
             group = replace(
@@ -210,7 +211,7 @@ class Intake:
         if group.group_id not in ports.book:
             return
         if ports.hooks.after_rewards is not None:
-            # What the user's own code keeps must outlive the lease.
+            # A group that the user's own code keeps must outlive the lease.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
                 group = await ports.hooks.rewarded(owned(group) if leased else group, ports.limits)
         reason = self._screen.refuses(group)
@@ -222,7 +223,7 @@ class Intake:
             self._reroll.saw(group)
 
     async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
-        """With rewards; those that came with one are not asked for again."""
+        """The members with their rewards; those that came with a reward are not scored again."""
         ports, recorder = self._ports, self._ports.recorder
         missing = [t for t in group.trajectories if t.reward is None]
         scored: dict[int, Trajectory] = {}
@@ -239,7 +240,8 @@ class Intake:
     async def _compute_reference(self, group: Group) -> None:
         """Of all members of a group whose rows are in the store. Errors: those of the trainer."""
         ports = self._ports
-        with suppress(GroupsFailed):  # the step comes to the same error, where it is laid to the group
+        # The step comes to the same error, and drops the group.
+        with suppress(GroupsFailed):
             size = ports.config.train.tokens_per_microbatch
             [column] = await logprob_columns(ports.trainer, [group], size, "reference")
             ports.book.write(group.group_id, REFERENCE, column)

@@ -9,8 +9,8 @@ Order for each version: every sink acknowledges, evaluation and checkpoint where
 version: the train pump does not finish its next step before they are done, unless a worker is pinned to the version for
 the evaluation: evaluate.py), then the slots are released together.
 
-With `rollout.weight_sync_interval: k` the sinks hear of a version once k steps were applied since they last did (elapsed
-steps, not a multiple of k: no rhythm of steps can miss it), sooner where an evaluation needs the newest weights, in the
+With `rollout.weight_sync_interval: k` the sinks get a version once k steps were applied since the last one that they got (elapsed
+steps, not a multiple of k: no rhythm of steps can miss it), and sooner where an evaluation needs the newest weights, in the
 warm-up, and after the last step. Until then the slots of those steps stay held: the ledger must see that the engines
 still sample from old weights. It has slots for k - 1 such steps more (`config.resolve.turns_bound`), so nothing waits.
 """
@@ -33,18 +33,18 @@ class PublishPump:
     """See the module docstring."""
 
     def __init__(
-        self,
-        ports: Ports,
-        at_version: Callable[[int], Awaitable[None]],
-        first: Callable[[], Awaitable[None]],
+        self, ports: Ports, at_version: Callable[[int], Awaitable[None]], first: Callable[[], Awaitable[None]]
     ) -> None:
         """`at_version(version)` does what is due at that version: evaluation, checkpoint; `first()`, before the first step, too."""
         self._ports = ports
         self._at_version = at_version
         self._first = first
-        self._done_turn = ports.ledger.turn - 1  # turns below this one are published; and `first` is to come
-        self._synced_turn = ports.ledger.turn  # the engines hold the weights that follow the turn before this one
-        self._owed: Publication | None = None  # the newest one, where the engines do not have it
+        # Turns below this one are published; `first` counts as the publish of the turn before the first.
+        self._done_turn = ports.ledger.turn - 1
+        # The engines hold the weights that follow the turn before this one.
+        self._synced_turn = ports.ledger.turn
+        # The newest publication, where the engines do not have its weights.
+        self._owed: Publication | None = None
         self._advanced = anyio.Event()
 
     async def published(self, turn: int) -> None:
@@ -53,7 +53,7 @@ class PublishPump:
             await self._advanced.wait()
 
     async def run(self, publications: QueueReceiver[Publication]) -> None:
-        """Ends after the last publication; `published` stays answered."""
+        """Ends after the last publication. `published` returns at once from then on."""
         async with publications:
             await self._first()
             self._advance(self._done_turn + 1)
@@ -101,10 +101,10 @@ class PublishPump:
         self._synced_turn, self._owed = self._owed.turn + 1, None
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
         try:
+            await anyio.lowlevel.checkpoint_if_cancelled()
             await sink.update_weights(version)
         except EngineClosed:
-            # It was cancelled together with this task: that is the reason.
+            # Where the engine was cancelled together with this task, the cancellation is raised.
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise

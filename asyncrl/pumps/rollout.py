@@ -60,7 +60,9 @@ class RolloutPump:
         # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
         self._playing = None if ports.ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ports.ranks))
         self._over_budget = False
-        self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
+        # The id of the prompt that was taken from the cursor and waits for its slot: a checkpoint keeps it. It stays after a
+        # cancellation: the cursor is past the prompt, and nobody played it.
+        self.in_hand: int | None = None
 
     async def run(self) -> None:
         """Ends when the prompts, or the steps that need them, ran out and every group is handed on."""
@@ -74,7 +76,7 @@ class RolloutPump:
             await self._ports.ledger.exhaust()
 
     def _start(self, groups: TaskGroup, together: list[tuple[Ticket, Prompt]]) -> None:
-        """They enter the engine in the same turn of the loop, so that reruns of `sync` have the same company on each rank."""
+        """These groups enter the engine in the same turn of the loop, so that reruns of `sync` batch them alike on each rank."""
         for ticket, prompt in together:
             spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
         together.clear()
@@ -82,10 +84,9 @@ class RolloutPump:
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """The next group, as soon as it has a slot. None: no more are needed, or there are no more prompts.
 
-        It must be played at once, never kept until others have their slots too (but for those that are `due`, which wait for
-        nobody): the step may wait for this very group.
-        (Where the slots of a whole step come free together, the admissions after the first do not yield, so its groups
-        still enter the engine in the same turn: `sync` depends on no timing.)
+        It must be played at once, and not wait until other groups have their slots (but for those that are `due`, which get theirs
+        at once): the step may wait for this very group. Where the slots of a whole step come free together, the admissions after
+        the first do not yield, so the groups of that step still enter the engine in the same turn of the loop.
         """
         if self._playing is not None:
             with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
@@ -94,7 +95,7 @@ class RolloutPump:
         if prompt is None:
             return None
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
-            self.in_hand = prompt.group_id  # also after a cancellation: the cursor is past it and nobody played it
+            self.in_hand = prompt.group_id
             ticket = await self._ports.ledger.admit(prompt.group_id)
         self.in_hand = None
         assert ticket is not None, "a fresh group always gets a ticket"

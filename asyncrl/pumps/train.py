@@ -141,7 +141,8 @@ class TrainPump:
                 return False
             await self._finish(step, publications)
         except (GroupsFailed, DivergenceError) as error:
-            if step.applied:  # it is committed: whose fault it was is no longer the question
+            # The step is committed whatever failed, so no group of it is dropped.
+            if step.applied:
                 raise (error.cause if isinstance(error, GroupsFailed) else error) from None
             failure = error
         finally:
@@ -194,7 +195,8 @@ class TrainPump:
         step whose loss is surveyed, or none does: that is a collective."""
         trainer = self._ports.trainer
         if self._surveys:
-            if self._ports.ranks > 1:  # the publish has a collective too (time limit): in the same order on every rank
+            # The publish has a collective too (time limit): in the same order on every rank.
+            if self._ports.ranks > 1:
                 await self._last_published()
             with laid_to(step.group_ids):
                 step.loss, batches = await trainer.survey(self._ports.loss, batches)
@@ -206,7 +208,8 @@ class TrainPump:
     async def _begin(self, step: Step) -> None:
         """Open the trainer's step, once."""
         if not step.begun:
-            step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
+            # Before the await: a cancelled begin may still have opened the step on the lane.
+            step.begun = True
             await self._ports.trainer.begin_train_step(step.loss or self._ports.loss)
 
     # -- its end ---------------------------------------------------------------------------------------------------
@@ -233,7 +236,8 @@ class TrainPump:
                     # Every rank comes here once after each step that it committed: a collective, like the reduction before it.
                     # The next one (of the time limit, of the next step) is asked for only afterwards.
                     every = await ports.gather(every[0])
-                finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups
+                finally:
+                    # Also where another rank is gone: a step that is committed has its line, of this rank's groups.
                     self._report(step, groups, every)
         await hand_on(publications, Publication(turn=turn, version=step.results[-1].version))
 
@@ -283,9 +287,8 @@ class TrainPump:
         await ports.ledger.commit()
         step.committed = True
         self._reroll.step_over([rows.group for rows in step.rows])
-        if (
-            ports.replay is not None
-        ):  # only now, so that no step draws its own groups; and before their rows are cleared
+        # Only now, so that no step draws its own groups; and before their rows are cleared.
+        if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
         ports.book.trained(rows.group_id for rows in step.rows)
