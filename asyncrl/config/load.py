@@ -233,7 +233,7 @@ def _unknown(name: str, where: str, schema: type[Config] = Config, key: str = ""
     if "." in key:
         section, _, rest = key.partition(".")
         advice = f"in a file write `{section}: {{{rest}: ...}}`"
-    elif "parallel" in name and "size" in name:
+    elif "parallel" in name:
         advice = PARALLEL
     return f"unknown key {name!r} ({where}); {advice}"
 

@@ -26,7 +26,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from asyncrl.config.fields import nearest_name
 from asyncrl.config.resolve import resolve, warnings
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, GenerationError
@@ -224,18 +223,6 @@ def test_a_run_says_that_it_draws_from_another_distribution(rollout: dict[str, A
     (said,) = [line for line in warnings(resolve(config(**rollout), embedding=True)) if name in line]
     assert "another distribution" in said and "algorithm.importance" in said
     assert not any("another distribution" in line for line in warnings(resolve(config(), embedding=True)))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("trl.min_p", "min_p"), ("repetition_penalty", "repetition_penalty"), ("generation.min_new_tokens", "min_tokens"),
-        ("actor_rollout_ref.rollout.presence_penalty", "presence_penalty"), ("sequence_bias", "logit_bias"),
-        ("bad_words_ids", "bad_words"), ("sampling.logit_bias", "logit_bias"),
-    ],
-)  # fmt: skip
-def test_names_of_other_code_bases_are_found(theirs: str, ours: str) -> None:
-    assert nearest_name(theirs) == f"rollout.{ours}"
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:

@@ -207,6 +207,7 @@ MEANT = {
     "data.train_batch_size": "rollout.groups_per_step",
     "max_completion_length": "rollout.max_tokens",
     "max_length": "rollout.max_tokens",
+    "generation.min_new_tokens": "rollout.min_tokens",
     "data.max_response_length": "rollout.max_tokens",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "rollout.prefetch_depth": "rollout.max_staleness",
