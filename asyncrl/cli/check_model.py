@@ -34,11 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     say_early(f"looking for {given.path}")
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
-    from asyncrl.runtime.inputs import model_checks, run_checks
+    from asyncrl.runtime.inputs import check_model_source
 
     config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
     try:
-        run_checks(model_checks(config))
+        check_model_source(config)
     except AsyncrlError as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2

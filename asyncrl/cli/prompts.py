@@ -27,13 +27,11 @@ def main(arguments: Sequence[str]) -> int:
         files, overrides = split_arguments(given)
         say_early("reading the settings and the rows")
         from asyncrl.config.load import load_config
-        from asyncrl.runtime.inputs import check_prompts
+        from asyncrl.runtime.inputs import check_prompts, first_prompts
 
         config = load_config(files, overrides)
         check_prompts(config)
         say_early("importing torch and transformers")
-        from asyncrl.runtime.prompts import first_prompts
-
         prompts, notes = first_prompts(config, count)
         for prompt, text in prompts:
             columns = ", ".join(map(str, prompt.columns)) or "none"

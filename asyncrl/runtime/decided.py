@@ -17,7 +17,6 @@ that a chat template writes into its prompts.
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +39,6 @@ from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 from .directory import RunDirectory
 from .inputs import check_code, check_inputs
 from .progress import Stages
-
-_SIZE = 256  # of the two products that are compared: some 0.1 ms each, 10 ms in bfloat16 where it has no instructions
-_SLOWER = 1.2  # times float32: from here on bfloat16 is worth a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +104,11 @@ def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[C
         if started not in ("auto", dtype):
             dtype, reason = started, f"the run was started with it, though this machine would take {dtype}: {reason}"
     lines = [f"products in {dtype} on {device.type} ({reason})"]
-    if dtype == "bfloat16":
-        lines += _warning(device)
+    if dtype == "bfloat16" and best_dtype(device)[0] != dtype:
+        lines.append(
+            f"note: this {device.type.upper()} has no instructions for bfloat16 and emulates it, which takes 2 to 17 times as long as "
+            "float32: set model.dtype to float32, or to auto, in a new run"
+        )
     model = config.model.model_copy(update={"dtype": dtype})
     day = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
     data = config.data.model_copy(update={"date": day})
@@ -156,18 +155,6 @@ def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
     return "float32", f"auto: no bfloat16 instructions that torch may use; this processor has {instruction_set()}"
 
 
-def bfloat16_cost() -> float:
-    """Time of a bfloat16 product over that of float32 on the CPU, as measured now: the best of three each, in turns."""
-    sides = [torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    best = [float("inf")] * len(sides)
-    for _ in range(3):
-        for index, side in enumerate(sides):
-            started = time.perf_counter()
-            side @ side
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best[1] / best[0]
-
-
 def meet(world: World, config: Config, device: torch.device) -> None:
     """Open the world; every rank must have the same dtype, and no two the same GPU. Blocks until the others are there.
     Errors: ConfigError, and those of `World.open`."""
@@ -199,17 +186,3 @@ def _saved(config: Config) -> Config | None:
     """What the run that goes on was started with."""
     directory = RunDirectory(config)
     return load_config([directory.config_file]) if directory.goes_on and directory.config_file.exists() else None
-
-
-def _warning(device: torch.device) -> list[str]:
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major >= 8:
-            return []
-        return [f"note: this GPU has compute capability {major}.{minor} and emulates bfloat16; set model.dtype to auto"]
-    if device.type != "cpu" or (factor := bfloat16_cost()) < _SLOWER:
-        return []
-    return [
-        f"note: a bfloat16 product takes {factor:.1f} times as long as a float32 one on this processor ({instruction_set()}; "
-        "measured just now): set model.dtype to float32, or to auto, in a new run"
-    ]

@@ -1,4 +1,5 @@
-"""What a run needs beside its model, checked before anything is made, moved or loaded. Everything here blocks.
+"""What a run needs beside its model: checked before anything is made, moved or loaded, and its prompts. Everything here blocks:
+call it on a thread.
 
 All that is wrong is told at once. The user's code runs only where nothing was: it may import torch, which takes seconds and which
 nothing imports here. Reward functions, environment and hooks are loaded later, by a run before its model.
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 
 from asyncrl.builds import install
 from asyncrl.checkpoint.store import require_whole_model
@@ -23,8 +27,11 @@ from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import IndexedRows, kind_of, load_rows, require_data_hub
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.data.texts import decode
+from asyncrl.errors import AsyncrlError, ConfigError, GenerationError
+from asyncrl.generation.requests import check_tokens, sampling_params
 from asyncrl.generation.vllm.versions import require_vllm
+from asyncrl.generation.worker.wire import check_size
 from asyncrl.models.parameters.source import (
     directory_or_hub,
     is_address,
@@ -37,9 +44,13 @@ from asyncrl.models.parameters.source import (
 )
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.types import GenerationRequest, Prompt
 
 from . import method_trial
 from .directory import RunDirectory
+
+if TYPE_CHECKING:
+    from asyncrl.distributed.world import World  # imports torch
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
@@ -56,7 +67,7 @@ def check_start(config: Config, code: bool) -> None:
     if os.environ.get("RANK", "0") == "0":  # which may be moving the old run aside while others look
         RunDirectory(resolved).require_own()
     forget_rows()
-    run_checks(_checks(resolved))
+    _check_names(resolved)
     if code:
         check_code(resolved)
         import_code(resolved)
@@ -72,13 +83,24 @@ def check_inputs(
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
     forget_rows()  # of an earlier attempt in this process
-    run_checks(_checks(config, prompts, rewards, environment, hooks))
+    _check_names(config, prompts, rewards, environment, hooks)
     check_code(config, prompts)
 
 
 def check_code(config: Config, prompts: bool = False) -> None:
     """The part of `check_inputs` that may import torch, or never end: the user's code in this process, and the hub."""
-    run_checks(_code_checks(config, prompts))
+    with Checks() as check:
+        if config.train.kind == "torch" and is_builder(config.model):
+            check(load_builder, str(config.model.path), "model.path")
+        for judge in config.reward.model:
+            if is_address(judge.path):
+                check(load_builder, judge.path, "reward.model")
+        for setting, source in _sources(config, prompts, "code", "hub"):
+            check(_read_rows, config, source, of=setting)
+        if ":" in config.algorithm.advantage:
+            check(method_trial.try_advantage, config)
+        if ":" in config.algorithm.loss and config.train.kind == "torch":
+            check(method_trial.try_loss, config)
 
 
 def check_prompts(config: Config) -> None:
@@ -86,21 +108,33 @@ def check_prompts(config: Config) -> None:
     if config.data.train is None:
         raise ConfigError("data.train is not set: there are no prompts to show")
     forget_rows()
-    run_checks([*model_checks(config.model), partial(_check_rows, config, "data.train", config.data.train)])
+    with Checks() as check:
+        check(check_model_source, config.model)
+        check(_read_rows, config, config.data.train, of="data.train")
 
 
-def run_checks(checks: Iterable[Callable[[], object]]) -> None:
-    """All of them. Errors: as `check_inputs`."""
-    found: list[AsyncrlError] = []
-    for check in checks:
+class Checks:
+    """`with Checks() as check: check(function, argument, ...)`. Every check runs. At the end the first complaint is raised, or one
+    ConfigError with a line for each of several."""
+
+    def __init__(self) -> None:
+        self._found: list[AsyncrlError] = []
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __call__(self, check: Callable[..., object], *arguments: Any, of: str = "") -> None:
+        """`of`: the setting that a complaint names, where `check` does not know it."""
         try:
-            check()
+            check(*arguments)
         except AsyncrlError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise ConfigError("\n".join(dict.fromkeys(str(error) for error in found)))
+            self._found.append(type(error)(f"{of}: {error}") if of else error)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and len(self._found) == 1:
+            raise self._found[0]
+        if kind is None and self._found:
+            raise ConfigError("\n".join(dict.fromkeys(str(error) for error in self._found)))
 
 
 async def load_rewards(config: Config) -> None:
@@ -154,55 +188,46 @@ def forget_rows() -> None:
     _columns.clear()
 
 
-def _checks(
+def _check_names(
     config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
-) -> Iterator[Callable[[], object]]:
-    """Of names alone: nothing of the user's runs."""
-    if config.train.kind == "torch":
-        yield from model_checks(config.model)
-    for judge in config.reward.model:
-        yield partial(_check_judge, judge.path)
-    for setting, source in _sources(config, prompts, "file"):
-        yield partial(_check_rows, config, setting, source)
-    for setting, source in _sources(config, prompts, "code"):
-        yield partial(_check_name, check_address, setting, source)
-    for setting, source in _sources(config, prompts, "hub"):
-        yield partial(_check_name, require_data_hub, setting, source)
-    for function in () if rewards else config.reward.functions:
-        yield partial(_check_name, check_address, "reward.functions", function.function)
-    if not environment and config.rollout.environment != "single_turn":
-        yield partial(_check_name, check_address, "rollout.environment", config.rollout.environment)
-    if not hooks and config.hooks is not None:
-        yield partial(_check_name, check_address, "hooks", config.hooks)
-    for setting, package, extra in _packages(config):
-        yield partial(_check_package, setting, package, extra)
-    if config.generation.engine == "vllm":
-        yield require_vllm
+) -> None:
+    """Of files, addresses and packages: nothing of the user's runs."""
+    with Checks() as check:
+        if config.train.kind == "torch":
+            check(check_model_source, config.model)
+        for judge in config.reward.model:
+            if is_address(judge.path):
+                check(check_address, judge.path, of="reward.model")
+            else:
+                check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), judge.path)
+        for setting, source in _sources(config, prompts, "file"):
+            check(_read_rows, config, source, of=setting)
+        for setting, source in _sources(config, prompts, "code"):
+            check(check_address, source, of=setting)
+        for setting, source in _sources(config, prompts, "hub"):
+            check(require_data_hub, source, of=setting)
+        for function in () if rewards else config.reward.functions:
+            check(check_address, function.function, of="reward.functions")
+        if not environment and config.rollout.environment != "single_turn":
+            check(check_address, config.rollout.environment, of="rollout.environment")
+        if not hooks and config.hooks is not None:
+            check(check_address, config.hooks, of="hooks")
+        for setting, package, extra in _packages(config):
+            check(_check_package, setting, package, extra)
+        if config.generation.engine == "vllm":
+            check(require_vllm)
 
 
-def model_checks(model: ModelConfig) -> Iterator[Callable[[], object]]:
-    """Of what `model.path` and `model.tokenizer` name."""
-    yield lambda: require_unread(model)
-    if is_builder(model):
-        yield partial(_check_name, check_address, "model.path", str(model.path))
-        return
-    yield lambda: _check_model(model_source(model), "model.path")
-    if model.tokenizer:
-        yield lambda: _check_model(tokenizer_source(model), "model.tokenizer")
-
-
-def _code_checks(config: Config, prompts: bool) -> Iterator[Callable[[], object]]:
-    if config.train.kind == "torch" and is_builder(config.model):
-        yield lambda: load_builder(str(config.model.path), "model.path")
-    for judge in config.reward.model:
-        if is_address(judge.path):
-            yield partial(load_builder, judge.path, "reward.model")
-    for setting, source in _sources(config, prompts, "code", "hub"):
-        yield partial(_check_rows, config, setting, source)
-    if ":" in config.algorithm.advantage:
-        yield partial(method_trial.try_advantage, config)
-    if ":" in config.algorithm.loss and config.train.kind == "torch":
-        yield partial(method_trial.try_loss, config)
+def check_model_source(model: ModelConfig) -> None:
+    """What `model.path` and `model.tokenizer` name. Errors: as `check_inputs`."""
+    with Checks() as check:
+        check(require_unread, model)
+        if is_builder(model):
+            check(check_address, str(model.path), of="model.path")
+            return
+        check(lambda: _check_model(model_source(model), "model.path"))
+        if model.tokenizer:
+            check(lambda: _check_model(tokenizer_source(model), "model.tokenizer"))
 
 
 def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]]:
@@ -212,27 +237,17 @@ def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]
     return [(setting, source) for setting, source in named.items() if source is not None and kind_of(source) in kinds]
 
 
-def _check_judge(path: str) -> None:
-    if is_address(path):
-        _check_name(check_address, "reward.model", path)
-    else:
-        _check_model(directory_or_hub(path, "reward.model"), "reward.model")
-
-
 def _check_model(source: str, setting: str) -> None:
     require_hub(source, setting)
     require_whole_model(Path(source), setting)
 
 
-def _check_rows(config: Config, setting: str, source: str) -> None:
+def _read_rows(config: Config, source: str) -> None:
     """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
-    try:
-        rows = load_rows(source)
-        cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
-        prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
-        prompts.check_forms(_FORM_ROWS if cheap else 1)
-    except AsyncrlError as error:
-        raise type(error)(f"{setting}: {error}") from error
+    rows = load_rows(source)
+    cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
+    prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+    prompts.check_forms(_FORM_ROWS if cheap else 1)
     _read[source], _columns[source] = rows, columns_of(rows, config)
 
 
@@ -241,14 +256,6 @@ def columns_of(rows: Rows, config: Config) -> list[str]:
     count = min(len(rows), 1 if isinstance(rows, IndexedRows) else _COLUMN_ROWS)
     names = {str(name): None for index in range(count) for name in rows[index]}
     return [name for name in names if name != config.data.prompt_column]
-
-
-def _check_name(check: Callable[[str], object], setting: str, value: str) -> None:
-    """`check` of a setting's value, which errors then name."""
-    try:
-        check(value)
-    except AsyncrlError as error:
-        raise type(error)(f"{setting}: {error}") from error
 
 
 def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -269,3 +276,117 @@ def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
 def _check_package(setting: str, package: str, extra: str) -> None:
     if not installed(package):
         raise ConfigError(f"{setting}, and the package {package} is not installed: `{install(extra)}`")
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """What is known of the prompts before a run: tokens of the `longest` one, and how it is known."""
+
+    longest: int
+    how: str
+    notes: tuple[str, ...] = ()  # what people should know of how they are rendered
+
+
+def measure_prompts(config: Config, given: Rows | None = None, own_environment: bool = False) -> PromptLengths:
+    """Of the run's prompts, with its tokenizer: rows of files, of functions and of the hub, which a run has read by then
+    (inputs.py). The configured limit where nobody can list them. `given`: rows instead of `data.train`; `own_environment`: the
+    program brings one.
+
+    A prompt that turns out longer is served all the same: its sequence waits for room. Errors: DataError, ConfigError.
+    """
+    limit = config.data.max_prompt_tokens
+    _check_sampling(config)
+    if own_environment or config.rollout.environment != "single_turn":
+        return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
+    if given is None and config.data.train is None:
+        return PromptLengths(limit, "data.max_prompt_tokens: the prompts come from outside, while the run goes on")
+    from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
+
+    tokenizer = load_tokenizer_of(config.model)
+    sources = [] if given is None else [given]
+    for name in (config.data.train if given is None else None, config.data.eval if config.evaluate.every else None):
+        if name is not None:
+            sources.append(rows_of(name))
+    cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
+    found = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
+    longest, seen = zip(*(source.longest() for source in found), strict=True)
+    rows = sum(len(source) for source in found)
+    sampled = "" if sum(seen) == rows else ", a sample; a longer one waits for room"
+    notes = tuple(line for source in found for line in source.notes())
+    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}", notes)
+
+
+def _check_sampling(config: Config) -> None:
+    """The tokens that are named in `rollout`, without the model's weights. Errors: ConfigError."""
+    if not (config.rollout.logit_bias or config.rollout.bad_words or config.rollout.stop_token_ids):
+        return
+    from asyncrl.models.loading import describe_module, load_tokenizer_of
+
+    sampling = sampling_params(config.rollout, load_tokenizer_of(config.model))
+    vocabulary = int(describe_module(config.model).config.get_text_config().vocab_size)
+    request = GenerationRequest(np.zeros(1, np.int32), sampling, 0)
+    try:
+        check_tokens(request, vocabulary, has_tokenizer=True)
+        check_size(request)
+    except GenerationError as error:
+        raise ConfigError(f"rollout.logit_bias, bad_words, stop_token_ids: {error}") from error
+
+
+def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]], list[str]]:
+    """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included; and
+    what people should know of them.
+
+    After `check_prompts`. Errors: ConfigError, DataError.
+    """
+    assert config.data.train is not None
+    from asyncrl.models.loading import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(config.model)
+    source = PromptSource(rows_of(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
+    shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
+    return shown, source.notes()
+
+
+def load_prompts(
+    config: Config, tokenizer: Any, world: World, given: Rows | None
+) -> tuple[PromptSource | None, list[Prompt], list[str]]:
+    """(the cursor over the training prompts, the held-out prompts, lines for people). None: groups come from outside (embedding,
+    `door.ring`).
+
+    `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
+    """
+    rows = given
+    if rows is None and config.data.train is not None:
+        rows = rows_of(config.data.train)
+    elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
+        rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
+    prompts = None if rows is None else _source(rows, config, tokenizer, world)
+    held_out: list[Prompt] = []
+    notes = [] if prompts is None else prompts.notes()
+    if config.data.eval is not None and config.evaluate.every is not None:
+        data = config.data.model_copy(update={"shuffle": False})
+        source = PromptSource(rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+        held_out = list(iter(source.next, None))
+        notes += source.notes()
+    forget_rows()
+    return prompts, held_out, list(dict.fromkeys(notes))
+
+
+def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptSource:
+    prompts = PromptSource(
+        rows,
+        tokenizer,
+        config.data,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        max_epochs=config.train.max_epochs,
+    )
+    if config.data.overlong == "refuse":
+        prompts.check_all()
+    else:
+        prompts.longest()  # for what `notes` tells
+    return prompts

@@ -19,8 +19,8 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
 from asyncrl.training.memory import Lengths, predict_memory, route_bytes
 
+from .inputs import PromptLengths
 from .placement import Placement
-from .prompts import PromptLengths
 
 logger = logging.getLogger("asyncrl.runtime")
 

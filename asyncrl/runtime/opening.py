@@ -25,11 +25,11 @@ from asyncrl.telemetry.recorder import Recorder
 from .build import open_ports
 from .decided import Decided, meet
 from .directory import RunDirectory
+from .inputs import load_prompts
 from .journal import Journal
 from .opened import OpenRun
 from .performance import StepProfiler
 from .progress import Listeners, Stages
-from .prompts import load_prompts
 from .saving import Checkpointer, SavedRun
 
 

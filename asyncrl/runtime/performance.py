@@ -119,46 +119,38 @@ class StepProfiler:
     ) -> None:
         """`folder`: of the run; None where nothing is written. Errors: ConfigError where there is nothing to profile with."""
         settings = config.telemetry.profile
-        self._first: int | None = getattr(settings, "from")
-        self._last = (self._first or 0) + settings.steps - 1
-        self._per_turn = versions_per_batch(config)
+        first: int | None = getattr(settings, "from")
+        self._wanted, self._open = first is not None, False
+        # Versions between which the profile lies.
+        self._begins = (first or 0) - versions_per_batch(config)
+        self._ends = (first or 0) + settings.steps - 1
+        self._steps = f"steps {first} to {self._ends}"
         self._lane, self._device, self._note = lane, device, note
         self._file = None if folder is None else folder / "profile" / f"rank_{rank}.json"
-        # Of a CPU, and only between the first step and the last.
         self._profile: profile | None = None
-        self._waiting, self._open = self._first is not None, False
-        if self._waiting and not isinstance(lane, ThreadLane):
+        if self._wanted and not isinstance(lane, ThreadLane):
             raise ConfigError(
                 "telemetry.profile.from asks for what the device does, and a dry run has none; leave it out"
             )
-        if self._waiting and self._file is None and device.type != "cuda":
+        if self._wanted and self._file is None and device.type != "cuda":
             raise ConfigError("telemetry.profile writes into the run directory: a Runtime with write=False has none")
 
     async def at(self, version: int) -> None:
         """The weights are at `version`."""
-        if self._open and version >= self._last:
+        if self._open and version >= self._ends:
             await self._stop(version)
-        if self._waiting and version >= self._last:
-            self._say_missed(f"the run goes on at version {version}; {self._steps} are over: nothing to profile")
-        elif self._waiting and version + self._per_turn >= (self._first or 0):
-            # The next step is the first.
-            self._waiting, self._open = False, True
+        elif self._wanted and not self._open and self._begins <= version < self._ends:
+            self._open = True
             await self._lane.run(self._begin, name="profile/start", priority=2)
 
     async def close(self, version: int) -> None:
         """The run ends at `version`: what was recorded until here is kept."""
         if self._open:
             await self._stop(version)
-        elif self._waiting:
-            self._say_missed(f"the run ended at version {version}, before {self._steps}: nothing was profiled")
-
-    def _say_missed(self, what: str) -> None:
-        self._waiting = False
-        self._note(f"telemetry.profile: {what}")
-
-    @property
-    def _steps(self) -> str:
-        return f"steps {self._first} to {self._last}"
+        elif self._wanted:
+            self._note(
+                f"telemetry.profile: nothing was profiled: the run, which ends at version {version}, had none of {self._steps}"
+            )
 
     def _begin(self) -> None:
         if self._device.type == "cuda":
@@ -177,7 +169,7 @@ class StepProfiler:
             torch.cuda.profiler.stop()
 
     async def _stop(self, version: int) -> None:
-        self._open = False
+        self._wanted = self._open = False
         await self._lane.run(self._end, name="profile/stop", priority=2)
         if self._profile is None:
             self._note(f"telemetry.profile: the range of the CUDA profiler API is closed at version {version}")

@@ -15,9 +15,9 @@ from asyncrl.generation.requests import sampling_params
 
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable
+from .inputs import measure_prompts
 from .memory import cache_line, predicted, table, warn_of
 from .placement import place
-from .prompts import measure_prompts
 
 if TYPE_CHECKING:
     from .gate import Verdict

@@ -3,12 +3,10 @@ listens."""
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
-
-import anyio
 
 from asyncrl.concurrency.offload import where
 from asyncrl.concurrency.watchdog import Standing
@@ -66,15 +64,11 @@ class Stages:
 
 
 class Listener(Protocol[T_in]):
-    """Is called in the step of the loop in which a step is committed, or the training ends."""
+    """`push` is called in the step of the loop in which a step is committed, `close` when the training has ended, maybe twice."""
 
-    def push(self, item: T_in) -> None:
-        """A step was committed."""
-        ...
+    def push(self, item: T_in) -> None: ...
 
-    def close(self) -> None:
-        """The training ended: no step will come any more. May be called twice."""
-        ...
+    def close(self) -> None: ...
 
 
 class Listeners(Generic[T]):
@@ -109,30 +103,23 @@ class StepStream(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._over = False
-        self._changed = anyio.Event()
+        # None: nothing more comes.
+        self._items: asyncio.Queue[T | None] = asyncio.Queue()
 
     def push(self, item: T) -> None:
         """The next item, kept until it is asked for."""
-        self._items.append(item)
-        self._wake()
+        self._items.put_nowait(item)
 
     def close(self) -> None:
         """Nothing more will come: what is buffered is still delivered."""
-        self._over = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._items.put_nowait(None)
 
     def __aiter__(self) -> StepStream[T]:
         return self
 
     async def __anext__(self) -> T:
-        while not self._items:
-            if self._over:
-                raise StopAsyncIteration
-            await self._changed.wait()
-        return self._items.popleft()
+        item = await self._items.get()
+        if item is None:
+            self.close()  # for the next who asks
+            raise StopAsyncIteration
+        return item

@@ -37,11 +37,11 @@ from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.weights.sync import SharedWeights, WeightPublisher
 
 from .gate import check_for
+from .inputs import measure_prompts
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
 from .placement import Placement, place
-from .prompts import measure_prompts
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 

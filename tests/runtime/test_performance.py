@@ -91,10 +91,10 @@ async def test_a_run_that_ends_inside_of_the_steps_keeps_what_was_recorded(tmp_p
 async def test_steps_that_the_run_does_not_have_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with Runtime(profiled(tmp_path, "train.max_steps=1", "telemetry.profile.from=9")) as runtime:
         await runtime.run()
-    assert "the run ended at version 1, before steps 9 to 9: nothing was profiled" in capsys.readouterr().out
+    assert "nothing was profiled: the run, which ends at version 1, had none of steps 9 to 9" in capsys.readouterr().out
     async with Runtime(profiled(tmp_path, "train.max_steps=2", "telemetry.profile.from=1", "resume=true")) as runtime:
         await runtime.run()
-    assert "goes on at version 1; steps 1 to 1 are over: nothing to profile" in capsys.readouterr().out
+    assert "ends at version 2, had none of steps 1 to 1" in capsys.readouterr().out
     assert not (tmp_path / "runs/run/profile").exists()
 
 

@@ -26,10 +26,10 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.routing import RoutesShape
 from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
+from asyncrl.runtime.inputs import measure_prompts
 from asyncrl.runtime.memory import check_memory, kv_positions, predicted
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.plan import plan
-from asyncrl.runtime.prompts import measure_prompts
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
