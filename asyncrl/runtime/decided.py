@@ -106,8 +106,8 @@ def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[C
     lines = [f"products in {dtype} on {device.type} ({reason})"]
     if dtype == "bfloat16" and best_dtype(device)[0] != dtype:
         lines.append(
-            f"note: this {device.type.upper()} has no instructions for bfloat16 and emulates it, which takes 2 to 17 times as long as "
-            "float32: set model.dtype to float32, or to auto, in a new run"
+            f"note: this {device.type.upper()} has no instructions for bfloat16 and emulates it, which takes 2 to 17 times as "
+            "long as float32: set model.dtype to float32, or to auto, in a new run"
         )
     model = config.model.model_copy(update={"dtype": dtype})
     day = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
