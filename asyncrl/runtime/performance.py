@@ -149,7 +149,8 @@ class StepProfiler:
             await self._stop(version)
         elif self._wanted:
             self._note(
-                f"telemetry.profile: nothing was profiled: the run, which ends at version {version}, had none of {self._steps}"
+                f"telemetry.profile: nothing was profiled: the run, which ends at version {version}, had none of "
+                f"{self._steps}"
             )
 
     def _begin(self) -> None:

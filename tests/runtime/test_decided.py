@@ -71,7 +71,7 @@ def test_auto_on_a_gpu_is_by_its_compute_capability(
     said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
     assert lines == (said,)
     *_, lines = choose_dtype(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
-    assert any("emulates bfloat16" in line for line in lines) == (dtype == "float32")
+    assert any("no instructions for bfloat16 and emulates it" in line for line in lines) == (dtype == "float32")
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
