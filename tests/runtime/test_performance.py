@@ -63,7 +63,9 @@ def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_its_documented_name(tm
 
 
 def profiled(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Config:
-    return config_of(folder, "telemetry.live=plain", "telemetry.profile.from=2", *overrides, base=base)
+    # sync: else a step may be trained before the profile of it begins, which is where the version before is published.
+    settings = "preset=sync", "telemetry.live=plain", "telemetry.profile.from=2"
+    return config_of(folder, *settings, *overrides, base=base)
 
 
 def optimizer_steps(profile: Path) -> int:
