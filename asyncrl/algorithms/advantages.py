@@ -116,26 +116,15 @@ class Estimator:
         return any(differ(values) for values in (group.rewards, *group.components.values()))
 
 
-def of_group(
-    *, alone: bool = False, conflicts: tuple[Conflict, ...] = (), settings: type[Method] | None = None
-) -> Callable[[AdvantageFn], Estimator]:
-    """Makes an estimator, under its own name, of a function of one group's rewards."""
-
-    def make(function: AdvantageFn) -> Estimator:
-        return Estimator(function.__name__, group=function, alone=alone, conflicts=conflicts, settings=settings)
-
-    return make
+def of_group(**declared: Any) -> Callable[[AdvantageFn], Estimator]:
+    """Makes an estimator, under its own name, of a function of one group's rewards. `declared`: `alone`, `conflicts` and
+    `settings` of `Estimator`."""
+    return lambda function: Estimator(function.__name__, group=function, **declared)
 
 
-def of_step(
-    *, alone: bool = False, conflicts: tuple[Conflict, ...] = (), settings: type[Method] | None = None
-) -> Callable[[BatchAdvantageFn], Estimator]:
+def of_step(**declared: Any) -> Callable[[BatchAdvantageFn], Estimator]:
     """The same of a function of all groups of a step: its statistics span the step."""
-
-    def make(function: BatchAdvantageFn) -> Estimator:
-        return Estimator(function.__name__, batch=function, alone=alone, conflicts=conflicts, settings=settings)
-
-    return make
+    return lambda function: Estimator(function.__name__, batch=function, **declared)
 
 
 def as_rewards(rewards_G: Rewards) -> Float64Array:

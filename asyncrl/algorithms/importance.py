@@ -104,7 +104,6 @@ class Importance(Method):
         return any(bound is not None for bound in (self.cap, self.floor, self.veto))
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: a floor that is not below the cap, and a mode that masks on both sides without both bounds."""
         if around.at("algorithm.old_logprobs") == "sampler":
             return
         cap, floor = self.cap, self.floor

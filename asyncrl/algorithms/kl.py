@@ -150,7 +150,6 @@ class Kl(Method):
         return self.coef * kl_S
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: a bias correction, which is one of a gradient, for a penalty on the reward, which has none."""
         if self.place == "reward" and self.bias_correction:
             yield (
                 "algorithm.kl.bias_correction is true but algorithm.kl.place is reward: a penalty on the reward has no gradient "
@@ -158,7 +157,6 @@ class Kl(Method):
             )
 
     def warnings(self, around: Around) -> Iterator[str]:
-        """Warned of: k1 in the loss without correction: a gradient of mean 0."""
         if self.in_loss and self.estimator == "k1" and not self.bias_correction:
             yield (
                 "algorithm.kl.estimator=k1 in the loss: the mean of its gradient is 0, it only adds noise; use k2, k3, "

@@ -117,7 +117,6 @@ class Bounded(LossMethod):
         return shares(low_B, high_B, Normaliser.SEQUENCES)
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: an epsilon of 1 or more, as no lower bound would be left."""
         if self.epsilon >= 1:
             yield (
                 f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
@@ -162,7 +161,6 @@ class Clipped(Bounded):
         return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused, beside that: a two-sided clip inside of the clip, or given in both of its spellings."""
         yield from super().problems(around)
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
@@ -183,7 +181,6 @@ class SequenceClipped(Clipped):
     by_sequence: ClassVar[bool] = True
 
     def warnings(self, around: Around) -> Iterator[str]:
-        """Warned of: an epsilon made for ratios of tokens, which ratios of sequences never reach."""
         if self.epsilon > 0.05:
             yield (
                 f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "
@@ -347,7 +344,6 @@ class Cispo(LossMethod):
         return Surrogate(-weight_S * advantage_S * inputs.logp_S, ratio_S, metrics)
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: a lower bound that is not below the upper one."""
         if self.low >= self.high:
             yield f"algorithm.cispo.low is {self.low}; expected less than algorithm.cispo.high = {self.high}"
 

@@ -83,8 +83,6 @@ class Entropy(Method):
         return self.on and loss.normaliser is not Normaliser.TOKENS
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: `coef_delta` without a target, a controlled coefficient above 1, and a bonus in a streamed step that is
-        divided by another number than the loss, without a second buffer."""
         default = {each.name: each.default for each in self.settings()}["coef_delta"]
         if self.target is None and self.coef_delta != default:
             yield (
@@ -106,7 +104,6 @@ class Entropy(Method):
             )
 
     def warnings(self, around: Around) -> Iterator[str]:
-        """Warned of: a second gradient buffer that no term needs."""
         if self.second_gradient_buffer and not self.apart(around.loss):
             yield (
                 f"algorithm.entropy.second_gradient_buffer=true with loss {around.loss.name} and entropy.coef={self.coef}: no "
@@ -191,7 +188,6 @@ class TopEntropy(Method):
     )
 
     def problems(self, around: Around) -> Iterator[str]:
-        """Refused: a quantile in a streamed step, which trains before all its entropies are known."""
         if self.quantile < 1 and around.streaming:
             yield (
                 f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed: which tokens are on top is known "

@@ -100,7 +100,8 @@ def test_reinforce_pp_by_hand() -> None:
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_no_signal_is_exactly_zero(name: str) -> None:
-    for rewards in ([0.1] * 7, [None, None], [0.3, None], []):
+    of_one: list[float | None] = [] if ADVANTAGES[name].alone else [0.7]
+    for rewards in ([0.1] * 7, [None], [None, None], [0.3, None], of_one, []):
         [values] = of_step(name, GroupRewards(rewards, lengths=[5] * len(rewards)))
         assert values == [0.0] * len(rewards)
         assert not ADVANTAGES[name].has_signal(GroupRewards(rewards))

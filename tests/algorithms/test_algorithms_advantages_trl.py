@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from algorithms_batches import random_batch
+from test_algorithms_trl_oracle import GROUP, stand_in
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import GroupRewards, combine_components, soft_overlong
@@ -21,7 +22,6 @@ from asyncrl.algorithms.registry import build_advantage
 from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
 from asyncrl.types import StepResult
 
-GROUP = 4
 NAMES = ("a", "b", "c")
 WEIGHTS = dict(zip(NAMES, (1.0, 0.5, 2.0), strict=True))
 
@@ -35,79 +35,24 @@ SPELLING = {
 }
 
 
-@pytest.fixture(scope="module")
-def trl() -> Iterator[Any]:
-    pytest.importorskip("trl", reason="the oracle comes with the extra `oracle`")
-    default = torch.get_default_dtype()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl.rewards import get_soft_overlong_punishment
-        from trl.trainer.grpo_trainer import GRPOTrainer
-        from trl.trainer.rloo_trainer import RLOOTrainer
-
-        torch.set_default_dtype(torch.float64)
-        yield SimpleNamespace(grpo=GRPOTrainer, rloo=RLOOTrainer, soft_overlong=get_soft_overlong_punishment)
-    torch.set_default_dtype(default)
-
-
 def theirs(
     trl: Any, rewards_BF: Tensor, name: str, weights: dict[str, float], group: int = GROUP, logged: Any = None
 ) -> Tensor:
     """[B] of TRL's own code, which adds its metrics to the lists of `logged`."""
     kind, scale, aggregation = SPELLING[name]
-    rows = len(rewards_BF)
-    ids = [[5, 5]] * rows
-    answer: Any = ([[1, 2]] * rows, ids, ["text"] * rows)
-    if kind == "grpo":
-        answer = ([[1, 2]] * rows, ids, None, ["text"] * rows, None, {}, None, None)
-    stub = SimpleNamespace(
-        accelerator=SimpleNamespace(
-            device="cpu", num_processes=1, process_index=0, gather=lambda x: x, reduce=lambda x, reduction: x
-        ),
-        args=SimpleNamespace(
-            per_device_train_batch_size=rows,
-            gradient_checkpointing_kwargs=None,
-            gradient_accumulation_steps=1,
-            steps_per_generation=1,
-            use_bias_correction_kl=False,
-            delta=None,
-        ),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        ref_model=None,
-        environment_factories=None,
-        environments=None,
-        tools=None,
-        num_iterations=1,
-        num_generations=group,
-        normalize_advantages=False,
-        reward_clip_range=None,
-        beta=0.0,
-        scale_rewards=scale,
-        multi_objective_aggregation=aggregation,
+    batch = random_batch(0, sequences=len(rewards_BF), old=False)
+    stub = stand_in(batch, rewards_BF, loss="grpo", scale_rewards=scale, cap=None, beta=0.0, epsilon_high=None)
+    stub.model.column = batch.logp_BT
+    vars(stub).update(
+        num_generations=group, multi_objective_aggregation=aggregation, normalize_advantages=False, reward_clip_range=None,
         reward_weights=torch.tensor([weights[n] for n in NAMES]),
-        reward_funcs=[None] * len(NAMES),
-        reward_func_names=list(NAMES),
-        off_policy_mask_threshold=None,
-        _generate=lambda prompts: answer,
-        _calculate_rewards=lambda *args: rewards_BF,
-        _get_per_token_logps_and_entropies=lambda *args, **rest: (torch.zeros(rows, 2), None, None),
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        pad_to_multiple_of=None,
-        mask_truncated_completions=False,
-        use_vllm=False,
-        aux_loss_enabled=False,
-        _metrics={"train": defaultdict(list) if logged is None else logged},
-        _logs={
-            "prompt": [],
-            "completion": [],
-            "advantages": [],
-            "rewards": defaultdict(list),
-            "extra": defaultdict(list),
-        },
-        _pending_extra_logs={},
-        _pending_metrics={},
-    )
-    inputs = getattr(trl, kind)._generate_and_score_completions(stub, [{"prompt": "p"}] * rows)
+    )  # fmt: skip
+    if kind == "rloo":
+        prompt_ids, ids, _, texts, *_ = stub._generate([1] * len(rewards_BF))
+        stub._generate = lambda prompts: (prompt_ids, ids, texts)
+    if logged is not None:
+        stub._metrics["train"] = logged
+    inputs = getattr(trl, kind)._generate_and_score_completions(stub, [{"prompt": "p"}] * len(rewards_BF))
     return inputs["advantages"]  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def test_metrics_have_the_declared_normalisers() -> None:
 
 
 @pytest.mark.parametrize("estimator", [kl.k1, kl.k2, kl.k3, kl.absolute])
-def test_kl_values_and_gradients(estimator: kl.KLFn) -> None:
+def test_kl_values_and_gradients(estimator: Callable[..., torch.Tensor]) -> None:
     by_hand = {
         kl.k1: lambda d: (-d, 1.0),
         kl.k2: lambda d: (d * d / 2, -d),
@@ -250,15 +251,6 @@ def test_k3_keeps_its_digits_in_float32() -> None:
     torch.testing.assert_close(value, (d * d / 2 + d**3 / 6), rtol=5e-3, atol=0)
 
 
-def test_grpo_advantages_by_hand() -> None:
-    """1, 2, 4, 5: mean 3, squared deviations 4 + 1 + 1 + 4 = 10, unbiased variance 10 / 3."""
-    std = math.sqrt(10 / 3)
-    expected = [-2 / (std + 1e-4), -1 / (std + 1e-4), 1 / (std + 1e-4), 2 / (std + 1e-4)]
-    assert advantages.grpo([1.0, 2.0, 4.0, 5.0]).tolist() == pytest.approx(expected, rel=1e-14)
-    assert advantages.dr_grpo([1.0, 2.0, 4.0, 5.0]).tolist() == [-2.0, -1.0, 1.0, 2.0]
-    assert advantages.zero([1.0, None, 4.0]).tolist() == [0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 def test_unscorable_members_are_left_out(name: str) -> None:
     estimator = build_advantage(name)
@@ -267,12 +259,6 @@ def test_unscorable_members_are_left_out(name: str) -> None:
     assert holed[[0, 2, 4, 5]].tolist() == full.tolist()
     assert holed[[1, 3]].tolist() == [0.0, 0.0]
     assert estimator(np.array([1.0, np.nan, 2.0], dtype=np.float32)).dtype == np.float64
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "zero"])
-@pytest.mark.parametrize("rewards", [[0.7], [None], [None, None], [0.3, None], [0.1] * 7, []])
-def test_groups_without_signal_are_exactly_zero(name: str, rewards: list[float | None]) -> None:
-    assert build_advantage(name)(rewards).tolist() == [0.0] * len(rewards)
 
 
 def test_infinite_rewards_are_refused() -> None:

@@ -13,7 +13,6 @@ from test_algorithms_trl_oracle import (
     CISPO_HIGH,
     GROUP,
     TRL_SPELLING,
-    grpo_trainer,
     random_rewards,
     stand_in,
     trl_step_with_entropy,
@@ -21,8 +20,6 @@ from test_algorithms_trl_oracle import (
 from torch import Tensor
 
 from asyncrl.algorithms.registry import build_loss
-
-__all__ = ["grpo_trainer"]  # a fixture
 
 LOSSES = sorted(TRL_SPELLING)
 SIZE = 3 * GROUP
