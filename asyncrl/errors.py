@@ -25,9 +25,9 @@
     |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
        |- ArenaOwned                a live process owns the segment
-       |- OutOfMemory               a device, the arena or /dev/shm has no room (also MemoryError)
+       |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
        |- SegmentDamaged              its file cannot be read; what lies in it is kept
-       |- StaleHandle               what the handle named was given back since
+       |- StaleHandle               the handle is of another slab, or names what does not lie in this one
        |- RecordError               the bytes are no record that this version reads (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
        |- RingFull                  no room before the deadline (also TimeoutError)
@@ -186,7 +186,7 @@ class SegmentDamaged(TransportError):
 
 
 class StaleHandle(TransportError):
-    """The block behind a handle was given back (and perhaps used again) since the handle was made."""
+    """A handle of another slab, or of an earlier one of this name; or bytes that are no handle."""
 
 
 class RecordError(TransportError, ValueError):

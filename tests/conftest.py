@@ -31,14 +31,13 @@ pytest_runtest_setup()
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
-    ("asyncrl/transport/memory/owners.py", ("owner_of",)): "/proc/locks, which the kernel writes from memory",
-    ("asyncrl/transport/rings/link.py", ("start_time",)): "/proc/PID/stat, the same",
+    ("asyncrl/transport/rings/link.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
     ("asyncrl/transport/rings/record_ring.py", ("_set_aside",)): "a name in /dev/shm: no disk",
     (
         "asyncrl/transport/memory/segment.py",
-        ("check_platform", "let_go", "parts_of", "_link", "_still_named"),
-    ): "names in /dev/shm and /proc/self/fd: no disk",
-    ("asyncrl/transport/queues/tensor_receive.py", ("_connect",)): "a local socket: connected at once, or refused",
+        ("check_platform", "let_go", "owner_of", "parts_of", "_link", "_still_named"),
+    ): "names in /dev/shm and /proc: no disk",
+    ("asyncrl/transport/queues/tensor_queue.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",
     ("asyncrl/concurrency/leftovers.py", ("mark_of",)): "/proc, which the kernel writes from memory",

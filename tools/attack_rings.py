@@ -39,8 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
 import anyio  # noqa: E402
 from transport_records import planned, whole  # noqa: E402
 
-from asyncrl.transport.memory.header import HEADER_BYTES  # noqa: E402
-from asyncrl.transport.memory.segment import parts_of, path_of  # noqa: E402
+from asyncrl.transport.memory.segment import HEADER_BYTES, parts_of, path_of  # noqa: E402
 from asyncrl.transport.rings.producer import Producer  # noqa: E402
 from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
 from asyncrl.transport.rings.ring import RingMemory, RingReader  # noqa: E402
@@ -311,7 +310,7 @@ def stranger(name: str, content: Left) -> Outcome:
     restore(name, content)
     owner = _role("own", name)
     assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
-    prefix = f"@asyncrl/{content[name][48:64].hex()}/"
+    prefix = f"@asyncrl/{content[name][20:36].hex()}/"
     rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()]
     number = next(int(row.removeprefix(prefix)) for row in rows if row.startswith(prefix))
     sockets = []

@@ -33,7 +33,6 @@ FRONTS = ("asyncrl", "asyncrl.client")
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
     "asyncrl.transport.queues.device_queue": "nodes: what one process fetched or made on a device goes to those beside it",
-    "asyncrl.transport.memory.slab:Slab.handle_of": "nodes: the same, for tensors that lie in the slab already",
     "asyncrl.generation.vllm.v0_32": "generation.engine=vllm: imported by its name where that vLLM is installed",
     "asyncrl.generation.vllm.v0_32:_Loader.load_weights": "vLLM calls it",
     "asyncrl.generation.vllm.v0_32:_Loader.download_model": "vLLM calls it",

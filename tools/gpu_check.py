@@ -284,19 +284,16 @@ import sys
 from asyncrl.transport.memory.slab import Slab
 from asyncrl.transport.memory.handles import Handle
 with Slab.attach(sys.argv[1]) as slab:
-    slab.wait(bytes.fromhex(sys.argv[3]))
-    with slab.open(Handle.decode(bytes.fromhex(sys.argv[2]))) as tensor:
-        print(int(tensor.sum()))
+    slab.memory.wait(bytes.fromhex(sys.argv[3]), slab.memory.stream())
+    tensor = slab.view(Handle.decode(bytes.fromhex(sys.argv[2])))
+    print(int(tensor.sum()))
     del tensor
 """
     with Slab.create(f"check-{os.getpid()}", 1 << 24, device=device) as made:
-        lease = made.lease(1 << 20)
-        tensor = lease.tensor(torch.int32, (1 << 18,))
-        tensor.fill_(3)
-        handle = lease.handle(torch.int32, (1 << 18,))
-        found = child(look, f"check-{os.getpid()}", handle.encode().hex(), made.record(0).hex())
-        del tensor
-        lease.release()
+        handle = made.handle(made.allocate(1 << 20), torch.int32, (1 << 18,))
+        made.view(handle).fill_(3)
+        fence = made.memory.record(0, made.memory.stream())
+        found = child(look, f"check-{os.getpid()}", handle.encode().hex(), fence.hex())
     return Found(f"sum {found.strip()}", int(found) == 3 << 18)
 
 

@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import TransportError
-from .memory.header import HEADER_BYTES
-from .memory.owners import owner_of
-from .memory.segment import DIRECTORY, PREFIX, Segment, check_platform, locked, parts_of, path_of, whole_of
+from .memory.segment import (
+    DIRECTORY,
+    HEADER_BYTES,
+    PREFIX,
+    Segment,
+    check_platform,
+    locked,
+    owner_of,
+    parts_of,
+    path_of,
+    whole_of,
+)
 from .rings.ring import MAGIC, RingMemory
 
 
@@ -78,7 +87,7 @@ def _look(name: str) -> Entry:
     except TransportError as error:
         return replace(entry, problem=str(error))
     try:
-        entry = replace(entry, tenure=segment.tenure, created_ns=segment.geometry.created_ns)
+        entry = replace(entry, tenure=segment.tenure, created_ns=segment.created_ns)
         return _with_ring(entry, segment.data)
     finally:
         segment.close(unlink=False)

@@ -32,21 +32,14 @@ _LARGEST = 4096
 
 def address(segment: Segment) -> str:
     """The abstract address of the segment's present owner."""
-    return f"\0asyncrl/{segment.geometry.run.hex()}/{segment.secret}"
+    return f"\0asyncrl/{segment.run.hex()}/{segment.secret}"
 
 
 def listen(segment: Segment) -> socket.socket:
     """The owner's socket; does not block."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        while True:
-            try:
-                listener.bind(address(segment))
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                segment.renew_secret()
+        listener.bind(address(segment))
         listener.listen(128)
     except BaseException:
         listener.close()

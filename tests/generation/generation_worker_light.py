@@ -26,7 +26,7 @@ import numpy as np
 from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.child import die_with_parent
 from asyncrl.generation.worker.wire import read_item, sequence_plan
-from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
+from asyncrl.transport.queues.tensor_queue import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 

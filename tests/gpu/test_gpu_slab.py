@@ -24,23 +24,18 @@ LATE = 400_000_000  # cycles: some 0.2 s on the device, in which nobody who wait
 LOOK = """
 import sys
 import torch
-from asyncrl.errors import StaleHandle
 from asyncrl.transport.memory.handles import Handle
 from asyncrl.transport.memory.slab import Slab
 
 with Slab.attach(sys.argv[1]) as slab:
     handle, fence = (bytes.fromhex(sys.stdin.readline()) for _ in range(2))
-    slab.wait(fence)
-    with slab.open(Handle.decode(handle)) as tensor:
-        total = int(tensor.sum())
+    slab.memory.wait(fence, slab.memory.stream())
+    tensor = slab.view(Handle.decode(handle))
+    total = int(tensor.sum())
     tensor += 1
     print(total, flush=True)
-    print(slab.record(1).hex(), flush=True)
+    print(slab.memory.record(1, slab.memory.stream()).hex(), flush=True)
     sys.stdin.readline()
-    try:
-        slab.view(Handle.decode(handle))
-    except StaleHandle as error:
-        print("stale", error, flush=True)
     del tensor
 print("end", flush=True)
 """
@@ -79,40 +74,32 @@ import sys
 import torch
 from asyncrl.transport.memory.slab import Slab
 
-stranger = torch.zeros(1 << 22, device="cuda")
+torch.zeros(1 << 22, device="cuda")
 with Slab.create(sys.argv[1], 1 << 20) as slab:
-    lease = slab.lease(64)
-    tensor = lease.tensor(torch.float32, (16,))
+    tensor = slab.view(slab.handle(slab.allocate(64), torch.float32, (16,)))
     tensor.fill_(2)
-    print(float(tensor.sum()), slab.handle_of(tensor) == lease.handle(torch.float32, (16,)), flush=True)
-    try:
-        slab.handle_of(stranger)
-    except ValueError as error:
-        print(error, flush=True)
+    print(float(tensor.sum()), flush=True)
 """
 
 
 name = pytest.fixture(own_name, name="name")
 
 
-def test_another_process_reads_behind_the_fence_and_hears_of_a_stale_handle(name: str) -> None:
+def test_another_process_reads_behind_the_fence(name: str) -> None:
     with Slab.create(name, 1 << 24) as slab, living(LOOK, name) as process:
-        lease = slab.lease(1 << 20)
-        tensor = lease.tensor(torch.int32, (1 << 18,))
+        handle = slab.handle(slab.allocate(1 << 20), torch.int32, (1 << 18,))
+        tensor = slab.view(handle)
         tensor.zero_()
         torch.cuda.synchronize()
         torch.cuda._sleep(LATE)
         tensor.fill_(3)
-        fence = slab.record(0)  # nothing of this has run yet
-        say(process, lease.handle(torch.int32, (1 << 18,)).encode().hex())
+        fence = slab.memory.record(0, slab.memory.stream())  # nothing of this has run yet
+        say(process, handle.encode().hex())
         say(process, fence.hex())
         assert line(process) == str(3 << 18)
-        slab.wait(bytes.fromhex(line(process)))  # the other process writes, too
+        slab.memory.wait(bytes.fromhex(line(process)), slab.memory.stream())  # the other process writes, too
         assert tensor.eq(4).all()
-        del tensor
-        lease.release()
         say(process)
-        assert "given back" in line(process)
         assert line(process) == "end" and process.wait(60) == 0
 
 
@@ -177,11 +164,9 @@ async def test_a_sender_that_is_killed_breaks_the_get(name: str) -> None:
         pass
 
 
-def test_a_slab_works_with_expandable_segments_and_says_why_other_tensors_do_not(name: str) -> None:
+def test_a_slab_works_with_expandable_segments(name: str) -> None:
     with living(EXPANDABLE, name, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as process:
-        assert line(process) == "32.0 True"
-        words = line(process)
-        assert "does not lie in the slab" in words and "`expandable_segments` on" in words
+        assert line(process) == "32.0"
         assert process.wait(60) == 0
 
 
@@ -191,7 +176,7 @@ def test_the_memory_goes_with_the_last_tensor_and_too_much_is_refused(name: str)
     size = 1 << 28
     before = torch.cuda.mem_get_info()[0]
     slab = Slab.create(name, size)
-    tensor = slab.lease(1 << 20).tensor(torch.float32, (1 << 18,))
+    tensor = slab.view(slab.handle(slab.allocate(1 << 20), torch.float32, (1 << 18,)))
     slab.close()
     gc.collect()
     tensor.fill_(1)
@@ -206,7 +191,7 @@ def test_the_memory_goes_with_the_last_tensor_and_too_much_is_refused(name: str)
 
 def test_the_handle_of_another_machine_or_a_dead_process_is_refused(name: str) -> None:
     memory = CudaMemory.allocate(torch.device("cuda"), 1 << 16)
-    described = memory.describe()
+    described = memory.description
     with pytest.raises(PlatformError, match="cannot be opened here"):
         CudaMemory.open(1 << 16, described[:64] + bytes(64) + described[128:])
     with pytest.raises(PlatformError, match="this process sees"):

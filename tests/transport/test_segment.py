@@ -116,7 +116,7 @@ def test_a_foreign_or_damaged_segment_is_refused(name: str, monkeypatch: pytest.
         "begins with": b"x" * len(good),
         "layout version 9": good[:8] + struct.pack("<I", 9) + good[12:],
         "CRC32": good[:20] + b"\1" + good[21:],
-        "does not fit": good + bytes(4096),
+        "do not make a file": good + bytes(4096),
     }
     for words, raw in damaged.items():
         path(name).write_bytes(raw)

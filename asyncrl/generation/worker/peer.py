@@ -148,7 +148,7 @@ class Peer:
         that is starting. That one may import torch in silence, but has `silent_s` alone where it does not even compute."""
         if self._leaving:
             return None
-        if self.ready and not self._requests.statistics().open_receivers:
+        if self.ready and not self._requests.has_receiver:
             return "it has closed its request queue"
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
         if processor_s != self._processor_s:

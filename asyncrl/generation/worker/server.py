@@ -39,7 +39,7 @@ from asyncrl.errors import ConfigError, GenerationError, OutOfMemory, RingFull
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
+from asyncrl.transport.queues.tensor_queue import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
 from asyncrl.weights.sync import WeightReader

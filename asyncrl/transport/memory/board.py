@@ -111,15 +111,14 @@ class SlabHalves:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the slab is not of torch's memory, and can have none that torch holds back
         try:
-            slab = Slab.create(name, 2 * apart, device=device, blocks=1)
+            slab = Slab.create(name, 2 * apart, device=device)
         except OutOfMemory as error:
             raise OutOfMemory(
                 f"the weight board needs {2 * apart:,} bytes on {device} for two versions of the weights: {error}; use a smaller "
                 "model or model.dtype=bfloat16, or generation.placement=shared"
             ) from error
-        lease = slab.lease(2 * apart)
-        handles = [lease.handle(dtype, (elements,), offset=index * apart) for index in (0, 1)]
-        lease.detach()
+        start = slab.allocate(2 * apart)
+        handles = [slab.handle(start + index * apart, dtype, (elements,)) for index in (0, 1)]
         return cls(slab, handles)
 
     @classmethod

@@ -1,13 +1,19 @@
-"""Memory of a slab as one process has it mapped: what every kind of it has in common. See `slab`."""
+"""Memory of a slab as one process has it mapped: what every kind of it has in common, and shared memory. CUDA's is `slab_cuda`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
+
+from .segment import Segment
+
+if TYPE_CHECKING:
+    import torch
 
 FENCE_BYTES = 64
 
@@ -20,8 +26,8 @@ class DeviceMemory:
 
     kind = b""
 
-    def __init__(self, size: int, device: torch.device, let_go: Callable[[], None]) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, let_go: Callable[[], None]) -> None:
+        self.size = size
         self._after: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(self, _let_go, let_go, self._after)
         self._finalizer.atexit = False
@@ -30,21 +36,9 @@ class DeviceMemory:
         """Call this, on any thread, when the memory is no longer mapped here."""
         self._after.append(call)
 
-    def describe(self) -> bytes:
-        """What another process opens it with."""
-        raise NotImplementedError
-
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """`size` >= 1 bytes as a flat uint8 tensor that keeps the memory, and `keep`."""
+        """`size` bytes as a flat uint8 tensor that keeps the memory, and `keep`."""
         raise NotImplementedError
-
-    def address_of(self, tensor: torch.Tensor) -> int:
-        """Where a tensor begins, in bytes from the beginning of this memory; negative or too large for another's."""
-        raise NotImplementedError
-
-    def why_not(self, tensor: torch.Tensor) -> str:
-        """More about a tensor that lies elsewhere and has no handle here."""
-        return ""
 
     def stream(self) -> Any:
         """The stream that is current on this thread."""
@@ -69,3 +63,36 @@ def _let_go(let_go: Callable[[], None], after: list[Callable[[], None]]) -> None
     finally:
         for call in after:
             call()
+
+
+class HostMemory(DeviceMemory):
+    """The data of a segment from byte `start` on. x86-64 keeps the order of stores, so its fences are empty (see `words`)."""
+
+    kind = b"cpu"
+
+    def __init__(self, segment: Segment, start: int, size: int) -> None:
+        super().__init__(size, _nothing)
+        self._data = segment.data[start : start + size]
+
+    def bytes(self, offset: int, size: int, keep: object) -> npt.NDArray[np.uint8]:
+        """`size` bytes, writable; the array keeps the mapping, and `keep`."""
+        return np.asarray(_ArrayBase(self._data[offset : offset + size], (self, keep)))
+
+    def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
+        """As `DeviceMemory.tensor`: a view of the mapping."""
+        import torch
+
+        return torch.from_numpy(self.bytes(offset, size, keep))
+
+
+def _nothing() -> None:
+    pass
+
+
+class _ArrayBase:
+    """What numpy keeps as the base of an array: with it live the mapping and `keep`, as long as the array or a slice of it does."""
+
+    def __init__(self, data: memoryview, keep: object) -> None:
+        # An export: the map cannot be closed under the array.
+        self._keep = data, keep
+        self.__array_interface__ = np.frombuffer(data, np.uint8).__array_interface__

@@ -1,4 +1,4 @@
-"""Handles: small frozen values that name an array in an arena. They travel; the bytes stay where they are."""
+"""Handles: small frozen values that name an array in a slab. They travel; the bytes stay where they are."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import numpy as np
 
 from ...errors import StaleHandle
 
-_FIXED = struct.Struct("<16sIQQB8s")  # run, block, generation, offset, dimensions, dtype
+_FIXED = struct.Struct("<16sQB8s")  # run, offset, dimensions, dtype
 _MAX_DIMENSIONS = 8
 BFLOAT16 = "bfloat16"  # numpy has none: such arrays are seen as uint16
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An array of `dtype` and `shape` at `offset` bytes into block `block` of the arena whose run is `run`."""
+    """An array of `dtype` and `shape` at `offset` bytes into the memory of the slab whose run is `run`."""
 
     run: bytes
-    block: int
-    generation: int  # of the block when the handle was made; another one means that it was given back
     offset: int
     dtype: str  # numpy's short form ("<f4"), or "bfloat16"
     shape: tuple[int, ...]
@@ -33,21 +31,19 @@ class Handle:
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
     def encode(self) -> bytes:
-        """At most 109 bytes; no pickle."""
-        head = _FIXED.pack(
-            self.run, self.block, self.generation, self.offset, len(self.shape), self.dtype.encode().ljust(8, b"\0")
-        )
+        """At most 97 bytes; no pickle."""
+        head = _FIXED.pack(self.run, self.offset, len(self.shape), self.dtype.encode().ljust(8, b"\0"))
         return head + struct.pack(f"<{len(self.shape)}Q", *self.shape)
 
     @classmethod
     def decode(cls, raw: bytes | memoryview) -> Handle:
         """Errors: StaleHandle for bytes that are no handle."""
         try:
-            run, block, generation, offset, dimensions, dtype = _FIXED.unpack_from(raw)
+            run, offset, dimensions, dtype = _FIXED.unpack_from(raw)
             if dimensions > _MAX_DIMENSIONS or len(raw) != _FIXED.size + 8 * dimensions:
                 raise ValueError(f"{dimensions} dimensions in {len(raw)} bytes")
             shape = struct.unpack_from(f"<{dimensions}Q", raw, _FIXED.size)
-            handle = cls(run, block, generation, offset, dtype.rstrip(b"\0").decode("ascii"), shape)
+            handle = cls(run, offset, dtype.rstrip(b"\0").decode("ascii"), shape)
             numpy_dtype(handle.dtype)
         except (struct.error, ValueError, TypeError) as error:
             raise StaleHandle(f"these {len(raw)} bytes are no handle: {error}") from error

@@ -1,5 +1,10 @@
 """One named shared-memory segment: created whole or not at all, owned by `flock`, adopted after a crash.
 
+    0     magic, version, bytes of data, run (16 random bytes: which life of the name it is), time of creation in ns
+    96    CRC32 of these, which everybody who opens the segment compares
+    128   secret and tenure of the owner;  1: sealed
+    4096  data
+
 Guarantees
 * Under its name a segment is always complete: it is allocated, locked and initialised while it has no name yet, and
   then linked, which fails if the name is taken. Nobody ever sees half a header, and no live segment is unlinked.
@@ -24,25 +29,26 @@ import mmap
 import os
 import re
 import secrets
+import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
-from . import header
-from .header import HEADER_BYTES, Geometry
-from .owners import owner_of
+from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, SegmentDamaged, TransportError
 from .words import Words, fault
 
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
-BOARD_WORDS = 8  # words for everybody to read, see `Segment.board`
+HEADER_BYTES = 4096
 forks = 0  # between the first process and this one: to compare it costs less than to ask the kernel who one is
-_OWNER_AT, _BOARD_AT = 128, 192
+_MAGIC = int.from_bytes(b"asyncrl\0", "little")
+_VERSION = 2
+_STATIC = struct.Struct("<QIQ16sQ")
+_CRC_AT, _LIFE_AT = 96, 128
 _TENURE_BITS = 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PART = r"\.(?:ring|damaged)-[0-9a-f]{16}"
@@ -92,48 +98,37 @@ def new_part(name: str, kind: str) -> str:
 class Segment:
     """A mapping of one named segment. Make it with `create`, `adopt` or `attach`; close it in the process that made it."""
 
-    def __init__(self, name: str, hold: _Hold, geometry: Geometry) -> None:
+    def __init__(self, name: str, hold: _Hold) -> None:
         self.name = name
-        self.geometry = geometry
+        size, self.run, self.created_ns = _read_header(hold.fd, hold.path)
         self.adopted = False
         self._hold = hold
         self._finalizer = weakref.finalize(self, _Hold.let_go, hold)
-        self.map = _map(hold.fd, geometry.total)
-        self.buffer = memoryview(self.map)
-        self.size = geometry.total - geometry.data
-        self.data = self.buffer[geometry.data : geometry.total]
-        base = np.frombuffer(self.map, np.uint8)
-        self.address: int = base.__array_interface__["data"][0]
-        del base  # it would keep the map from closing
-        self._life = Words(self.buffer, _OWNER_AT, 2, "segment.life")  # secret and tenure, sealed
-        self.board = Words(self.buffer, _BOARD_AT, BOARD_WORDS, "segment.board")
+        self._map = _map(hold.fd, _total(size))
+        buffer = memoryview(self._map)
+        self.data = buffer[HEADER_BYTES:]
+        self._life = Words(buffer, _LIFE_AT, 2, "segment.life")
         self.closed = False
         _open_segments.add(self)
 
     # -- the three ways in
 
     @classmethod
-    def create(
-        cls, name: str, size: int, blocks: int = 0, prepare: Callable[[memoryview], None] | None = None
-    ) -> Segment:
-        """A new segment with room for `size` bytes of data in at most `blocks` blocks, owned by this process. `prepare` fills its
-        data, which are zeros, before the name exists.
+    def create(cls, name: str, size: int, prepare: Callable[[memoryview], None] | None = None) -> Segment:
+        """A new segment with room for `size` bytes of data, owned by this process. `prepare` fills them, which are zeros, before
+        the name exists.
 
         Errors: ArenaOwned or TransportError where the name is taken, OutOfMemory where /dev/shm has no room.
         """
         check_platform()
         path = path_of(name)
-        table = HEADER_BYTES
-        data = (table + blocks * 32 + 4095) & -4096
-        total = (data + size + 4095) & -4096
-        geometry = Geometry(total, blocks, table, data, secrets.token_bytes(16), time.time_ns())
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         hold = _Hold(fd, path, True, os.getpid())
         try:
-            _allocate(fd, total, path)
+            _allocate(fd, _total(size), path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(fd, header.pack(geometry), 0)
-            segment = cls(name, hold, geometry)
+            os.pwrite(fd, _header(size), 0)
+            segment = cls(name, hold)
             segment._sign()
             if prepare is not None:
                 prepare(segment.data)
@@ -159,7 +154,7 @@ class Segment:
         fd = _lock(name, path)
         hold = _Hold(fd, path, True, os.getpid())
         try:
-            segment = cls(name, hold, header.read(fd, path))
+            segment = cls(name, hold)
             segment._sign()
         except BaseException:
             hold.give_up()
@@ -175,7 +170,7 @@ class Segment:
         fd = _open(path)
         hold = _Hold(fd, path, False, os.getpid())
         try:
-            return cls(name, hold, header.read(fd, path))
+            return cls(name, hold)
         except BaseException:
             hold.give_up()
             raise
@@ -183,7 +178,7 @@ class Segment:
     def populate(self) -> None:
         """Map the pages now: the first touch of each would cost a page fault, in the middle of a put."""
         with contextlib.suppress(OSError, ValueError):  # older kernels do not know it
-            self.map.madvise(_POPULATE_WRITE)
+            self._map.madvise(_POPULATE_WRITE)
 
     # -- what it says
 
@@ -196,10 +191,6 @@ class Segment:
     def secret(self) -> int:
         """The tenure below 44 random bits, for this owner alone. Whoever cannot open the file cannot guess it."""
         return self._life[0]
-
-    def renew_secret(self) -> None:
-        """Draw other bits. Only before anybody could have used these."""
-        self._life.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | self.tenure)
 
     @property
     def path(self) -> str:
@@ -241,12 +232,10 @@ class Segment:
         self._finalizer.detach()
         self._hold.keep = not unlink
         self._life.release()
-        self.board.release()
-        self.data.release()
         with contextlib.suppress(BufferError):
-            self.buffer.release()
+            self.data.release()
         with contextlib.suppress(BufferError):
-            self.map.close()
+            self._map.close()
         self._hold.let_go()
 
 
@@ -264,7 +253,7 @@ class _Hold:
         if self.fd < 0 or self.pid != os.getpid():
             return  # a forked child: nothing of this is its own
         if self.owner and not self.keep and _still_named(self.fd, self.path):
-            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_AT + 8)  # sealed, for those who still map it
+            os.pwrite(self.fd, (1).to_bytes(8, "little"), _LIFE_AT + 8)  # sealed, for those who still map it
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         os.close(self.fd)
@@ -302,9 +291,64 @@ def _allocate(fd: int, total: int, path: str) -> None:
         room = os.statvfs(DIRECTORY)
         raise OutOfMemory(
             f"{path} needs {total:,} bytes, but {DIRECTORY} has {room.f_bavail * room.f_frsize:,} free of "
-            f"{room.f_blocks * room.f_frsize:,}; make the arena smaller, run `asyncrl shm clear`, or enlarge "
+            f"{room.f_blocks * room.f_frsize:,}; make it smaller, run `asyncrl shm clear`, or enlarge "
             f"{DIRECTORY} (mount -o remount,size=..., containers: --shm-size)"
         ) from error
+
+
+def _total(size: int) -> int:
+    return (HEADER_BYTES + size + 4095) & -4096
+
+
+def _header(size: int) -> bytes:
+    static = _STATIC.pack(_MAGIC, _VERSION, size, secrets.token_bytes(16), time.time_ns()).ljust(_CRC_AT, b"\0")
+    return static + zlib.crc32(static).to_bytes(4, "little")
+
+
+def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
+    """(bytes of data, run, time of creation). Errors: SegmentDamaged; TransportError where another version wrote it."""
+    raw, found = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
+    if len(raw) < _CRC_AT + 4:
+        raise SegmentDamaged(f"{path} is no segment of asyncrl: it has {found} bytes")
+    magic, version, size, run, created = _STATIC.unpack_from(raw)
+    if magic != _MAGIC:
+        raise SegmentDamaged(f"{path} is no segment of asyncrl: it begins with {magic:#x}")
+    if version != _VERSION:
+        raise TransportError(
+            f"{path} has layout version {version}, this program reads {_VERSION}: use the same asyncrl on both sides, or remove "
+            "what an earlier one left with `asyncrl shm clear`"
+        )
+    if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
+        raise SegmentDamaged(f"{path}: the CRC32 of its header is wrong")
+    if found != _total(size):
+        raise SegmentDamaged(f"{path}: {size} bytes of data do not make a file of {found} bytes")
+    return size, run, created
+
+
+def owner_of(fd: int) -> int | None:
+    """The process that holds the `flock`, as far as /proc shows: asking by locking would disturb a new owner.
+
+    0 where somebody unknown holds it (another process namespace); None where nobody does.
+    """
+    status = os.fstat(fd)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
+                major, minor, _ = fields[5].split(":")
+                if os.makedev(int(major, 16), int(minor, 16)) == status.st_dev:
+                    return max(int(fields[4]), 0)
+    return None
+
+
+def first_gap(taken: Iterable[tuple[int, int]], size: int, room: int) -> int | None:
+    """The lowest multiple of 64 at which `size` of `room` bytes are free; None where nowhere. `taken`: (start, size) each."""
+    start = 0
+    for begin, length in sorted(taken):
+        if begin - start >= size:
+            return start
+        start = max(start, (begin + length + 63) & -64)
+    return start if room - start >= size else None
 
 
 def _map(fd: int, total: int) -> mmap.mmap:

@@ -1,23 +1,24 @@
-"""A slab: one long-lived piece of device memory of one producer, leased in blocks, that other processes look at.
+"""A slab: one long-lived piece of memory of one sender, in which it places what other processes look at. Nothing is copied there.
 
     with Slab.create("weights", 1 << 30, device="cuda") as slab:      another process, with these bytes:
-        lease = slab.lease(nbytes)                                        peer = Slab.attach("weights")
-        lease.tensor(torch.bfloat16, shape).copy_(values)                 peer.wait(fence)
-        fence = slab.record(0)                                            with peer.open(Handle.decode(raw)) as tensor:
-        send(lease.handle(torch.bfloat16, shape).encode(), fence)             use(tensor)
+        handle = slab.handle(slab.allocate(nbytes), dtype, shape)         peer = Slab.attach("weights")
+        slab.view(handle).copy_(values)                                   peer.memory.wait(fence, peer.memory.stream())
+        fence = slab.memory.record(0, slab.memory.stream())               use(peer.view(Handle.decode(raw)))
+        send(handle.encode(), fence)
 
 Why one slab: a CUDA IPC handle names a whole allocation. The handle of a tensor from torch's allocator would show the
 process on the other side everything that lies in the same allocator segment, and would be opened anew for each tensor.
-Here one allocation is exported once and opened once; a tensor in it is a `Handle` (block, generation, offset, dtype,
-shape), as in an arena. The table of blocks lies in shared memory, under the slab's name, so a stale handle is
-`StaleHandle` on either side, without a word to the owner.
+Here one allocation is exported once and opened once; a tensor in it is a `Handle` (offset, dtype, shape). What describes it lies in
+shared memory, under the slab's name. With `device="cpu"` the slab itself lies there, too.
+
+The sender alone knows which bytes are in use: whoever passes handles on has to see to it that nobody looks at them after `free`
+(the queues count credits for that). A handle of another slab, or of an earlier one of this name, is `StaleHandle`.
 
 What device memory cannot do, unlike shared memory:
-* It dies with its owner. Nobody adopts it, and nobody may look at it after the owner gave it back. So the owner keeps it
-  until the others let go: `device_queue` sees to that; whoever uses a slab by itself must.
+* It dies with its owner, and nobody may look at it after the owner gave it back. So the owner keeps it until the others let go:
+  `device_queue` sees to that; whoever uses a slab by itself must.
 * Work on a device is late: whoever reads waits for the writer's fence, and the writer reuses memory behind the reader's.
 * A process cannot open its own handle: in the owner's process `attach` finds the memory itself.
-`device="cpu"` is the same thing with shared memory behind it, for machines without a GPU.
 """
 
 from __future__ import annotations
@@ -26,110 +27,53 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from ...errors import StaleHandle, TransportError
-from .arena import ArrayBase
-from .blocks import SLAB, ArenaStatistics, Block, BlockLease, BlockTable
-from .device_memory import DeviceMemory
+from ...errors import LifecycleError, OutOfMemory, StaleHandle, TransportError
+from .device_memory import DeviceMemory, HostMemory
 from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
-from .segment import Segment
+from .segment import Segment, first_gap
 
-_HEAD = struct.Struct("<8sQI")  # magic, bytes of the memory, bytes of its description
-_DESCRIPTION_BYTES = (
-    4096  # the first page of the segment's data; what lies behind it is the memory of a slab on the CPU
-)
-_READY = 0  # word of the segment's board: 1 when the description is whole
+if TYPE_CHECKING:
+    import torch
+
+_MAGIC = b"slab2\0\0\0"
+_HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of the memory, its kind, bytes of its description
+_PAGE = 4096  # for head and description; behind it lies the memory of a slab on the CPU
 
 # Memory that this process owns or opened, for those who attach to it here. By process: a forked child inherits the dict.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], DeviceMemory] = weakref.WeakValueDictionary()
 _memories_lock = threading.Lock()
 
 
-class HostMemory(DeviceMemory):
-    """Shared memory behind a slab. x86-64 keeps the order of stores, so its fences are empty (see `words`)."""
-
-    kind = b"cpu"
-
-    def __init__(self, segment: Segment, size: int) -> None:
-        super().__init__(size, torch.device("cpu"), _nothing)
-        self._segment = segment
-        self._start = segment.geometry.data + _DESCRIPTION_BYTES
-
-    def describe(self) -> bytes:
-        """Nothing: who maps the segment has the memory."""
-        return b""
-
-    def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """As `DeviceMemory.tensor`: a view of the mapping."""
-        start = self._start + offset
-        base = ArrayBase(self._segment, start, np.dtype(np.uint8), (size,), True, (self, keep))
-        return torch.from_numpy(np.asarray(base))
-
-    def address_of(self, tensor: torch.Tensor) -> int:
-        """As `DeviceMemory.address_of`."""
-        return int(tensor.data_ptr()) - self._segment.address - self._start
-
-
-def _nothing() -> None:
-    pass
-
-
-class SlabLease(BlockLease):
-    """The right to write a block until `release`, the end of the `with`, or `detach`."""
-
-    def __init__(self, slab: Slab, block: Block) -> None:
-        super().__init__(slab.table, block)
-        self._slab = slab
-
-    def tensor(self, dtype: Any, shape: tuple[int, ...], *, offset: int = 0) -> torch.Tensor:
-        """A tensor on the slab's device; it keeps the lease. Errors: ValueError where it does not fit."""
-        handle = self.handle(dtype, shape, offset=offset)
-        return self._slab._tensor(self.block, handle, self)
-
-
 class Slab:
     """See the module. Made by `create` (the owner) or `attach`; closed in the process that made it."""
 
-    def __init__(self, segment: Segment, size: int, memory: DeviceMemory | None) -> None:
-        self.segment = segment
-        self.table = BlockTable(segment, 0, size, "slab")
-        self._memory = memory
+    def __init__(self, segment: Segment, size: int) -> None:
+        self.segment, self.size = segment, size
+        self._memory: DeviceMemory | None = None
+        self._taken: dict[int, int] = {}  # the owner's: bytes, by where they begin
 
     @classmethod
-    def create(cls, name: str, size: int, *, device: str | torch.device = "cuda", blocks: int = 1024) -> Slab:
+    def create(cls, name: str, size: int, *, device: str | torch.device = "cuda") -> Slab:
         """A new slab of `size` bytes. Errors: as `Segment.create`; PlatformError where the device has no IPC."""
-        if size < 1 or blocks < 1:
-            raise ValueError(f"slab {name!r}: size and blocks must be positive, found {size} and {blocks}")
-        where = torch.device(device)
+        if size < 1:
+            raise ValueError(f"slab {name!r}: its size must be positive, found {size}")
         size = (size + 63) & -64
-        if where.type == "cpu":
-            segment = Segment.create(name, _DESCRIPTION_BYTES + size, blocks)
-            return cls._publish(segment, HostMemory(segment, size))
+        if str(device) == "cpu":
+            slab = cls(Segment.create(name, _PAGE + size, prepare=_described(HostMemory.kind, size, b"")), size)
+            _ = slab.memory
+            return slab
         from .slab_cuda import CudaMemory
 
-        memory = CudaMemory.allocate(where, size)
-        return cls._publish(Segment.create(name, _DESCRIPTION_BYTES, blocks), memory)
-
-    @classmethod
-    def _publish(cls, segment: Segment, memory: DeviceMemory) -> Slab:
-        try:
-            description = memory.kind.ljust(8, b"\0") + memory.describe()
-            start = segment.geometry.data
-            head = _HEAD.pack(SLAB, memory.size, len(description)) + description
-            segment.buffer[start : start + len(head)] = head
-            segment.board.store(_READY, 1)
-            with _memories_lock:
-                _memories[os.getpid(), segment.geometry.run] = memory
-            return cls(segment, memory.size, memory)
-        except BaseException:
-            segment.close(unlink=True)
-            raise
+        memory = CudaMemory.allocate(device, size)
+        slab = cls(Segment.create(name, _PAGE, prepare=_described(memory.kind, size, memory.description)), size)
+        with _memories_lock:
+            slab._memory = _memories[os.getpid(), slab.segment.run] = memory
+        return slab
 
     @classmethod
     def attach(cls, name: str) -> Slab:
@@ -138,21 +82,18 @@ class Slab:
         Errors: FileNotFoundError; TransportError for a segment that is no slab.
         """
         segment = Segment.attach(name)
-        try:
-            magic, size, _ = _HEAD.unpack_from(segment.buffer, segment.geometry.data)
-            if not segment.board[_READY] or magic != SLAB:
-                raise TransportError(f"{segment.path} is no slab, or none yet: its owner must have made it with `Slab`")
-            return cls(segment, size, None)
-        except BaseException:
+        magic, size = _HEAD.unpack_from(segment.data)[:2] if len(segment.data) >= _PAGE else (b"", 0)
+        if magic != _MAGIC:
             segment.close(unlink=False)
-            raise
+            raise TransportError(f"{segment.path} is no slab: its owner must have made it with `Slab`")
+        return cls(segment, size)
 
     @property
     def memory(self) -> DeviceMemory:
         """Opened at the first use. Errors: PlatformError where it cannot be opened here, LifecycleError."""
-        self.table.check_open()
+        self._check_open()
         if self._memory is None:
-            key = os.getpid(), self.segment.geometry.run
+            key = os.getpid(), self.segment.run
             with _memories_lock:
                 self._memory = _memories.get(key) or self._open()
                 _memories[key] = self._memory  # a process cannot open its own handle, nor the same one twice
@@ -164,103 +105,101 @@ class Slab:
         return self._memory is not None
 
     def _open(self) -> DeviceMemory:
-        start = self.segment.geometry.data
-        _, size, length = _HEAD.unpack_from(self.segment.buffer, start)
-        description = bytes(self.segment.buffer[start + _HEAD.size : start + _HEAD.size + length])
-        kind, details = description[:8].rstrip(b"\0"), description[8:]
+        _, size, kind, length = _HEAD.unpack_from(self.segment.data)
+        kind, description = kind.rstrip(b"\0"), bytes(self.segment.data[_HEAD.size : _HEAD.size + length])
         if kind == HostMemory.kind:
-            return HostMemory(self.segment, size)
+            return HostMemory(self.segment, _PAGE, size)
         from .slab_cuda import CudaMemory
 
         if kind != CudaMemory.kind:
             raise TransportError(f"{self.segment.path}: memory of kind {kind!r}; use the same asyncrl on both sides")
-        return CudaMemory.open(size, details)
+        return CudaMemory.open(size, description)
 
     # -- the owner's side
 
-    def lease(self, size: int) -> SlabLease:
-        """A block that is given back at the end of its `with`, or when it is forgotten. Errors: OutOfMemory."""
-        return SlabLease(self, self.table.allocate(size))
+    def allocate(self, size: int) -> int:
+        """Where `size` bytes begin that are the caller's until `free`; a multiple of 64. Errors: OutOfMemory with figures."""
+        self._check_open()
+        if not self.segment.owner:
+            raise LifecycleError(
+                f"slab {self.segment.name!r}: only its owner allocates and frees; this process attached"
+            )
+        start = first_gap(self._taken.items(), size, self.size)
+        if start is None:
+            raise OutOfMemory(
+                f"slab {self.segment.name!r}: no {size:,} bytes in one piece; {sum(self._taken.values()):,} of {self.size:,} are "
+                f"in use, in {len(self._taken)} pieces"
+            )
+        self._taken[start] = size
+        return start
 
-    def free(self, block: Block) -> None:
-        """Give a block back. Errors: StaleHandle where that was done already."""
-        self.table.free(block)
+    def free(self, start: int) -> None:
+        """Give back what `allocate` gave."""
+        del self._taken[start]
 
     # -- everybody's side
 
+    def handle(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> Handle:
+        """What names an array here. Errors: StaleHandle where it does not lie in the slab."""
+        return self._checked(Handle(self.segment.run, offset, dtype_name(dtype), tuple(shape)))
+
     def view(self, handle: Handle, *, keep: object = None) -> torch.Tensor:
-        """The tensor a handle names, without copying. The caller knows that the block stays. Errors: StaleHandle."""
-        self.table.check_open()
-        return self._tensor(self.table.checked(handle), handle, keep)
+        """The tensor that a handle names, writable; `keep` lives as long as it does. Errors: StaleHandle."""
+        self._checked(handle)
+        dtype, memory = torch_dtype(handle.dtype), self.memory
+        return memory.tensor(handle.offset, handle.nbytes, keep).view(dtype).view(handle.shape)
 
-    @contextmanager
-    def open(self, handle: Handle) -> Iterator[torch.Tensor]:
-        """A look at a block that others own. Errors: StaleHandle, at the beginning or the end.
-
-        The end is the end on this thread: for work that is still under way on the device the block has to stay, too.
-        """
-        yield self.view(handle)
-        self.table.checked(handle)
-
-    def handle_of(self, tensor: torch.Tensor) -> Handle:
-        """The handle of a tensor that lies in a block of this slab. Errors: ValueError for any other."""
+    def array(self, handle: Handle, *, keep: object = None) -> npt.NDArray[Any]:
+        """The same as a numpy array, of a slab on the CPU; bfloat16 as its 16 bits."""
+        self._checked(handle)
         memory = self.memory
-        what = (
-            f"{self.table.what}: a {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-        )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{what} is not contiguous; a handle names one piece of memory")
-        start = memory.address_of(tensor) if tensor.device == memory.device else -1
-        for block in self.table.existing():
-            offset = start - block.offset
-            if offset >= 0 and offset + tensor.nbytes <= block.size:
-                shape = tuple(tensor.shape)
-                run = self.segment.geometry.run
-                return Handle(run, block.index, block.generation, offset, dtype_name(tensor.dtype), shape)
-        raise ValueError(
-            f"{what} does not lie in the slab: make it with `slab.lease(...).tensor(...)`, or copy it there"
-            + memory.why_not(tensor)
-        )
-
-    def record(self, slot: int) -> bytes:
-        """A fence behind what this thread has launched on its current stream; see `DeviceMemory.record`."""
-        return self.memory.record(slot, self.memory.stream())
-
-    def wait(self, fence: bytes) -> None:
-        """What this thread launches on its current stream from now on runs after the fence."""
-        self.memory.wait(fence, self.memory.stream())
-
-    def statistics(self) -> ArenaStatistics:
-        """As `Arena.statistics`."""
-        return self.table.statistics()
+        assert isinstance(memory, HostMemory)
+        return memory.bytes(handle.offset, handle.nbytes, keep).view(numpy_dtype(handle.dtype)).reshape(handle.shape)
 
     def close(self) -> None:
         """Let go; the memory goes when its last tensor in this process does. Twice is fine."""
-        if not self.segment.closed:
-            self._memory = None
-            self.table.close()
-            self.segment.close(unlink=True)
+        self._memory = None
+        self.segment.close(unlink=True)
 
     def __enter__(self) -> Slab:
-        self.table.check_open()
+        self._check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tensor(self, block: Block, handle: Handle, keep: object) -> torch.Tensor:
-        dtype = torch_dtype(handle.dtype)
-        memory = self.memory
-        if handle.nbytes == 0:
-            return torch.empty(handle.shape, dtype=dtype, device=memory.device)
-        if handle.offset % dtype.itemsize:
-            raise StaleHandle(f"{self.table.what}: offset {handle.offset} is not aligned for {handle.dtype}")
-        flat = memory.tensor(block.offset + handle.offset, handle.nbytes, keep)
-        return flat.view(dtype).view(handle.shape)
+    def _checked(self, handle: Handle) -> Handle:
+        self._check_open()
+        if handle.run != self.segment.run:
+            raise StaleHandle(
+                f"the handle is of another slab than {self.segment.name!r}, or of an earlier one of this name"
+            )
+        aligned = handle.offset % numpy_dtype(handle.dtype).itemsize == 0
+        if not aligned or not 0 <= handle.offset <= handle.offset + handle.nbytes <= self.size:
+            raise StaleHandle(
+                f"{handle.dtype} {list(handle.shape)} at {handle.offset} does not lie (aligned) in the {self.size:,} bytes of slab "
+                f"{self.segment.name!r}"
+            )
+        return handle
+
+    def _check_open(self) -> None:
+        if self.segment.closed:
+            raise LifecycleError(f"slab {self.segment.name!r} is closed")
+
+
+def _described(kind: bytes, size: int, description: bytes) -> Any:
+    head = _HEAD.pack(_MAGIC, size, kind, len(description)) + description
+
+    def prepare(data: memoryview) -> None:
+        data[: len(head)] = head
+
+    return prepare
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Errors: ValueError for numbers that torch does not have."""
+    import torch
+
     if name == BFLOAT16:
         return torch.bfloat16
     try:

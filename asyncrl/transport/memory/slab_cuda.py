@@ -138,16 +138,17 @@ class CudaMemory(DeviceMemory):
         # In the owner the events live as long as the memory: whoever waits for them in another process has it mapped.
         events: dict[int, Any] = {}
         known: dict[bytes, Any] = {}
-        super().__init__(size, device, partial(_let_go, let_go, events, known))
-        self.address = address
-        self._description = description
+        super().__init__(size, partial(_let_go, let_go, events, known))
+        self.device, self.address = device, address
+        self.description = description
         self._events, self._known = events, known  # ours by slot; everybody's by handle
         self._handles: dict[int, bytes] = {}
         self._copies: torch.cuda.Stream | None = None
 
     @classmethod
-    def allocate(cls, device: torch.device, size: int, driver: Driver | None = None) -> CudaMemory:
+    def allocate(cls, device: str | torch.device, size: int, driver: Driver | None = None) -> CudaMemory:
         """New memory, exported. Errors: PlatformError without CUDA or without IPC, OutOfMemory."""
+        device = torch.device(device)
         check_cuda(device)
         driver = driver or Driver.load()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -173,26 +174,11 @@ class CudaMemory(DeviceMemory):
         address = open_exported(driver, index, handle, pid)
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
-    def describe(self) -> bytes:
-        """As `DeviceMemory.describe`: the UUID of the device, the IPC handle, the process that owns it."""
-        return self._description
-
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
         """As `DeviceMemory.tensor`."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_ArrayBase(self.address + offset, size, (self, keep)), device=self.device)
-
-    def address_of(self, tensor: torch.Tensor) -> int:
-        """As `DeviceMemory.address_of`."""
-        return int(tensor.data_ptr()) - self.address
-
-    def why_not(self, tensor: torch.Tensor) -> str:
-        """As `DeviceMemory.why_not`: torch's expandable segments."""
-        if tensor.device.type == "cuda" and expandable(tensor.data_ptr(), torch.cuda.memory_snapshot()):
-            return (
-                " (torch's allocator has `expandable_segments` on: such memory has no CUDA IPC handle in any case. "
-                "The slab itself works with it)"
-            )
-        return ""
 
     def stream(self) -> torch.cuda.Stream:
         """torch's current stream on the memory's device."""
@@ -300,14 +286,6 @@ def open_exported(driver: Driver, ordinal: int, handle: bytes, pid: int) -> int:
             f"the slab of process {pid} on cuda:{ordinal} cannot be opened here ({error}): it must live, and containers "
             "must share the host's IPC and PID namespaces (docker --ipc=host --pid=host)"
         ) from error
-
-
-def expandable(address: int, segments: list[dict[str, Any]]) -> bool:
-    """Does the address lie in an expandable segment, by `torch.cuda.memory_snapshot()`?"""
-    return any(
-        bool(segment.get("is_expandable")) and 0 <= address - segment["address"] < segment["total_size"]
-        for segment in segments
-    )
 
 
 def _uuid(index: int) -> str:

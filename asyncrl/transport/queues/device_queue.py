@@ -33,7 +33,6 @@ import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -43,19 +42,10 @@ import torch
 from .. import rendezvous
 from ..memory.device_memory import FENCE_BYTES, DeviceMemory
 from ..memory.handles import Handle, dtype_name
-from ..memory.slab import Slab, SlabLease, torch_dtype
+from ..memory.slab import Slab, torch_dtype
 from .queue import wait_in
-from .tensor_receive import Inbox, Received, TensorReceiver, attach
-from .tensor_send import Outbox, TensorSender, serve
-from .tensor_wire import (
-    ALIGNMENT,
-    CLOSED,
-    LARGEST,
-    SLAB,
-    item_message,
-    number_of,
-    release_message,
-)
+from .tensor_queue import Received, TensorReceiver, TensorSender, attach, prepare, serve
+from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, item_message, number_of, release_message
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -64,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["ReceivedTensors", "attach_device_queue", "share_device_queue"]
 
 _TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # of an item: its slot, the fence behind which it is written
-# Memory that a receiver in another process may still look at after its queue ended here, and the line that tells.
+# Memory that a receiver in another process may still look at after its queue ended here, and the line that says so.
 _kept: list[tuple[socket.socket, DeviceMemory]] = []
 
 
@@ -84,13 +74,13 @@ class ReceivedTensors(Received):
         return found
 
 
-class _DeviceOutbox(Outbox):
-    kind = SLAB
-    lender: Slab
+class _DeviceSender(TensorSender):
+    kind = DEVICE
 
-    def __init__(self, lender: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(lender, capacity, recorder, cause)
-        self._memory = lender.memory
+    def __init__(self, slab: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(slab, capacity, recorder, cause)
+        self._memory = slab.memory
+        self._slots: dict[int, int] = {}  # whose fences each outstanding item has
         self._read: list[bytes] = []  # fences of releases whose memory may be written next
 
     def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, _Piece], int]:
@@ -103,17 +93,20 @@ class _DeviceOutbox(Outbox):
             size += -(-values.nbytes // ALIGNMENT) * ALIGNMENT
         return pieces, max(size, ALIGNMENT)
 
-    def fill(self, lease: Any, pieces: Mapping[str, Any]) -> bytes:
-        assert isinstance(lease, SlabLease)
-        handles = {name: lease.handle(p.dtype, tuple(p.values.shape), offset=p.offset) for name, p in pieces.items()}
-        slot = lease.block.index
-        message = item_message(self.moved, handles, most=LARGEST - _TAIL.size)  # before anything is launched
+    def fill(self, start: int, pieces: Mapping[str, Any]) -> bytes:
+        handles = {
+            name: self.slab.handle(start + piece.offset, piece.dtype, tuple(piece.values.shape))
+            for name, piece in pieces.items()
+        }
+        slot = min(set(range(self.capacity)).difference(self._slots.values()))
+        message = item_message(self.puts, handles, most=LARGEST - _TAIL.size)  # before anything is launched
         with self._memory.writing() as stream:
             self._wait_for_readers(stream)
-            for piece in pieces.values():
-                target = lease.tensor(piece.dtype, tuple(piece.values.shape), offset=piece.offset)
+            for name, piece in pieces.items():
+                target = self.slab.view(handles[name])
                 target.copy_(piece.values, non_blocking=target.is_cuda and piece.values.is_cuda)
             fence = self._memory.record(2 * slot, stream)
+        self._slots[self.puts] = slot
         return message + _TAIL.pack(slot, fence)
 
     def _wait_for_readers(self, stream: Any) -> None:
@@ -125,104 +118,93 @@ class _DeviceOutbox(Outbox):
                 raise anyio.BrokenResourceError from error
             self._read.pop()
 
-    def take(self, message: bytes) -> None:
+    def on_message(self, message: bytes) -> None:
         if message == CLOSED:
             self.gone = True
             return
-        block = self.outstanding.pop(number_of(message), None)
-        if block is not None:
+        if number_of(message) in self._outstanding:
             self._read.append(message[-FENCE_BYTES:])
-            self.lender.free(block)
+            del self._slots[number_of(message)]
+        super().on_message(message)
 
     async def wait_let_go(self) -> None:
         while self._others_look:
-            await wait_in(self.waiters)
+            await wait_in(self._waiters)
 
     @property
     def _others_look(self) -> bool:
-        return self.line is not None and self.line.open and not self.same_process
+        return self._line is not None and self._line.open and not self.same_process
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         if self._others_look:
-            assert self.line is not None
-            connection = self.line.detach()
-            connection.shutdown(socket.SHUT_WR)  # the other side hears the end; its own end is still to come
+            assert self._line is not None
+            connection = self._line.detach()
+            connection.shutdown(socket.SHUT_WR)  # the other side reads the end; its own end is still to come
             _kept.append((connection, self._memory))
         del self._memory
-        super().close()
+        super().hang_up()
 
 
-class _DeviceInbox(Inbox):
-    kind = SLAB
-    lender: Slab
+class _DeviceReceiver(TensorReceiver):
+    kind = DEVICE
 
-    def __init__(self, lender: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(lender, connection, recorder, cause)
+    def __init__(self, slab: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(slab, connection, recorder, cause)
         self._bound: dict[int, tuple[int, Any]] = {}  # item -> its slot, and the stream it belongs to
         self._ending: socket.socket | None = None
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
 
-    @staticmethod
-    def attach(name: str) -> Slab:
-        return Slab.attach(name)
-
-    def opened(self) -> None:
-        _ = self.lender.memory  # a device that cannot be opened is an error of `attach_device_queue`
-
     def look(self, handle: Handle, claim: object) -> torch.Tensor:
-        return self.lender.view(handle, keep=claim)
+        return self.slab.view(handle, keep=claim)
 
     def take(self) -> Received:
-        self.exchange()  # a sender that died took the memory with it
-        if not self.items:
+        self._exchange()  # a sender that died took the memory with it
+        if not self._items:
             raise anyio.BrokenResourceError
-        number, handles, message = self.items[0]
+        number, handles, message = self._items[0]
         slot, fence = _TAIL.unpack_from(message, len(message) - _TAIL.size)
-        memory = self.lender.memory
+        memory = self.slab.memory
         stream = memory.stream()
         try:
             memory.wait(fence, stream)
         except RuntimeError as error:  # its event went with the process that recorded it, and is known no more
-            self.broken = True
-            self.items.clear()
+            self._broken = True
+            self._items.clear()
             raise anyio.BrokenResourceError from error
         self._bound[number] = slot, stream
         received = ReceivedTensors(self, number, handles)
-        self.items.popleft()
-        self.moved += 1
-        self.depth(len(self.items))
+        self._items.popleft()
         return received
 
     def release(self, number: int) -> None:
         slot, stream = self._bound.pop(number)
-        if self.line.open:
-            fence = self.lender.memory.record(2 * slot + 1, stream)
-            self.line.send(release_message(number) + fence)
+        if self._line.open:
+            fence = self.slab.memory.record(2 * slot + 1, stream)
+            self._line.send(release_message(number) + fence)
 
-    def hung_up(self) -> None:
+    def on_hang_up(self) -> None:
         """What was not taken is gone with its memory. What was taken may still be looked at where the sender lives."""
-        if self.broken:
-            self.items.clear()
+        if self._broken:
+            self._items.clear()
         self._end()
 
-    def close(self) -> None:
-        if self.line.open:
-            self.line.send(CLOSED)
+    def leave(self) -> None:
+        if self._line.open:
+            self._line.send(CLOSED)
             self._end()
-        self.items.clear()
+        self._items.clear()
         connection, self._ending = self._ending, None
         if connection is not None:
-            if self.lender.opened:
-                self.lender.memory.after(connection.close)  # hangs up when the last tensor is gone
+            if self.slab.opened:
+                self.slab.memory.after(connection.close)  # hangs up when the last tensor is gone
             else:
                 connection.close()
-        self.lender.close()
 
     def _end(self) -> None:
         if self._same_process:
-            self.line.close()  # tensors keep the very memory that the sender has
-        elif self.line.open:
-            self._ending = self.line.detach()
+            self._line.close()  # tensors keep the very memory that the sender has
+        elif self._line.open:
+            self._ending = self._line.detach()
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
@@ -256,8 +238,10 @@ async def share_device_queue(
     `linger_s`. Errors: as `share_queue`; PlatformError where the device has no IPC.
     """
     _sweep()
-    create = partial(Slab.create, name, size, device=device, blocks=max(1, capacity))
-    async with serve(create, _DeviceOutbox, name, capacity, recorder, cause, linger_s) as sender:
+    await prepare(name, capacity)
+    async with serve(
+        Slab.create(name, size, device=device), _DeviceSender, capacity, recorder, cause, linger_s
+    ) as sender:
         yield sender
 
 
@@ -268,7 +252,7 @@ async def attach_device_queue(
 
     Errors: as `attach_queue`; PlatformError where this process cannot open the slab's device.
     """
-    return TensorReceiver(await attach(_DeviceInbox, name, recorder, cause, timeout_s))
+    return await attach(_DeviceReceiver, name, recorder, cause, timeout_s)
 
 
 def _sweep() -> None:

@@ -20,7 +20,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
@@ -31,21 +30,6 @@ if TYPE_CHECKING:
     from ...telemetry.records import Cause
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatistics:
-    """What is in a queue, who waits at it, and what went through so far."""
-
-    depth: int
-    capacity: int
-    most_depth: int  # high-water mark
-    puts: int
-    gets: int
-    open_senders: int
-    open_receivers: int
-    waiting_puts: int
-    waiting_gets: int
 
 
 def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> AbstractContextManager[object]:

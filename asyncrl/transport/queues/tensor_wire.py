@@ -1,6 +1,6 @@
-"""What travels beside the arena for a tensor queue between processes: short messages over one AF_UNIX socket.
+"""What travels beside the slab for a tensor queue between processes: short messages over one AF_UNIX socket.
 
-sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes      H, kind of memory
+sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes      H, capacity, kind of memory
 receiver -> sender   R, number: the item was released, its memory and its credit go back
 
 A slab on a device adds: to I the slot and the fence behind which the item is written, to R the fence behind which it was
@@ -16,24 +16,18 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..memory.handles import BFLOAT16, Handle, dtype_name, numpy_dtype
-from .queue import waiting
-
-if TYPE_CHECKING:
-    from ...telemetry.recorder import Recorder
-    from ...telemetry.records import Cause
 
 LARGEST = 65_536  # bytes of a message: some 400 tensors an item
 ALIGNMENT = 64
 HELLO, END, CLOSED = b"H", b"E", b"C"
-ARENA, SLAB = b"arena", b"slab"  # what a greeting says about the memory
+HOST, DEVICE = b"host", b"device"  # what a greeting says about the memory
 _NUMBER = struct.Struct("<cQ")
 _COUNT = struct.Struct("<H")
 _PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
@@ -51,13 +45,23 @@ def item_message(number: int, handles: Mapping[str, Handle], most: int = LARGEST
     return message
 
 
+def hello_message(kind: bytes, capacity: int) -> bytes:
+    """H: who reads this has got everything that was put before."""
+    return _NUMBER.pack(HELLO, capacity) + kind
+
+
+def kind_of(message: bytes) -> bytes:
+    """What H says of the memory."""
+    return message[_NUMBER.size :]
+
+
 def release_message(number: int) -> bytes:
     """R: the item was released."""
     return _NUMBER.pack(b"R", number)
 
 
 def number_of(message: bytes) -> int:
-    """Which item a message is about."""
+    """Which item a message is about; of H, the capacity."""
     return int(_NUMBER.unpack_from(message)[1])
 
 
@@ -195,26 +199,3 @@ class Line:
         if self._writing:
             self._loop.remove_writer(self._socket.fileno())
         return self._socket
-
-
-class Side:
-    """Counters, waiters and waits of one side."""
-
-    def __init__(self, name: str, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        self.name, self.capacity = name, capacity
-        self.loop = asyncio.get_running_loop()
-        self.waiters: deque[asyncio.Future[None]] = deque()
-        self.ends = 0  # open clones
-        self.moved = 0  # items that were put, or got
-        self.most_depth = 0
-        self._recorder, self._cause = recorder, cause
-
-    def depth(self, now: int) -> None:
-        """Note how many items there are now."""
-        self.most_depth = max(self.most_depth, now)
-        if self._recorder is not None:
-            self._recorder.gauge(f"queue/{self.name}/depth", now)
-
-    def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
-        """A block in which the current task waits, told to the recorder."""
-        return waiting(self._recorder, what, f"{on} of queue {self.name}", self._cause)

@@ -375,7 +375,7 @@ class RecordRing:
     def _new_link(self, producer: bytes, pid: int) -> Link:
         """Errors: OutOfMemory; TransportError where the producer has died meanwhile."""
         s = self.settings
-        size, used = ring_bytes(s.slots, s.ring_bytes), sum(link.segment.size for link in self._links.values())
+        size, used = ring_bytes(s.slots, s.ring_bytes), sum(len(link.segment.data) for link in self._links.values())
         if used + size > s.size:
             raise OutOfMemory(
                 f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {s.size:,} bytes, and one "

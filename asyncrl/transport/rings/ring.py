@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from ...errors import RecordError, RecordTooLarge, TransportError
 from ...records.read import Record, read
 from ...records.write import Plan
 from ..memory import words
+from ..memory.segment import first_gap
 from ..memory.words import Words, fault
 
 MAGIC = int.from_bytes(b"arlring\0", "little")
@@ -39,7 +39,6 @@ ATTACHED, CLOSED = 1, 2
 _STATIC = struct.Struct("<QIIQQ16sQQ")
 _HEAD_AT, _OWNER_AT, _STATE_AT, _ARRAYS_AT = 128, 192, 256, 320
 _CHECK = struct.Struct("<QQQ")
-_ALIGNMENT = 64  # of the records in the payload
 
 
 def ring_bytes(slots: int, payload: int) -> int:
@@ -196,16 +195,6 @@ class RingWriter:
         # From this store on the record is accepted.
         memory.head.store(0, sequence)
         self._held[slot] = sequence, start, size
-
-
-def first_gap(taken: Iterable[tuple[int, int]], size: int, room: int) -> int | None:
-    """The lowest multiple of 64 at which `size` of `room` bytes are free; None where nowhere. `taken`: (start, size) each."""
-    start = 0
-    for begin, length in sorted(taken):
-        if begin - start >= size:
-            return start
-        start = max(start, (begin + length + _ALIGNMENT - 1) & -_ALIGNMENT)
-    return start if room - start >= size else None
 
 
 class RingReader:
