@@ -326,6 +326,11 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
     asyncio.run(main())
 
 
+def state_of(pid: int) -> str:
+    """Of the main thread: "S" where it sleeps."""
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_an_interrupted_put_did_not_put_and_the_producer_goes_on(name: str) -> None:
     """Ctrl-C while the main thread waits for room."""
     process = child(OWNER, name)
@@ -335,7 +340,7 @@ def test_an_interrupted_put_did_not_put_and_the_producer_goes_on(name: str) -> N
         producer.put(planned(group))
 
     def interrupt() -> None:
-        while not producer.statistics().waits:
+        while not producer.statistics().waits or state_of(os.getpid()) != "S":
             os.sched_yield()
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -433,7 +438,7 @@ def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: st
     pids = [process.pid for process in (*consumers, *producers)]
     quiet = threading.Event()
     for pid in pids:  # until all are asleep
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        while state_of(pid) != "S":
             quiet.wait(0.01)
     quiet.wait(0.5)
     before = [switches(pid) for pid in pids]
