@@ -64,15 +64,17 @@ def require_current(policy: PolicyModel, version: int) -> None:
             "the modules' parameters"
         )
     every = max(working.numel() // _SAMPLED_POSITIONS, 1)
+    sample = working[::every].contiguous()
     # Written so that NaN, which is below nothing, fails too.
-    if not bool((working[::every].abs() < _LARGEST).all()):
+    if not bool((sample.abs() < _LARGEST).all()):
         error = DivergenceError(
             f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares are no float32 any "
             "more: the step to it was too large; lower train.lr (or raise train.warmup_steps)"
         )
         error.spoiled = True
         raise error
-    if flat.has_working_copy and not torch.equal(flat.master[::every].to(flat.working.dtype), flat.working[::every]):
+    cast = sample if flat is policy.weights else flat.working[::every]
+    if flat.has_working_copy and not torch.equal(flat.master[::every].to(cast.dtype), cast):
         raise DivergenceError(
             f"publish of version {version}: the modules' weights are not those that the optimizer has made"
         )
