@@ -70,7 +70,7 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
                 "copy_": lambda target=target: target.copy_(source),
                 "write": lambda half=half, turn=turn: board.write(half, turn, source),
                 "check": lambda turn=turn: require_current(trainer, turn),
-                "bind": lambda half=half, turn=turn: served.move_to(reader.half(half), turn),
+                "bind": lambda half=half: served.flat.move_to(reader.half(half)),
             }
             if packing_works(trainer.dtype, trainer.device):
                 sides["pack"] = lambda: [pack(product.weight()) for product in trainer.products]
@@ -109,7 +109,7 @@ class Reader:
         raise AssertionError("nothing is pinned")
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        self.policy.move_to(self.board.half(half), version)
+        self.policy.flat.move_to(self.board.half(half))
 
 
 async def hand_over(dtype: str, layers: int, repeat: int) -> None:

@@ -190,14 +190,6 @@ class PolicyModel:
         """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product with its bias, alone."""
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
-    def move_to(self, buffer: Tensor, version: int) -> None:
-        """Of a served policy: every parameter becomes a view of `buffer`, laid out like `weights`, and the policy is at `version`.
-        Both happen in one step: no token is sampled from one version and named after the other. Nothing is copied; the storage of
-        before is let go. On the lane. Errors: ValueError for a buffer of another size, dtype or device."""
-        assert isinstance(self.flat, ServedParameters), "a policy that is trained owns its weights"
-        self.flat.move_to(buffer)
-        self.version = version
-
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""
         self.flat.refresh()

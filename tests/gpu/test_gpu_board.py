@@ -155,7 +155,7 @@ def test_a_policy_is_built_from_the_board_and_computes_what_the_trainer_does(dty
                 trainer.advance()
                 board.write(version % 2, version, trainer.weights.working)
                 wait(reader.fetch(version % 2))
-                policy.move_to(reader.half(version % 2), version)
+                policy.flat.move_to(reader.half(version % 2))
                 assert fixed_logprobs(policy) == pytest.approx(fixed_logprobs(trainer), abs=1e-6)
             tensors = [*policy.module.parameters(), *policy.module.buffers()]
             assert {tensor.device for tensor in tensors} == {device} and policy.weights.strays() == []

@@ -89,7 +89,7 @@ def test_it_computes_what_the_trainer_does_and_reads_no_weights(
         trainer.flat.master.mul_(1.1).add_(0.01)
         trainer.advance()
         owner.write(version % 2, version, trainer.weights.working)
-        policy.move_to(reader.half(version % 2), version)
+        policy.flat.move_to(reader.half(version % 2))
         assert fixed_logprobs(policy) == fixed_logprobs(trainer)
         assert policy.weights.strays() == []
     own, theirs = dict(policy.module.named_buffers()), dict(trainer.module.named_buffers())
@@ -142,5 +142,5 @@ def test_what_cannot_be_completed_is_loaded(
     monkeypatch.setattr(loading, "load_module", load_it)
     policy = open_reader(outline, reader.half(0), rest, FUSED, LONGEST, seed=0)
     assert loaded == ["loaded"]
-    policy.move_to(reader.half(0), 0)
+    policy.flat.move_to(reader.half(0))
     assert fixed_logprobs(policy) == fixed_logprobs(trainer)

@@ -48,9 +48,10 @@ class EmbeddedServing(EmbeddedEngine):
         return self.policy.version
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """See Serving: the modules read the half where it lies. On a CPU the first step then packs it."""
-        self.policy.move_to(half, version)
+        """See BoardEngine: the modules read the half where it lies. On a CPU the first step then packs it."""
+        self.policy.flat.move_to(half)
+        self.policy.version = version
 
     async def outputs(self) -> list[float]:
-        """See Serving."""
+        """See BoardEngine."""
         return await self.lane.run(lambda: fixed_logprobs(self.policy), name="engine/outputs")

@@ -89,7 +89,8 @@ class FlatWeights:
         self._generation += 1
 
     def move_to(self, buffer: Tensor) -> None:
-        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""
+        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go.
+        Errors: ValueError for a buffer of another size, dtype or device."""
         if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
             raise ValueError(
                 f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; found {tuple(buffer.shape)} x "
