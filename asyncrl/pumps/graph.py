@@ -212,7 +212,7 @@ class Graph:
     async def settle(self) -> None:
         """Wait until every step is published and written, and every engine has the newest weights."""
         await self._publish.published(self._ports.ledger.turn)
-        await self.all_reported()
+        await self.evaluations.all_reported()
         await self._publish.sync()
 
     # -- what the facade asks --------------------------------------------------------------------------------------
@@ -222,20 +222,6 @@ class Graph:
         such prompts. Steps may go on meanwhile, but for the `first` and the `last` version of a run: see `Evaluations.at`. The
         training does not end before."""
         await self.evaluations.at(version, report, last=last, beside=None if first or last else self._training_tasks)
-
-    async def all_reported(self) -> None:
-        """Wait until the metrics of every version that came to `evaluate` are reported."""
-        await self.evaluations.all_reported()
-
-    @property
-    def unevaluated(self) -> Sequence[int]:
-        """Versions whose evaluation was due and has not ended."""
-        return self.evaluations.unfinished
-
-    @property
-    def evaluating(self) -> tuple[int, int] | None:
-        """(completions that are scored, all of them) of the evaluation that runs now."""
-        return self.evaluations.progress
 
     def nothing_left(self) -> bool:
         """The version in hand is the last one."""
@@ -250,17 +236,12 @@ class Graph:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for the pipeline to move: a run, groups that were submitted, or who wants the end."""
+        """Whether a run goes on, the end is waited for, or submitted groups are not trained yet."""
         waited_for = self._generating or self._draining or self._ports.ledger.statistics().live > 0
         return waited_for and not self._finished.is_set()
 
     @property
     def ending(self) -> bool:
-        """The training is over, or the generation has failed, and what still generates has been cancelled."""
+        """The training is over, or the generation has failed: the pumps that generate are cancelled and have not ended."""
         failed = self._pumps is not None and self._pumps.cancel_called
         return self._generating and (failed or self._finished.is_set())
-
-    @property
-    def scored(self) -> float:
-        """Trajectories that were scored so far."""
-        return float(self.intake.scored)

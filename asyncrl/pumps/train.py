@@ -47,43 +47,15 @@ from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.store import ADVANTAGES, owned
 from asyncrl.errors import DataError, DivergenceError, RankLost
-from asyncrl.ports import Ledger
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 
 from .building import Building
 from .claims import Claims
 from .metrics import COUNTED, StepPart, group_rows, over_parts, step_metrics
-from .pipeline import Ports, Publication, Round, StepReport, hand_on
+from .pipeline import Ports, Publication, StepReport, hand_on
 from .screen import Reroll
 from .step import FailedGroups, GroupsFailed, Step, laid_to
-
-
-class Rounds:
-    """Of one rank: see the module docstring. Without a trainer that has rounds nothing is ever due."""
-
-    def __init__(self, join: Round | None, ledger: Ledger, every: int | None) -> None:
-        """`every`: claimed places, over all ranks, from one round to the next; None: only the last ones, at finish."""
-        self._join = join
-        self._ledger = ledger
-        self._every = every
-
-    def due(self, joined: int) -> bool:
-        """Whether round `joined + 1` of the open step is due."""
-        if self._join is None or self._every is None:
-            return False
-        return self._ledger.statistics().claimed >= (joined + 1) * self._every
-
-    async def join(self) -> None:
-        """A step must be open. Errors: whatever the collective raises when a rank is gone."""
-        assert self._join is not None
-        await self._join(False)
-
-    async def last(self) -> None:
-        """Rounds until every rank has come here and nothing is left to run."""
-        if self._join is not None:
-            while not await self._join(True):
-                pass
 
 
 class TrainPump:
@@ -112,8 +84,8 @@ class TrainPump:
         self._streams_from = rollout.streaming_min_groups if streams else None
         # Every rank says what the loss has to know of the whole step, before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
-        every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams else None
-        self._rounds = Rounds(ports.round, ports.ledger, every)
+        # Claimed places, over all ranks, from one round to the next; 0: there are only the last rounds, at finish.
+        self._every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams and ports.round is not None else 0
         self._building = Building(ports, self._last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
 
@@ -182,13 +154,15 @@ class TrainPump:
 
     async def _join_rounds(self, step: Step) -> None:
         """Also where the step turns out to be full: every rank joins the same number of rounds."""
-        while self._rounds.due(step.rounds):
+        ports = self._ports
+        while self._every and ports.ledger.statistics().claimed >= (step.rounds + 1) * self._every:
             await self._last_published()
             await self._train_new(step)
             await self._begin(step)
             step.rounds += 1
+            assert ports.round is not None
             with laid_to(step.group_ids):
-                await self._rounds.join()
+                await ports.round(False)
 
     async def _train(self, step: Step, batches: list[Microbatch]) -> None:
         """Begin where that was not done, and add these microbatches. Every rank comes here once before each optimizer
@@ -226,8 +200,10 @@ class TrainPump:
                     await self._train(step, step.parts[update % len(step.parts)])
                 # Also where another rank did all the work of this step: the reduction needs everybody.
                 await self._begin(step)
-                with laid_to(step.group_ids):  # which of them, the trainer does not say
-                    await self._rounds.last()
+                # The trainer does not say which group a round failed on.
+                with laid_to(step.group_ids):
+                    while ports.round is not None and not await ports.round(True):
+                        pass
                 step.results.append(await self._apply(step, update))
             with anyio.CancelScope(shield=True):  # the weights moved: the books are kept, whatever happens now
                 groups = await self._commit(step)

@@ -128,11 +128,11 @@ class OpenRun:
         """A stage, a colon and counts, the main one first: a narrow terminal cuts the rest off. Groups are those of all ranks,
         completions and tokens those of this one."""
         tokens = f"{self.ports.engine.statistics().get('tokens', 0.0):,.0f} tokens sampled"
-        if self.graph.evaluating is not None:
-            done, total = self.graph.evaluating
+        if self.graph.evaluations.progress is not None:
+            done, total = self.graph.evaluations.progress
             return f"evaluating: {done}/{total} completions, {tokens}"
         claimed, groups = self.ports.ledger.statistics().claimed, self.config.rollout.groups_per_step
-        scored = f"{self.graph.scored:,.0f} completions scored"
+        scored = f"{self.graph.intake.scored:,.0f} completions scored"
         return f"first step: {claimed}/{groups} groups in training, {scored}, {tokens}"
 
     async def run(self) -> RunSummary:
@@ -168,11 +168,11 @@ class OpenRun:
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
             sentence = f"what was cancelled when the training ended{why} has gone on"
             return Standing((), limits.stage_timeout_s, sentence)
-        if not (self.graph.busy or self._at_a_version or self.graph.evaluating):
+        if not (self.graph.busy or self._at_a_version or self.graph.evaluations.progress):
             return None
         books = self.ports.ledger.statistics()
         ended = books.admitted, books.trained, books.dropped, books.failed
-        counters = (*ended, self.graph.scored, self.ports.engine.statistics().get("tokens", 0.0))
+        counters = (*ended, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
         return Standing(counters, limits.stall_timeout_s, sentence, elsewhere=self.ports.ledger.elsewhere)
 
@@ -222,7 +222,7 @@ class OpenRun:
 
     def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         async def when_told() -> None:
-            await self.graph.all_reported()
+            await self.graph.evaluations.all_reported()
             await work(*arguments)
 
         self.supervisor.start(name, when_told)
@@ -298,7 +298,7 @@ class OpenRun:
                     await self.profiler.close(version)
                     await self.journal.write_pending()
                     await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
-                    for missed in self.graph.unevaluated:
+                    for missed in self.graph.evaluations.unfinished:
                         self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
                 finally:  # whatever went wrong there
                     self.stages.begin("writing the last checkpoint")

@@ -235,6 +235,20 @@ class ScriptedReward:
         return scored
 
 
+class Lease:
+    """Memory of somebody else's in which a group lies. Notes its end in the log of the house."""
+
+    def __init__(self, house: House, group: int) -> None:
+        self.house, self.group, self.ended = house, group, 0
+
+    def release(self) -> None:
+        self.ended += 1
+        self.house.note("lease ends", self.group)
+
+    def __str__(self) -> str:
+        return f"group {self.group} of somebody"
+
+
 class Replica:
     """A WeightSink: an engine with weights of its own, which it takes over after `plan.publish_s`."""
 

@@ -1,5 +1,4 @@
-"""The one way in: groups from outside are shaped, filtered, scored and given back as own ones are; and what happens to slots,
-rows and leases where something goes wrong in the middle."""
+"""The one way in: groups from outside are shaped, filtered, scored and given back as own ones are; slots, rows and leases."""
 
 from __future__ import annotations
 
@@ -11,23 +10,12 @@ import anyio
 import numpy as np
 import pytest
 from pumps_house import House, live
-from pumps_plan import Plan, ScriptedReward, make_prompt, make_trajectory
+from pumps_plan import Lease, Plan, ScriptedReward, make_prompt, make_trajectory
 
-from asyncrl.errors import DataError, HookError, LifecycleError, RewardError
+from asyncrl.errors import DataError, HookError, LedgerError, LifecycleError, RewardError
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.records.check import MOST_COMPONENTS, Limits
 from asyncrl.types import Group, Prompt, Trajectory
-
-
-class Lease:
-    """Notes its end in the log of the house."""
-
-    def __init__(self, house: House, group: int) -> None:
-        self.house, self.group, self.ended = house, group, 0
-
-    def release(self) -> None:
-        self.ended += 1
-        self.house.note("lease ends", self.group)
 
 
 def members(group: int, version: int, size: int = 2, reward: float | None = None, tokens: int = 4) -> list[Trajectory]:
@@ -39,9 +27,11 @@ def members(group: int, version: int, size: int = 2, reward: float | None = None
 async def submit(
     house: House, group: int, *, version: int | None = None, reward: float | None = 0.0, leases: Sequence[Lease] = ()
 ) -> bool:
-    """Without a version: that of the weights of now."""
+    """Without a version: that of the weights of now. Without leases: as a program submits."""
     version = house.trainer.version if version is None else version
     given = members(group, version, house.plan.group_size, reward)
+    if not leases:
+        return await house.graph.submit(given, make_prompt(group))
     return await house.graph.open_intake().submit(given, make_prompt(group), leases)
 
 
@@ -189,18 +179,6 @@ def test_only_the_member_without_a_reward_is_scored_and_the_columns_are_passed()
     assert [t.reward for t in first.trajectories] == [0.5, -9.0, 2.5]
     assert [dict(t.components) for t in first.trajectories] == [{}, {"scripted": -9.0}, {}]
     assert [t.reward for t in second.trajectories] == [0.25, 1.25, 2.25]
-
-
-def test_a_reward_that_does_not_apply_is_no_missing_one() -> None:
-    """The run's reward said None: the group goes on, and nobody is asked a second time."""
-
-    async def body(house: House, supervisor: object) -> None:
-        assert await submit(house, 0, reward=None)
-        assert await submit(house, 1)
-
-    house = live(Plan(reward=lambda group, member: None if member else 1.0), body=body)
-    assert house.error is None and house.reward_calls == [((0, 0), (0, 1))]
-    assert [t.reward for t in house.reports[0].groups[0].trajectories] == [1.0, None]
 
 
 def test_a_group_without_a_reward_is_refused_where_the_run_gives_none() -> None:
@@ -518,3 +496,104 @@ def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
 
     assert live(Plan(), body=body).error is None
     assert refusals[0].startswith("member 0: components brings 'one more'") and "'m0'" in refusals[2]
+
+
+# -- backpressure, refusals, and that nobody waits for a training that has ended -------------------------------------
+
+
+def test_submitted_groups_are_trained_and_the_rest_in_a_last_smaller_step() -> None:
+    async def body(house: House, supervisor: object) -> None:
+        for group in range(5):
+            assert await submit(house, group)
+
+    house = live(Plan(groups_per_step=2, max_staleness=2), body=body)
+
+    assert house.error is None
+    assert house.trained() == [[0, 1], [2, 3], [4]]
+
+
+def test_more_groups_of_one_version_than_can_be_trained_in_time_are_refused_at_once() -> None:
+    answers: list[bool] = []
+
+    async def body(house: House, supervisor: object) -> None:
+        for group in range(6):
+            answers.append(await submit(house, group, version=0))
+
+    house = live(Plan(groups_per_step=2, max_staleness=1), body=body)
+
+    assert house.error is None
+    assert answers == [True] * 4 + [False] * 2 and house.books.trained == 4
+    assert house.ports.counters["staleness/dropped"] == 2
+
+
+def test_submit_waits_for_a_slot_that_comes_back_with_the_publish() -> None:
+    async def body(house: House, supervisor: object) -> None:
+        assert await submit(house, 0) and await submit(house, 1)
+        await wait_for_version(house, 1)
+        assert await submit(house, 2)  # both slots are held until the engines have version 1
+        house.note("submitted", 2)
+
+    house = live(Plan(groups_per_step=2, max_staleness=0, publish_s=lambda version, sink: 9.0), body=body)
+
+    assert house.error is None
+    assert house.events("submitted")[0].at == house.events("release")[0].at >= 9.0
+
+
+@pytest.mark.parametrize("ticks", range(12))
+def test_the_end_may_come_in_any_tick_after_the_start(ticks: int) -> None:
+    """No wake-up is lost between the first look of the train pump and the start of its watchers."""
+
+    async def body(house: House, supervisor: object) -> None:
+        for _ in range(ticks):
+            await anyio.lowlevel.checkpoint()
+
+    house = live(Plan(), body=body)
+
+    assert house.error is None and house.reports == []
+
+
+def test_a_group_is_submitted_once_and_a_refusal_costs_no_slot() -> None:
+    async def body(house: House, supervisor: object) -> None:
+        assert await submit(house, 0)
+        with pytest.raises(LedgerError, match="admitted twice"):
+            await submit(house, 0)
+        assert await submit(house, 1)
+        await wait_for_version(house, 1)
+        with pytest.raises(DataError, match="group 1 was submitted before"):
+            await submit(house, 1)
+        broken = (make_trajectory(2, 0, 2, [1], reward=0.0), make_trajectory(2, 0, 2, [1, 1], reward=0.0))
+        with pytest.raises(DataError, match="member are \\[0, 0\\]"):
+            await house.graph.submit(broken, make_prompt(2))
+
+    house = live(Plan(groups_per_step=2), body=body)
+
+    assert house.error is None
+    assert house.books.trained == 2 and house.books.dropped == 0
+
+
+def test_nobody_waits_for_a_slot_once_the_training_has_ended() -> None:
+    """max_steps is 1 and reached, its publish takes long, five callers wait: they hear the end, and so does the next."""
+    heard: list[int] = []
+
+    async def body(house: House, supervisor: object) -> None:
+        async def one(group: int) -> None:
+            try:
+                await submit(house, group)
+            except LifecycleError as error:
+                assert "the training ended" in str(error)
+                heard.append(group)
+
+        await submit(house, 0)
+        await submit(house, 1)
+        await wait_for_version(house, 1)
+        async with anyio.create_task_group() as callers:
+            for group in range(2, 7):
+                callers.start_soon(one, group)
+        await one(7)
+
+    plan = Plan(groups_per_step=2, max_staleness=0, late="drop", max_steps=1, publish_s=lambda version, sink: 5.0)
+    house = live(plan, body=body)
+
+    assert house.error is None
+    assert house.books.trained == 2 and heard[-1] == 7 and sorted(heard) == [2, 3, 4, 5, 6, 7]
+    assert house.graph._callbacks == []

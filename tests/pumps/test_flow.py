@@ -332,3 +332,39 @@ def test_tokens_of_one_trajectory_may_span_versions_and_keep_their_own() -> None
     spans = [len(set(t.versions[t.mask].tolist())) for r in house.reports for g in r.groups for t in g.trajectories]
     assert max(spans) > 1
     assert any(report.metrics["staleness/spanning_token_share"] > 0 for report in house.reports)
+
+
+# -- rounds of a sharded model -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "all at once"])
+@pytest.mark.parametrize(("every", "groups"), [(2, 8), (3, 8), (1, 5)])
+def test_a_rank_joins_the_rounds_that_the_claims_make_due_however_late_it_looks(
+    every: int, groups: int, together: bool
+) -> None:
+    """The last rounds go on until all ranks are finishing: here the third one is."""
+    calls: list[bool] = []
+
+    async def join(finishing: bool) -> bool:
+        calls.append(finishing)
+        return calls.count(True) == 3
+
+    plan = Plan(
+        rollout={"streaming_min_groups": every},
+        groups_per_step=groups,
+        prompts=groups,
+        rollout_s=lambda group, member: 1.0 if together else 1.0 + group,
+    )
+    assert live(plan, ports={"round": join}).error is None
+    assert calls == [False] * (groups // every) + [True] * 3
+
+
+def test_a_step_that_is_not_streamed_has_its_last_rounds_alone() -> None:
+    calls: list[bool] = []
+
+    async def join(finishing: bool) -> bool:
+        calls.append(finishing)
+        return finishing
+
+    house = live(Plan(preset="sync", groups_per_step=4, prompts=4), ports={"round": join})
+    assert house.error is None and calls == [True]
