@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -46,18 +45,6 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One setting that differs between two configurations."""
-
-    name: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.name}: {short(self.old)} -> {short(self.new)}"
-
-
 def help_text() -> str:
     """The schema: dotted name, type, default and sentence of every setting, and the presets."""
     lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
@@ -92,14 +79,11 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(exclude={"algorithm": {*unread(config.algorithm)}}))
 
 
-def diff(old: Config, new: Config) -> list[Change]:
-    """Every setting that differs, in the order of the schema, without secrets."""
+def diff(old: Config, new: Config) -> dict[str, str]:
+    """`old -> new` of every setting that differs, by its name in the order of the schema, without secrets."""
     before, after = _flat(old), _flat(new)
-    return [
-        Change(name, before.get(name), after.get(name))
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-    ]
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    return {name: f"{short(a)} -> {short(b)}" for name, (a, b) in pairs.items() if a != b}
 
 
 def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
@@ -118,15 +102,15 @@ def check_resume(old: Config, new: Config) -> list[str]:
     `resume` itself, which always differs, is left out.
     Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.
     """
-    changes = diff(old, new)
-    known = settings_of(new.algorithm)
-    refused = [f"  {change} ({reason})" for change in changes if (reason := refusal(change.name, known)) is not None]
+    changes, known = diff(old, new), settings_of(new.algorithm)
+    reasons = {name: refusal(name, known) for name in changes}
+    refused = [f"  {name}: {changes[name]} ({reason})" for name, reason in reasons.items() if reason is not None]
     if refused:
         raise ConfigError(
             "this run cannot be resumed with a configuration that differs in:\n" + "\n".join(refused) + "\n"
             "put these back, or start a run under another run.name"
         )
-    return [str(change) for change in changes if change.name != "resume"]
+    return [f"{name}: {change}" for name, change in changes.items() if name != "resume"]
 
 
 def _flat(config: Config) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +36,19 @@ _NAMES = (
 PATHS = frozenset(_NAMES.split())
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
-    """`a.b=value` or `--a.b value`, as typed."""
-
-    name: str
-    value: Any
-    typed: str
-
-
 def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequence[str] = ()) -> Config:
     """Compose files and overrides. Nothing derived is filled in: that is `resolve()`.
 
     Errors: `ConfigError` with the dotted key, where it came from, and the nearest existing name or what was expected.
     """
     tree: dict[str, Any] = {}
-    origin: dict[str, str] = {}  # dotted key -> where it was set last
+    # Dotted key -> where it was set last.
+    origin: dict[str, str] = {}
     for file in files:
         _merge(tree, _read(Path(file), origin))
-    for override in parse_overrides(overrides):
-        branch = _branch(override.name, override.value)
-        origin.update((name, f"override {override.typed!r}") for name, _ in _leaves(branch))
+    for name, value, typed in parse_overrides(overrides):
+        branch = _branch(name, value)
+        origin.update((leaf, f"override {typed!r}") for leaf, _ in _leaves(branch))
         _merge(tree, branch)
     schema = schema_of(tree)
     try:
@@ -74,13 +65,13 @@ def parquet_shards(path: Path) -> list[Path]:
     return [file for file in files if (shard := SHARD.fullmatch(file.name)) and shard[1] == path.name]
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """`a.b=value`, `--a.b=value` and `--a.b value`; a dash in a name is an underscore. Values are YAML.
+def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and what was typed: `a.b=value`, `--a.b=value` or `--a.b value`; a dash in a name is an underscore. Values are
+    YAML.
 
     A bare `--a.b` is true where the setting is a switch. Where the setting is a string, or a list of them, the text is taken as it
     stands unless it is quoted YAML, null or a YAML list. Errors: `ConfigError`.
     """
-    found: list[Override] = []
     rest = list(arguments)
     while rest:
         typed = rest.pop(0)
@@ -101,8 +92,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
                 raise ConfigError(_unknown(name, f"override {typed!r}"))
             else:
                 raise ConfigError(f"override {typed!r} has no value: write {typed} VALUE or {name}=VALUE")
-        found.append(Override(name, _value(knob, text, typed), typed))
-    return found
+        yield name, _value(knob, text, typed), typed
 
 
 def _value(knob: Knob | None, text: str, typed: str) -> Any:

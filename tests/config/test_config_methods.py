@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,51 +15,6 @@ from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def toy() -> dict[str, Any]:
-    script = Path(__file__).with_name("config_toy.py")
-    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def test_one_class_is_in_help_explain_and_the_run(toy: dict[str, Any]) -> None:
-    assert "algorithm.toy.strength  (a number > 0 and <= 8; default 2.0)\n    How much of it." in toy["help"]
-    assert "[algorithm.toy: settings of loss toy; refused with another]" in toy["help"]
-    assert (
-        "algorithm.toy.kind  (one of plain, fancy; default plain)" in toy["help"] and "one_sided, toy;" in toy["help"]
-    )
-    assert "[algorithm.shifted: settings of advantage shifted; refused with another]" in toy["help"]
-    for words in ("loss toy", "-strength A_t r_t", "settings of its own, algorithm.toy.*: strength=2.0, kind=plain"):
-        assert words in toy["explain"]
-    for words in (
-        "needs: old log-probs, where a batch has several updates, reference log-probs",
-        "which wants every token",
-    ):
-        assert words in toy["explain"]
-    assert "algorithm.shifted.*: by=0.5" in toy["explain"] and "strength: 3.0" in toy["yaml"]
-
-
-def test_one_class_is_trained_with_its_numbers(toy: dict[str, Any]) -> None:
-    assert toy["total"] == -12.0  # four tokens, strength 3
-    assert toy["needs"] == [True, True, False]
-    assert toy["advantages"] == [0.0, 2.0]
-
-
-def test_one_class_is_refused_where_it_says_so(toy: dict[str, Any]) -> None:
-    refusals = toy["refusals"]
-    assert "algorithm.toy.strength is 9" in refusals["bound"] and "<= 8" in refusals["bound"]
-    assert "one of plain, fancy" in refusals["choice"]
-    assert refusals["problem"] == "algorithm.toy.strength is 5.0; too fancy"
-    assert refusals["conflict"] == "algorithm.mask.truncated is true but algorithm.loss is toy, which wants every token"
-    assert refusals["unread"].endswith("loss is dapo, which does not read it; use loss=toy, or leave it out")
-    assert "loss is toy, which does not read it" in refusals["clip"]
-    assert refusals["advantage"].endswith(
-        "advantage is grpo, which does not read it; use advantage=shifted, or leave it out"
-    )
-    assert toy["resume"][0] is None and "another objective" in toy["resume"][1]
 
 
 @pytest.mark.parametrize("loss", sorted(registry.LOSSES))

@@ -12,6 +12,7 @@ from support.pages import blocks
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.cli.explain import explain
+from asyncrl.config.check_losses import needs_reference
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import numbers
@@ -24,8 +25,9 @@ from asyncrl.runtime.method_trial import try_loss
 OTHERS = '''
 import numpy as np
 from dataclasses import dataclass
-from asyncrl import LossMethod, Normaliser, Surrogate, as_rewards, of_step, setting, token_ratio
+from asyncrl import LossMethod, Normaliser, Surrogate, as_rewards, of_group, of_step, setting, token_ratio
 from asyncrl.algorithms.losses import Clipped
+from asyncrl.algorithms.method import Conflict, Method
 
 
 class Base(LossMethod):
@@ -127,6 +129,37 @@ class Derived(Clipped):
     more: float = setting(1.0, "More.", gt=0)
 
 
+@dataclass(frozen=True)
+class Toy(Base):
+    """Declares all that a class can."""
+
+    name, needs_reference = "toy", True
+    conflicts = (
+        Conflict("algorithm.mask.truncated", "which wants every token", lambda a: a.at("algorithm.mask.truncated")),
+    )
+    strength: float = setting(2.0, "How much of it.", gt=0, le=8)
+    kind: str = setting("plain", "Which of them.", choices=("plain", "fancy"), fixed=True)
+
+    def factor(self, inputs, ratio_S):
+        return self.strength * ratio_S
+
+    def problems(self, around):
+        if self.kind == "fancy" and self.strength > 4:
+            yield f"algorithm.toy.strength is {self.strength}; too fancy"
+
+
+@dataclass(frozen=True)
+class Shift(Method):
+    section = "shifted"
+    by: float = setting(0.5, "What is taken off a reward.")
+
+
+@of_group(alone=True, settings=Shift)
+def shifted(rewards, own):
+    """`r - by`."""
+    return as_rewards(rewards) - own.by
+
+
 def means(rewards):
     return np.asarray(rewards, float) - np.mean(np.asarray(rewards, float))
 
@@ -210,6 +243,29 @@ def test_its_settings_are_read_back_and_compared_as_ours(folder: Path, tmp_path:
         check_resume(config, made("algorithm.loss=dapo"))
     text = explain(f"{folder}/my.py:Flat") + explain(f"{folder}/my.py:centred")
     assert "flattens on both sides" in text and "algorithm.flat.*: slope=2.0" in text and "streams: yes" in text
+
+
+def test_what_a_class_declares_reaches_explain_the_run_the_refusals_and_the_resume(folder: Path) -> None:
+    own = (f"algorithm.loss={folder}/others.py:Toy", f"algorithm.advantage={folder}/others.py:shifted")
+    config = made(*own, "algorithm.toy.strength=3", "algorithm.shifted.by=1")
+    ones_S = torch.ones(4, dtype=torch.float64)
+    inputs = LossInputs(-ones_S, None, -ones_S, ones_S, torch.zeros(4, dtype=torch.int64), 1)
+    loss = build_loss(config.algorithm.loss, **numbers(config.algorithm))
+    assert float(loss(inputs).total) == -12.0 and loss.needs_reference and needs_reference(config.algorithm)
+    advantage = build_advantage(config.algorithm.advantage, **numbers(config.algorithm))
+    assert advantage([1.0, 3.0]).tolist() == [0.0, 2.0]
+    text = explain(config.algorithm.loss) + explain(config.algorithm.advantage)
+    assert "algorithm.toy.*: strength=2.0, kind=plain" in text and "algorithm.shifted.*: by=0.5" in text
+    assert "reference log-probs" in text and "which wants every token" in text
+    assert "one of plain, fancy" in refusal(*own, "algorithm.toy.kind=other")
+    assert "<= 8" in refusal(*own, "algorithm.toy.strength=9")
+    assert "is 5.0; too fancy" in refusal(*own, "algorithm.toy.kind=fancy", "algorithm.toy.strength=5")
+    said = refusal(*own, "algorithm.mask.truncated=true")
+    assert said.startswith("algorithm.mask.truncated is true but algorithm.loss is ") and said.endswith("every token")
+    changes = ["algorithm.toy.strength: 3.0 -> 2.0", "algorithm.shifted.by: 1.0 -> 0.5"]
+    assert check_resume(config, made(*own)) == changes
+    with pytest.raises(ConfigError, match=r"toy\.kind: plain -> fancy \(the run would go on with another objective"):
+        check_resume(config, made(*own, "algorithm.toy.kind=fancy"))
 
 
 def test_a_class_that_derives_from_ours_keeps_our_settings(folder: Path) -> None:
