@@ -10,15 +10,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from asyncrl.errors import ConfigError
 
 from .check_losses import chosen_loss, warn_algorithm
 from .checks import complaints
+from .fields import get
 from .schema import Config
 from .schema_rollouts import RolloutConfig
 
+Model = TypeVar("Model", bound=BaseModel)
 # Nats on average; vLLM in bfloat16 is 0.04 off.
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}
 # Of `rollout`: what makes the distribution that is drawn from another one than the policy's at the temperature.
@@ -77,48 +82,39 @@ def resolve(
     `own_environment`: it brings an environment.
     Errors: `ConfigError`, one line per contradiction.
     """
-    _, streaming = PRESETS[config.preset]
-    rollout: dict[str, Any] = {}
-    if config.rollout.max_staleness is None:
-        rollout["max_staleness"] = _max_staleness(config)
-    if config.rollout.streaming is None:
-        rollout["streaming"] = streaming
-    config = _with(config, "rollout", rollout)
+    staleness, streaming = PRESETS[config.preset]
+    preset = {"rollout.max_staleness": staleness, "rollout.streaming": streaming}
     # A dry run without data has prompts of its own.
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
-    config = _with_overlong_limit(config, outside)
-
+    preset |= _overlong_limit(config, outside)
+    config = _with(config, {name: value for name, value in preset.items() if get(config, name) is None})
     if found := complaints(config, world_size, embedding):
         raise ConfigError("\n".join(found))
-    algorithm: dict[str, Any] = {}
+
     loss = chosen_loss(config.algorithm)
-    section = getattr(config.algorithm, loss.section, None)
-    if section is not None:
-        algorithm[loss.section] = section.model_copy(update=dict(loss.derived()))
+    derived = {f"algorithm.{loss.section}.{name}": value for name, value in loss.derived().items()}
     if config.algorithm.old_logprobs == "sampler":
         # The clip itself is around the sampler's log-probs.
-        importance: Any = config.algorithm.importance
-        algorithm["importance"] = importance.model_copy(update={"cap": None})
+        derived["algorithm.importance.cap"] = None
     if config.algorithm.mismatch_gate == "auto":
         sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
         # dtype auto: the device has not decided yet (runtime/decided.py).
-        bound = MISMATCH.get(config.model.dtype, "auto")
-        algorithm["mismatch_gate"] = bound if sampled_here else None
-    config = _with(config, "algorithm", algorithm)
+        derived["algorithm.mismatch_gate"] = MISMATCH.get(config.model.dtype, "auto") if sampled_here else None
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // world_size)
-        config = _with(config, "engine", {"max_sequences": groups_of_rank * config.rollout.group_size})
+        derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
     if config.evaluate.temperature is None:
-        config = _with(config, "evaluate", {"temperature": config.rollout.temperature})
-    return config
+        derived["evaluate.temperature"] = config.rollout.temperature
+    return _with(config, derived)
 
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
     rollout, train = config.rollout, config.train
     found: list[str] = []
-    if drawn := [f"{name}={value}" for name in _DRAWN if (value := getattr(rollout, name)) != _default(name)]:
+    default = RolloutConfig()
+    if drawn := [f"{name}={value}" for name in _DRAWN if (value := getattr(rollout, name)) != getattr(default, name)]:
         found.append(
             f"rollout.{', '.join(drawn)}: completions are drawn from another distribution than that of the policy, whose log-probs "
             "over the whole vocabulary at the sampling temperature are what the loss, algorithm.importance, "
@@ -136,33 +132,29 @@ def warnings(config: Config) -> list[str]:
     return found
 
 
-def _default(name: str) -> Any:
-    return RolloutConfig.model_fields[name].default
-
-
 def _max_staleness(config: Config) -> int:
     given = config.rollout.max_staleness
     return PRESETS[config.preset][0] if given is None else given
 
 
-def _with(
-    config: Config, section: Literal["rollout", "engine", "algorithm", "evaluate"], values: dict[str, Any]
-) -> Config:
-    if not values:
-        return config
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+def _with(section: Model, values: Mapping[str, Any]) -> Model:
+    """A copy that has these values under their dotted names."""
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        below = _with(getattr(section, first), {rest: value}) if rest else value
+        section = section.model_copy(update={first: below})
+    return section
 
 
-def _with_overlong_limit(config: Config, outside: bool) -> Config:
-    """With `reward.overlong.max_length`. `outside`: the run does not play the episodes, or not by its own environment."""
+def _overlong_limit(config: Config, outside: bool) -> Mapping[str, int]:
+    """`outside`: the run does not play the episodes, or not by its own environment."""
     overlong, where = config.reward.overlong, config.rollout.environment
     if overlong.cache is None or overlong.max_length is not None:
-        return config
+        return {}
     if outside or where != "single_turn":
         what = "episodes are played outside of single_turn" if outside else f"rollout.environment is {where}"
         raise ConfigError(
             f"reward.overlong.cache is set and {what}: an episode may have several requests, and rollout.max_tokens is the limit "
             "of one; set reward.overlong.max_length, in sampled tokens of a whole episode"
         )
-    limited = overlong.model_copy(update={"max_length": config.rollout.max_tokens})
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"overlong": limited})})
+    return {"reward.overlong.max_length": config.rollout.max_tokens}
