@@ -134,7 +134,8 @@ def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    if count == 1:  # the only one, or the one that a launcher shows to this rank (`meet` finds ranks that share it)
+    # A launcher may show each rank one GPU alone; `meet` finds ranks that share it.
+    if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
         raise ConfigError(

@@ -41,8 +41,10 @@ from asyncrl.telemetry.sinks import each_row
 
 from .lock import DirectoryLock
 
-KEPT_ASIDE = 2  # runs that `run.overwrite` moved aside; a run with checkpoints of a real model takes gigabytes
-MARK = ".moved-aside"  # in such a run: its name. Without it a directory of that form of name is not removed
+# Runs that `run.overwrite` moved aside and keeps: one with checkpoints of a real model takes gigabytes.
+KEPT_ASIDE = 2
+# A file in such a run, with its name: a directory without that file is never removed.
+MARK = ".moved-aside"
 FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}  # of a run
 
 
@@ -53,12 +55,15 @@ class RunDirectory:
         self._at(Path(config.run.dir) / config.run.name)
         # Where it really lies: a link to a larger disk stays one.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
-        self.lost = ""  # what became of it while the run was alive; `path` is then where the last checkpoint goes
+        # What happened to the directory while the run was alive; the last checkpoint then goes to `path`.
+        self.lost = ""
         self._config = config
         self._lock = DirectoryLock(self.real)
         self.reserve = Reserve()
-        self.restart: str | None = None  # for people: this is no first start of the job that runs here
-        self.goes_on = config.resume is True  # from a checkpoint. Of several ranks the first one decides (opening.py)
+        # A line for people where a launcher starts its job again.
+        self.restart: str | None = None
+        # Whether the run goes on from a checkpoint. Of several ranks the first one decides (opening.py).
+        self.goes_on = config.resume is True
         if config.resume == "auto" and (restart := restarted(next(each_row(self.path / "job.json"), {}), this_start())):
             self.goes_on = bool(CheckpointStore(self.checkpoints).versions())
             where = "its newest checkpoint" if self.goes_on else "version 0: no checkpoint was written"
@@ -150,7 +155,8 @@ class RunDirectory:
         for name, text in (("job.json", orjson.dumps(this_start()).decode()), ("config.yaml", to_yaml(config))):
             partial = self.path / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path / name)  # a kill in between must not leave half of it: the next start reads it
+            # The next start reads the file, so a kill must not leave half of it.
+            partial.replace(self.path / name)
         return lines
 
     def holds_run(self) -> bool:

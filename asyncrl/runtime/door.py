@@ -155,7 +155,8 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     door = _Door(runtime, ring, counts)
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
-    ring.on_gone = door.producer_gone  # and so the ring keeps the door, which tells it of later steps, too
+    # The ring keeps the door alive, which publishes later versions in it.
+    ring.on_gone = door.producer_gone
     for line in ring.damage.lines:  # found when it was opened
         runtime.note(line)
     ring.damage.listener = runtime.note

@@ -66,7 +66,8 @@ class Verdict:
     total: int
     results: tuple[Result, ...]
     seconds: float
-    rotary: str = ""  # which frequencies were chosen, where a choice is to be made
+    # A line on the frequencies that were chosen, where the model has several.
+    rotary: str = ""
     notes: tuple[str, ...] = ()  # on what is not trained
 
     @property

@@ -52,7 +52,8 @@ _GROUPS = ((7, (13, 4)), (2, (26,)))
 # decoded) and after it (16 + 8 + 3 x 4), and of the three rows two leave together.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
-_PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and the first of them leaves before the others
+# Of the plain path: its rows share a cache, and the first of them leaves before the others.
+_PLAIN_PREFILL = 64
 _NEW_VERSION = 4  # after so many tokens
 _LONGEST = 40  # tokens of a row
 NATS = 1e-4  # most that a log-prob may differ, training or sampler
@@ -98,7 +99,8 @@ class Trial:
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
         self._knows_batches = True
-        self.unreached = frozenset[str]()  # parameters that no text reaches, once `eager` was asked (frozen.py)
+        # Parameters that no text reaches, once `eager` was asked (frozen.py).
+        self.unreached = frozenset[str]()
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
         text = probe.config.get_text_config()
@@ -193,7 +195,8 @@ class Trial:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
         found = self._run(path, "float32", sampler)
         if path.name == "plain" and self._dtype != "float32" and found.agrees:
-            try:  # what a class does with its states may fail in another dtype, in the middle of a run
+            # Else a class whose states fail in another dtype would do so in the middle of a run.
+            try:
                 self._run(path, self._dtype, sampler)
             except Exception as error:
                 raise ConfigError(f"fails in {self._dtype} ({first_line(error)}); model.dtype=float32 works") from error
@@ -245,7 +248,8 @@ class Trial:
                 ended.append((request, row, torch.from_numpy(generation.logprobs)))
                 core.remove(slot, keep_prefix=False)
             if decoded == _NEW_VERSION:
-                policy.version += 1  # the same weights under a new name: what is cached is computed again
+                # The weights are the same, and the caches are computed again as for a new version.
+                policy.version += 1
         return ended
 
     def _distance(

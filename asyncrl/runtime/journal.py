@@ -54,7 +54,8 @@ class Journal:
         self._recorder = recorder
         self.known: list[str] = []  # why completions do not end, as it was said at the start
         self._said: set[str] = set()  # metrics of what texts lack
-        self.reserve = 0  # bytes of disk that no rollouts are written into: the next checkpoint needs them
+        # Free bytes of disk that rollouts must leave for the next checkpoint.
+        self.reserve = 0
         self._budget = RunBudget()
         self._signal = SignalWatch(
             config.algorithm.advantage, config.rollout.group_size, ends=not config.rollout.ignore_eos
@@ -133,7 +134,8 @@ class Journal:
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
             **self._recorder.drain(),
-            **report.metrics,  # after the recorder's: a reward's mean is that of the trained groups, not of the last scored
+            # These replace the recorder's: the mean of a reward is that of the trained groups, not of the last scored ones.
+            **report.metrics,
             **self._budget.step(window),
             "time/accounted": window.end - window.start,
             **extra,

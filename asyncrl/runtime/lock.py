@@ -40,7 +40,8 @@ class DirectoryLock:
         Errors: ConfigError that names the holder; OSError where the directory or the file cannot be made.
         """
         refused: set[str] = set()
-        while not self._in_place():  # its holder moved it aside, or removed the file, between our open and our lock
+        # The holder may have moved the directory, or removed the file, between our open and our lock.
+        while not self._in_place():
             self.forget()
             self._directory.mkdir(parents=True, exist_ok=True)
             for place, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):

@@ -25,9 +25,11 @@ from .placement import Placement
 logger = logging.getLogger("asyncrl.runtime")
 
 GIB = 1 << 30
-_PROCESS = 400 << 20  # of a worker, before it computes: Python, torch and transformers
+# Of a worker, before it computes: Python, torch and transformers.
+_PROCESS = 400 << 20
 _VLLM_PROCESS = 900 << 20  # the same with vLLM
-_CONTEXT = 600 << 20  # of CUDA in a worker: code and libraries, on the trainer's device too, where it opens the board
+# Of CUDA in a worker: code and libraries, on the trainer's device too, where it opens the board.
+_CONTEXT = 600 << 20
 
 
 def predicted(

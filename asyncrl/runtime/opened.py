@@ -71,7 +71,8 @@ class OpenRun:
     verdict: Verdict | None = None
     round: Round | None = None  # of a trainer whose microbatches are collectives
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
-    placed: str = ""  # for people: where the engine runs, and with how many threads
+    # A line for people: where the engine runs, and with how many threads.
+    placed: str = ""
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
@@ -100,7 +101,8 @@ class OpenRun:
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False
-        self._at_a_version = False  # evaluation, metrics, checkpoint: also before the first step
+        # Whether evaluation, metrics or checkpoint of a version are under way, also before the first step.
+        self._at_a_version = False
 
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps of what is open. `held_out`: what evaluations play; empty: there are none."""
@@ -136,7 +138,7 @@ class OpenRun:
         return f"first step: {claimed}/{groups} groups in training, {scored}, {tokens}"
 
     async def run(self) -> RunSummary:
-        """See `Runtime.run`."""
+        """Train on the prompts, or on what comes through the ring, to the end. Once."""
         if self.prompts is None and self.config.door.ring is None:
             raise ConfigError(
                 "Runtime.run needs prompts: set data.train (or door.ring), or pass prompts=[...] to Runtime"
@@ -269,7 +271,7 @@ class OpenRun:
 
     @property
     def saving(self) -> bool:
-        """As `Checkpointer.saving`."""
+        """Whether a checkpoint is being written, or the last one made."""
         return self.checkpointer.saving
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

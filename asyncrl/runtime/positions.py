@@ -40,9 +40,12 @@ class Left:
     stopped_by: str | None  # a signal's name; None where it was not stopped, but failed
 
 
-LEAVE_TIMEOUT_S = 2.0  # the others end, too, or are in a collective that this rank will never join
-GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
-PARTS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their parts first
+# In which the other ranks end, unless they are in a collective that this rank will never join.
+LEAVE_TIMEOUT_S = 2.0
+# Must lie within the 30 s that torchrun leaves to a rank that is stopped.
+GATHER_TIMEOUT_S = 15.0
+# Of a sharded model: the other ranks write their parts first.
+PARTS_TIMEOUT_S = 300.0
 
 
 class Positions:
@@ -52,8 +55,10 @@ class Positions:
         self._store = store
         self._rank = rank
         self._ranks = range(ranks)
-        self._said: list[int] = []  # versions whose keys of this rank are in the store, oldest first
-        self._heard: dict[int, Books] = {}  # by rank, on rank 0: of the newest version at which it was heard
+        # Versions whose keys of this rank are in the store, oldest first.
+        self._said: list[int] = []
+        # By rank, on rank 0: its books at the newest version of which rank 0 has read them.
+        self._heard: dict[int, Books] = {}
         self._until = math.inf  # nobody is waited for any longer than to this moment
 
     def hurry(self, patience_s: float) -> None:
@@ -75,7 +80,8 @@ class Positions:
         self._set(version, books)
         if self._rank == 0 and save_next:
             self._store.set(f"{version}/save", "true")
-            self._store.get(f"{version}/save")  # its answer: it is there before this rank joins the next step
+            # The answer proves that the key is there before this rank joins the next step.
+            self._store.get(f"{version}/save")
         while len(self._said) > 2:
             old = self._said.pop(0)
             keys = [self._key(old, self._rank), self._key(old, self._rank, whole=True)]
@@ -132,7 +138,8 @@ class Positions:
             raise CheckpointError(self._failure(version, self._without_part(version), lost)) from lost
         found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
         missing = [rank for rank, said in found.items() if said is None]
-        if missing:  # they said the one before: without that nobody comes to this one
+        # They have written the version before: no rank comes to this one without that.
+        if missing:
             for earlier in sorted(each for each in self._said if each < version):
                 self._hear(earlier)
         if unknown := [rank for rank in missing if rank not in self._heard]:

@@ -125,7 +125,8 @@ class Runtime:
                 await offload(_OPENING.acquire, "the opening of another Runtime")
                 decided = await self._decide(self._stages)
                 self._run = await open_run(decided, self.recorder, self._listeners, self._stages, self._stack)
-            finally:  # also where it was cancelled while it waited: `offload` ends when it has the lock
+            finally:
+                # A cancelled `offload` ends once its thread has the lock, so the lock is released here, too.
                 if _OPENING.locked():
                     _OPENING.release()
         except BaseException as error:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
-_OF_GRACE = (
-    0.6  # in which a stopped run waits for other ranks; then it has still to write, or to say what it did not get
-)
-_MARGIN = 16 << 20  # bytes on disk beside the tensors of a checkpoint: tokenizer, cursors, the metrics until then
+# Of its grace period, the part in which a stopped run waits for other ranks. The rest is for writing.
+_OF_GRACE = 0.6
+# Bytes on disk for tokenizer, cursors and metrics, beside the tensors of a checkpoint.
+_MARGIN = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class SavedRun:
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for people: where the checkpoint lies."""
         unseen = "" if self.checkpoint.verified else " was written without checksums: damage in it would not be noticed"
         return [f"resume: {self.checkpoint.path}{unseen}"]
 
     @property
     def version(self) -> int:
-        """Its policy version."""
+        """The policy version that it holds."""
         return int(self.checkpoint.run["version"])
 
     @property
@@ -108,7 +108,8 @@ class Captured:
     snapshot: Snapshot | None
     started: float
     shards: Mapping[int, str] = field(default_factory=dict)  # SHA-256 of the other ranks' parts, where the model is cut
-    missing: tuple[int, ...] = ()  # ranks that nobody knows the place of: they stand where they were a version before
+    # Ranks whose books are not known: those of the version before are saved.
+    missing: tuple[int, ...] = ()
 
 
 class Checkpointer:
@@ -237,7 +238,8 @@ class Checkpointer:
 
     async def _committed_elsewhere(self) -> list[Ticket]:
         ledger = self._ports.ledger
-        with anyio.move_on_after(LEAVE_TIMEOUT_S):  # that rank committed before it said so; this one hears of both
+        # That rank had committed the step when it wrote its version, so this rank will see both.
+        with anyio.move_on_after(LEAVE_TIMEOUT_S):
             while ledger.statistics().turn <= ledger.turn:
                 seen = ledger.changes
                 if ledger.statistics().turn <= ledger.turn:  # else it changed between the two lines
@@ -304,7 +306,8 @@ class Checkpointer:
         ):
             if (replay := books["replay"]) is not None:
                 books = {**books, "replay": await offload(lambda: encode(replay), "replay")}
-            if core.is_sharded:  # every rank holds all weights, and all of them have to come to the same end
+            # Every rank holds all weights, so all of them raise the same error.
+            if core.is_sharded:
                 served = core.policy.weights.working
                 self._require_sound(
                     await lane.run(lambda: unsound(served, "weights"), name="checkpoint/check"), version
@@ -423,7 +426,8 @@ class Checkpointer:
         )
         state = await offload(saved.checkpoint.trainer, "restore")
         await self._lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
-        for sink in self._ports.sinks:  # engines of their own have started with the weights of model.path
+        # The engines have started with the weights of model.path.
+        for sink in self._ports.sinks:
             await sink.update_weights(core.version)
         if prompts is not None:
             rank = str(self._world.rank)
