@@ -204,11 +204,13 @@ class OpenRun:
                 await offload(self.directory.look, "run-directory")
             await self.profiler.at(version)
             await self._agree_on_time()
-            await self.checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)
+            await self.checkpointer.announce(version, self.graph.in_hand)
             last = self.graph.nothing_left()
             await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
-                await self.checkpointer.at_version(version, self._books(), last, self._start_when_told)
+                await self.checkpointer.at_version(
+                    version, self.checkpointer.books(self.graph.in_hand), last, self._start_when_told
+                )
         finally:
             self._at_a_version = False
 
@@ -241,9 +243,6 @@ class OpenRun:
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
-    def _books(self) -> dict[str, Any]:
-        return self.checkpointer.books(self.prompts, self.graph.in_hand, self.ports.ids.next)
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
@@ -264,16 +263,6 @@ class OpenRun:
             if ledger.statistics() == books:  # else it changed between the two lines
                 await ledger.wait_changed(seen)
 
-    def expect_end(self, reason: str) -> None:
-        """The run is about to be cancelled: a signal, by its name."""
-        self.stopped_by = reason
-        self.checkpointer.hurry(self.config.watchdog.abort_grace_s)
-
-    @property
-    def saving(self) -> bool:
-        """Whether a checkpoint is being written, or the last one made."""
-        return self.checkpointer.saving
-
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         self.ended_by = error
@@ -282,7 +271,8 @@ class OpenRun:
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the groups in hand")
-            version, books = self.ports.trainer.version, self._books()  # before live groups are ended
+            # Before live groups are ended.
+            version, books = self.ports.trainer.version, self.checkpointer.books(self.graph.in_hand)
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 try:

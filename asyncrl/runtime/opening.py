@@ -45,17 +45,16 @@ async def open_run(
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
     # Only now: loading a model may take longer than any closure may later.
     stages.lanes.extend(run.lanes)
-    run.checkpointer = Checkpointer(
-        run.config, run.directory, run.world, run.ports, run.core, run.lanes[0], run.tokenizer
-    )
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
         run.prompts, held_out, notes = await offload(
             lambda: load_prompts(run.config, run.tokenizer, run.world, decided.rows), "prompts"
         )
     stages.begin("restoring the checkpoint")
+    saved = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
+    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved)
     if run.saved is not None:
-        await run.checkpointer.restore(run.saved, run.prompts)
+        await run.checkpointer.restore(run.saved)
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
     run.wire(held_out)

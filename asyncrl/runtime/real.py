@@ -118,8 +118,7 @@ def _load(run: OpenRun) -> TorchTrainer:
         run.verdict = check_for(config, module, device, run.stages.say)
         return run.verdict.path
 
-    build = _build_sharded if config.distributed.sharding == "fsdp" else _build
-    policy, tokenizer, core = build(config, run.world, device, choose)
+    policy, tokenizer, core = _build(config, run.world, device, choose)
     require_rows(policy.module, tokenizer)
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
@@ -129,36 +128,21 @@ def _load(run: OpenRun) -> TorchTrainer:
 
 
 def _build(config: Config, world: World, device: torch.device, choose: Choose) -> tuple[PolicyModel, Any, TorchTrainer]:
-    policy, tokenizer = load_policy(config.model, device, config.seed, choose, row_limit(config))
-    core = TorchTrainer(
-        policy,
-        config.train,
-        world,
-        max_completion_length=config.rollout.max_tokens,
-        needs_reference=needs_reference(config.algorithm),
-        updates_per_batch=versions_per_batch(config),
-        mismatch_gate=config.algorithm.mismatch_gate,
-        second_buffer=needs_second_buffer(config.algorithm),
-    )
-    return policy, tokenizer, core
-
-
-def _build_sharded(
-    config: Config, world: World, device: torch.device, choose: Choose
-) -> tuple[PolicyModel, Any, TorchTrainer]:
-    policy, model, tokenizer = load_served(config.model, device, config.seed, choose, row_limit(config))
-    core = ShardedTrainer(
-        policy,
-        model,
-        config.train,
-        world,
-        max_completion_length=config.rollout.max_tokens,
-        needs_reference=needs_reference(config.algorithm),
-        updates_per_batch=versions_per_batch(config),
-        mismatch_gate=config.algorithm.mismatch_gate,
-    )
-    world.before_leaving(core.sharded.parameters.release)
-    return policy, tokenizer, core
+    rows = row_limit(config)
+    options: dict[str, Any] = {
+        "max_completion_length": config.rollout.max_tokens,
+        "needs_reference": needs_reference(config.algorithm),
+        "updates_per_batch": versions_per_batch(config),
+        "mismatch_gate": config.algorithm.mismatch_gate,
+    }
+    if config.distributed.sharding == "fsdp":
+        policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
+        sharded = ShardedTrainer(policy, model, config.train, world, **options)
+        world.before_leaving(sharded.sharded.parameters.release)
+        return policy, tokenizer, sharded
+    policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
+    second_buffer = needs_second_buffer(config.algorithm)
+    return policy, tokenizer, TorchTrainer(policy, config.train, world, second_buffer=second_buffer, **options)
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------

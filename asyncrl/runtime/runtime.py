@@ -203,14 +203,16 @@ class Runtime:
             self._task.cancel()
 
     def expect_end(self, reason: str) -> None:
-        """The program is about to cancel the block (a signal): from now on it has `watchdog.abort_grace_s`."""
+        """The program is about to cancel the block, because of a signal of that name: from now on the end may take
+        `watchdog.abort_grace_s`."""
         if self._run is not None:
-            self._run.expect_end(reason)
+            self._run.stopped_by = reason
+            self._run.checkpointer.hurry(self._run.config.watchdog.abort_grace_s)
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written, or the last one made."""
-        return self._run is not None and self._run.saving
+        return self._run is not None and self._run.checkpointer.saving
 
     # -- a run over configured data --------------------------------------------------------------------------------
 

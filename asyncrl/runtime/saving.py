@@ -124,8 +124,10 @@ class Checkpointer:
         core: TorchTrainer | None,
         lane: Any,
         tokenizer: Any,
+        prompts: PromptSource | None,
     ) -> None:
-        """`core`: None in a dry run, which has nothing to save. `lane`: of the trainer."""
+        """`core`: None in a dry run, which has nothing to save. `lane`: of the trainer. `prompts`: None where groups are
+        submitted."""
         self._config = config
         self._directory = directory
         self._world = world
@@ -133,6 +135,7 @@ class Checkpointer:
         self._core = core
         self._lane = lane
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._recorder = ports.recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         self._saved_version: int | None = None  # written, or on its way
@@ -169,7 +172,7 @@ class Checkpointer:
             return False
         return self.due(version, last=True)
 
-    async def say(self, version: int, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> None:
+    async def announce(self, version: int, in_hand: int | None) -> None:
         """On every rank, at each version, before `due`: from now on rank 0 can write a checkpoint of it, whatever becomes of
         this rank. Several ranks agree here on a checkpoint by time: rank 0 looks at its clock, a version ahead."""
         positions, saving = self._positions, self._config.checkpoint
@@ -181,25 +184,24 @@ class Checkpointer:
             self._since = time.monotonic()
         self._time_is_up = up
         if positions is not None and (saving.save_final or saving.every is not None or by_time):
-            where = self._where(prompts, in_hand, next_group)
+            where = self._where(in_hand)
             self._time_is_up = await offload(lambda: positions.say(version, where, save_next=up), "checkpoint-say")
 
-    def books(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
+    def books(self, in_hand: int | None) -> dict[str, Any]:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
         `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the open
         step included, and the one that waits for its slot."""
         replay = self._ports.replay
-        where = self._where(prompts, in_hand, next_group)
-        return {**where, "replay": None if replay is None else replay.snapshot()}
+        return {**self._where(in_hand), "replay": None if replay is None else replay.snapshot()}
 
-    def _where(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
+    def _where(self, in_hand: int | None) -> dict[str, Any]:
         ports = self._ports
         live = {ticket.group_id for ticket in ports.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
         return {
             "turn": ports.ledger.turn,
-            "prompts": prompts.state_dict() if prompts else None,
+            "prompts": self._prompts.state_dict() if self._prompts else None,
             "untrained": sorted(filter(is_prompt, live)),
-            "next_group": next_group,
+            "next_group": ports.ids.next,
         }
 
     async def at_version(self, version: int, books: dict[str, Any], last: bool, start: Start) -> None:
@@ -406,7 +408,7 @@ class Checkpointer:
                 missing.remove(rank)
         return everybody, missing
 
-    async def restore(self, saved: SavedRun, prompts: PromptSource | None) -> None:
+    async def restore(self, saved: SavedRun) -> None:
         """Weights, optimizer, schedule, version; prompt cursor; untrained groups first. Errors: CheckpointError, DataError."""
         core, run = self._core, saved.checkpoint.run
         if core is None:
@@ -429,7 +431,7 @@ class Checkpointer:
         # The engines have started with the weights of model.path.
         for sink in self._ports.sinks:
             await sink.update_weights(core.version)
-        if prompts is not None:
+        if (prompts := self._prompts) is not None:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
