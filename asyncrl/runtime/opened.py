@@ -208,9 +208,8 @@ class OpenRun:
             last = self.graph.nothing_left()
             await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
-                await self.checkpointer.at_version(
-                    version, self.checkpointer.books(self.graph.in_hand), last, self._start_when_told
-                )
+                books = self.checkpointer.books(self.graph.in_hand)
+                await self.checkpointer.at_version(version, books, last, self._start_when_told)
         finally:
             self._at_a_version = False
 
