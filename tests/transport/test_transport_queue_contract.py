@@ -15,7 +15,6 @@ import pytest
 import torch
 import uvloop
 
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
 from asyncrl.transport.queues.tensor_queue import TensorReceiver, TensorSender, attach_queue, share_queue
 
@@ -24,20 +23,18 @@ Open: TypeAlias = Callable[..., AbstractAsyncContextManager[Ends]]
 
 
 @asynccontextmanager
-async def through_shared_memory(name: str, capacity: int, recorder: Recorder | None = None) -> AsyncIterator[Ends]:
-    async with share_queue(name, capacity, 1 << 20, recorder) as sender:
-        receiver = await attach_queue(name, recorder, timeout_s=0)
+async def through_shared_memory(name: str, capacity: int) -> AsyncIterator[Ends]:
+    async with share_queue(name, capacity, 1 << 20) as sender:
+        receiver = await attach_queue(name, timeout_s=0)
         yield sender, receiver
         receiver.close()
 
 
 @asynccontextmanager
-async def through_a_slab(
-    name: str, capacity: int, recorder: Recorder | None = None, *, device: str = "cpu"
-) -> AsyncIterator[Ends]:
+async def through_a_slab(name: str, capacity: int, *, device: str = "cpu") -> AsyncIterator[Ends]:
     """The queue for CUDA tensors, with shared memory in the device's place."""
-    async with share_device_queue(name, capacity, 1 << 20, recorder, device=device) as sender:
-        receiver = await attach_device_queue(name, recorder, timeout_s=0)
+    async with share_device_queue(name, capacity, 1 << 20, device=device) as sender:
+        receiver = await attach_device_queue(name, timeout_s=0)
         yield sender, receiver
         receiver.close()
 
@@ -243,20 +240,3 @@ async def test_random_cancellations_deliver_exactly_what_was_put(queue: Open, na
         for who in range(3):
             mine = [n for n in put if n // 10 == who]
             assert mine == sorted(mine)
-
-
-@contract
-async def test_depth_and_waits_are_recorded(queue: Open, name: str) -> None:
-    recorder = Recorder(nvtx=False)
-    async with queue(name, 1, recorder) as (sender, receiver):
-        await sender.put(item(0))
-        assert recorder.drain()[f"queue/{name}/depth"] == 1
-        assert sender.depth == 1
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sender.put, item(1), name="score pump")
-            await anyio.wait_all_tasks_blocked()
-            [wait] = recorder.active_waits()
-            assert wait.who == "score pump" and wait.on == f"the receiver of queue {name}"
-            number(await receiver.get())
-        assert recorder.active_waits() == []
-        number(await receiver.get())

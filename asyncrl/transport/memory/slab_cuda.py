@@ -178,7 +178,7 @@ class CudaMemory(DeviceMemory):
         """As `DeviceMemory.tensor`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_ArrayBase(self.address + offset, size, (self, keep)), device=self.device)
+        return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep)), device=self.device)
 
     def stream(self) -> torch.cuda.Stream:
         """torch's current stream on the memory's device."""
@@ -218,7 +218,7 @@ class CudaMemory(DeviceMemory):
         stream.wait_event(event)
 
 
-class _ArrayBase:
+class _CudaArrayBase:
     """Device memory for `torch.as_tensor`: the tensor keeps this object as long as its storage lives."""
 
     def __init__(self, address: int, size: int, keep: object) -> None:

@@ -33,7 +33,7 @@ import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import numpy as np
@@ -46,10 +46,6 @@ from ..memory.slab import Slab, torch_dtype
 from .queue import wait_in
 from .tensor_queue import Received, TensorReceiver, TensorSender, attach, prepare, serve
 from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, item_message, number_of, release_message
-
-if TYPE_CHECKING:
-    from ...telemetry.recorder import Recorder
-    from ...telemetry.records import Cause
 
 __all__ = ["ReceivedTensors", "attach_device_queue", "share_device_queue"]
 
@@ -77,8 +73,8 @@ class ReceivedTensors(Received):
 class _DeviceSender(TensorSender):
     kind = DEVICE
 
-    def __init__(self, slab: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(slab, capacity, recorder, cause)
+    def __init__(self, slab: Slab, capacity: int) -> None:
+        super().__init__(slab, capacity)
         self._memory = slab.memory
         self._slots: dict[int, int] = {}  # whose fences each outstanding item has
         self._read: list[bytes] = []  # fences of releases whose memory may be written next
@@ -148,8 +144,8 @@ class _DeviceSender(TensorSender):
 class _DeviceReceiver(TensorReceiver):
     kind = DEVICE
 
-    def __init__(self, slab: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(slab, connection, recorder, cause)
+    def __init__(self, slab: Slab, connection: socket.socket) -> None:
+        super().__init__(slab, connection)
         self._bound: dict[int, tuple[int, Any]] = {}  # item -> its slot, and the stream it belongs to
         self._ending: socket.socket | None = None
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
@@ -226,10 +222,8 @@ async def share_device_queue(
     name: str,
     capacity: int,
     size: int,
-    recorder: Recorder | None = None,
     *,
     device: str | torch.device = "cuda",
-    cause: Cause = "group",
     linger_s: float = 30.0,
 ) -> AsyncIterator[TensorSender]:
     """The sending side: a slab `name` of `size` bytes on `device`, and its first send end.
@@ -239,20 +233,16 @@ async def share_device_queue(
     """
     _sweep()
     await prepare(name, capacity)
-    async with serve(
-        Slab.create(name, size, device=device), _DeviceSender, capacity, recorder, cause, linger_s
-    ) as sender:
+    async with serve(Slab.create(name, size, device=device), _DeviceSender, capacity, linger_s) as sender:
         yield sender
 
 
-async def attach_device_queue(
-    name: str, recorder: Recorder | None = None, *, cause: Cause = "group", timeout_s: float = 30.0
-) -> TensorReceiver:
+async def attach_device_queue(name: str, *, timeout_s: float = 30.0) -> TensorReceiver:
     """The receive end of a queue that another process shares, or will share within `timeout_s`.
 
     Errors: as `attach_queue`; PlatformError where this process cannot open the slab's device.
     """
-    return await attach(_DeviceReceiver, name, recorder, cause, timeout_s)
+    return await attach(_DeviceReceiver, name, timeout_s)
 
 
 def _sweep() -> None:

@@ -30,8 +30,8 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
@@ -41,7 +41,7 @@ from .. import rendezvous
 from ..memory.handles import BFLOAT16, Handle
 from ..memory.segment import Segment, parts_of
 from ..memory.slab import Slab
-from .queue import QueueEnd, wait_in, waiting, wake_all
+from .queue import QueueEnd, wait_in, wake_all
 from .tensor_wire import (
     DEVICE,
     END,
@@ -57,30 +57,17 @@ from .tensor_wire import (
     release_message,
 )
 
-if TYPE_CHECKING:
-    from ...telemetry.recorder import Recorder
-    from ...telemetry.records import Cause
-
 _ANSWER_S = 5.0  # at least this long for the owner's event loop to come around
 
 
 class _TensorEnd(QueueEnd):
-    """What both ends have: the slab, who waits, and what the recorder is told."""
+    """What both ends have: the slab, and who waits."""
 
-    def __init__(self, slab: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+    def __init__(self, slab: Slab, capacity: int) -> None:
         self.name, self.slab, self.capacity = slab.segment.name, slab, capacity
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._recorder, self._cause = recorder, cause
-
-    def _record_depth(self, depth: int) -> None:
-        if self._recorder is not None:
-            self._recorder.gauge(f"queue/{self.name}/depth", depth)
-
-    def _waiting(self, what: str, on: str) -> AbstractContextManager[object]:
-        """A block in which the current task waits, as the recorder shows it."""
-        return waiting(self._recorder, what, f"{on} of queue {self.name}", self._cause)
 
 
 class TensorSender(_TensorEnd):
@@ -91,8 +78,8 @@ class TensorSender(_TensorEnd):
 
     kind = HOST
 
-    def __init__(self, slab: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(slab, capacity, recorder, cause)
+    def __init__(self, slab: Slab, capacity: int) -> None:
+        super().__init__(slab, capacity)
         self.puts = 0
         self.gone = False  # nobody receives any more
         self.same_process = False  # as the receiver
@@ -136,7 +123,6 @@ class TensorSender(_TensorEnd):
             raise
         self._outstanding[self.puts] = start
         self.puts += 1
-        self._record_depth(self.depth)
         self._post(message)
 
     async def put(self, item: Mapping[str, Any]) -> None:
@@ -147,8 +133,7 @@ class TensorSender(_TensorEnd):
                 return self.put_nowait(item)
             except anyio.WouldBlock:
                 pass
-            with self._waiting("a credit or room", "the receiver"):
-                await wait_in(self._waiters)
+            await wait_in(self._waiters)
 
     def close(self) -> None:
         """Let the receiver end once it has taken what was put. Closing twice is fine."""
@@ -194,7 +179,6 @@ class TensorSender(_TensorEnd):
                 self.slab.free(start)
             self._outstanding.clear()
         if messages or over:
-            self._record_depth(self.depth)
             wake_all(self._waiters)  # of different sizes: the one that fits need not be the first
 
     def _accept(self) -> None:
@@ -306,8 +290,8 @@ class TensorReceiver(_TensorEnd):
 
     kind = HOST
 
-    def __init__(self, slab: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(slab, 0, recorder, cause)
+    def __init__(self, slab: Slab, connection: socket.socket) -> None:
+        super().__init__(slab, 0)
         self.greeting: bytes | None = None  # what the sender's memory is; None: it has not answered
         self._items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # and the message
         self._ended = self._broken = False
@@ -331,9 +315,7 @@ class TensorReceiver(_TensorEnd):
             if self._broken:
                 raise anyio.BrokenResourceError
             raise anyio.EndOfStream if self._ended else anyio.WouldBlock
-        item = self.take()
-        self._record_depth(len(self._items))
-        return item
+        return self.take()
 
     async def get(self) -> Received:
         """Wait for an item. A cancelled `get` did not take. Errors: as `get_nowait`, also while it waits."""
@@ -342,8 +324,7 @@ class TensorReceiver(_TensorEnd):
                 return self.get_nowait()
             except anyio.WouldBlock:
                 pass
-            with self._waiting("an item", "a sender"):
-                await wait_in(self._waiters)
+            await wait_in(self._waiters)
 
     def __aiter__(self) -> TensorReceiver:
         return self
@@ -386,7 +367,6 @@ class TensorReceiver(_TensorEnd):
             self._broken = not self._ended
             self.on_hang_up()
         if messages or over:
-            self._record_depth(len(self._items))
             wake_all(self._waiters)
 
     # -- what a queue on a device does in its own way
@@ -415,15 +395,7 @@ class TensorReceiver(_TensorEnd):
 
 
 @asynccontextmanager
-async def share_queue(
-    name: str,
-    capacity: int,
-    size: int,
-    recorder: Recorder | None = None,
-    *,
-    cause: Cause = "group",
-    linger_s: float = 30.0,
-) -> AsyncIterator[TensorSender]:
+async def share_queue(name: str, capacity: int, size: int, *, linger_s: float = 30.0) -> AsyncIterator[TensorSender]:
     """The sending side: a slab `name` with `size` bytes of shared memory, and its send end.
 
     At the end every item that was put is handed over first: a receiver that has not come yet is waited for, at most
@@ -431,9 +403,7 @@ async def share_queue(
     where something else of that name is left, OutOfMemory; TransportError at the end where nobody came for the items.
     """
     await prepare(name, capacity)
-    async with serve(
-        Slab.create(name, size, device="cpu"), TensorSender, capacity, recorder, cause, linger_s
-    ) as sender:
+    async with serve(Slab.create(name, size, device="cpu"), TensorSender, capacity, linger_s) as sender:
         yield sender
 
 
@@ -459,17 +429,10 @@ def _remove_leftover(name: str) -> None:
 
 
 @asynccontextmanager
-async def serve(
-    slab: Slab,
-    end: type[TensorSender],
-    capacity: int,
-    recorder: Recorder | None,
-    cause: Cause,
-    linger_s: float,
-) -> AsyncIterator[TensorSender]:
+async def serve(slab: Slab, end: type[TensorSender], capacity: int, linger_s: float) -> AsyncIterator[TensorSender]:
     """The life of a sending side, which takes the slab over, whatever memory it has. As `share_queue`."""
     try:
-        sender = end(slab, capacity, recorder, cause)
+        sender = end(slab, capacity)
     except BaseException:
         slab.close()
         raise
@@ -491,23 +454,19 @@ async def serve(
         sender.hang_up()
 
 
-async def attach_queue(
-    name: str, recorder: Recorder | None = None, *, cause: Cause = "group", timeout_s: float = 30.0
-) -> TensorReceiver:
+async def attach_queue(name: str, *, timeout_s: float = 30.0) -> TensorReceiver:
     """The receive end of a queue that another process shares, or will share within `timeout_s`.
 
     Errors: RingDetached where nobody shares it, or another receiver has it.
     """
-    return await attach(TensorReceiver, name, recorder, cause, timeout_s)
+    return await attach(TensorReceiver, name, timeout_s)
 
 
-async def attach(
-    end: type[TensorReceiver], name: str, recorder: Recorder | None, cause: Cause, timeout_s: float
-) -> TensorReceiver:
+async def attach(end: type[TensorReceiver], name: str, timeout_s: float) -> TensorReceiver:
     """The receiving side of whatever memory. As `attach_queue`."""
     deadline = anyio.current_time() + timeout_s
     while True:
-        receiver = _connect(end, name, recorder, cause)
+        receiver = _connect(end, name)
         if receiver is not None:
             try:
                 with anyio.fail_after(max(_ANSWER_S, deadline - anyio.current_time())):
@@ -536,7 +495,7 @@ def _check_kind(receiver: TensorReceiver) -> None:
     _ = receiver.slab.memory  # a device that cannot be opened is an error here, not at the first item
 
 
-def _connect(end: type[TensorReceiver], name: str, recorder: Recorder | None, cause: Cause) -> TensorReceiver | None:
+def _connect(end: type[TensorReceiver], name: str) -> TensorReceiver | None:
     """None where nobody shares the name, or nobody listens any more."""
     try:
         slab = Slab.attach(name)
@@ -547,7 +506,7 @@ def _connect(end: type[TensorReceiver], name: str, recorder: Recorder | None, ca
         connection.connect(rendezvous.address(slab.segment))  # to a local socket: at once, or refused
         if not rendezvous.trusted(connection):
             raise ConnectionRefusedError  # somebody else's socket is nobody's
-        return end(slab, connection, recorder, cause)
+        return end(slab, connection)
     except BaseException as error:
         connection.close()
         slab.close()

@@ -141,10 +141,6 @@ class RecordRing:
         except TransportError as error:
             self._set_aside(name, str(error))
             return None
-        if link.producer in self._links:  # an owner was killed while it set the one of them aside
-            link.close(self._loop, unlink=False)
-            self._set_aside(name, "its producer has another one")
-            return None
         link.segment.keep_at_exit(True)
         return link
 
