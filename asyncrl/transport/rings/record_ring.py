@@ -147,17 +147,18 @@ class RecordRing:
     def _set_aside(self, name: str, reason: str) -> None:
         """Rename a damaged segment, so that no owner looks for records in it."""
         aside = new_part(self.name, "damaged")
-        os.rename(path_of(name), path_of(aside))
+        with contextlib.suppress(FileNotFoundError):  # somebody removed the name
+            os.rename(path_of(name), path_of(aside))
         self.damage.add(
             f"{path_of(name)} is damaged: {reason}. It was renamed to {path_of(aside)} and is kept, with the records that may "
             f"lie in it, until `asyncrl shm clear {self.name} --drop-records`. Other rings go on"
         )
 
     def end_intake(self) -> None:
-        """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
+        """Let nothing more in: a `put` that waits raises now. What is here can be taken and released. Twice is fine."""
         if self._reception is None:
             return
-        for link in self._links.values():
+        for link in list(self._links.values()):
             self._gather(link)
         for link in self._links.values():
             # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
@@ -351,7 +352,7 @@ class RecordRing:
             self._reception.dismiss(connection)
             return
         except Exception:
-            self._reception.dismiss(connection)  # it has spoken and waits for an answer, which will not come
+            self._reception.dismiss(connection)  # the producer waits for an answer, which will not come
             raise
         self._reception.let_in(connection)
         link.connect(self._loop, connection, partial(self._call, self._on_connection))
@@ -382,7 +383,7 @@ class RecordRing:
         try:
             link.memory.owner.store(1, self._version + 1)
             self._watch(link)
-        except BaseException:  # nobody would hear of its death
+        except BaseException:  # its death would not be noticed
             self._links.pop(producer).close(self._loop, unlink=True)
             raise
         if link.dead:

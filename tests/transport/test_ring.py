@@ -1,4 +1,4 @@
-"""Record ring: delivery, order, backpressure, oversize, damage, who is let in; asyncio and uvloop."""
+"""Record ring: delivery, order, backpressure, oversize, damage, who is let in, which members came before."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transport_helpers import both_loops
 from transport_records import SMALL, groups, pair, planned, whole
 
@@ -21,7 +23,7 @@ from asyncrl.transport import rendezvous
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
-from asyncrl.transport.rings.types import RingSettings
+from asyncrl.transport.rings.types import CameBefore, RingSettings
 
 
 @both_loops
@@ -325,3 +327,29 @@ def test_settings_and_states(name: str) -> None:
         assert [d async for d in ring] == []
 
     asyncio.run(main())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3)), max_size=60))
+def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int, int]]) -> None:
+    memory, known = CameBefore(1000), set[tuple[int, int]]()
+    for arrives, group, first in steps:
+        members = (first, first + 2)
+        if arrives:
+            expected = tuple(i for i, member in enumerate(members) if (group, member) not in known)
+            assert memory.fresh((0, group), members) == expected
+        else:
+            memory.leave((0, group), members)
+        known.update((group, member) for member in members)
+
+
+def test_only_the_latest_groups_that_left_are_remembered() -> None:
+    memory = CameBefore(3)
+    for group in (1, 2):
+        assert memory.fresh((0, group), (0, 1)) == (0, 1)
+        memory.leave((0, group), (0, 1))
+    assert memory.fresh((0, 2), (0, 1, 2)) == (2,)
+    assert memory.fresh((0, 1), (1,)) == (0,)
+    memory.leave((0, 3), (5, 6, 7))  # as many as it keeps: the others are forgotten, those in the ring are not
+    assert memory.fresh((0, 2), (0, 2)) == (0,)
+    assert memory.fresh((0, 3), (5, 6, 7)) == () and (0, 3) not in memory._here  # such a record is let go at once
