@@ -56,7 +56,7 @@ class DoorStatistics:
 
 
 class Gathering:
-    """Of one door. `run` its tasks beside whoever calls `add`."""
+    """The groups of one door. `submit`, `expire` and `end_epochs` run as tasks beside the caller of `add`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Gathering:
         note: Callable[[str], None],
         statistics: DoorStatistics,
     ) -> None:
-        """`decode`: ids to text, for who reads prompts: reward functions, and people."""
+        """`decode`: ids to the text of a prompt, which reward functions and people read."""
         self._intake = intake
         self._reconnect_s = settings.reconnect_s
         self._stash: Stash[Mapping[str, Any]] = Stash(
@@ -81,7 +81,7 @@ class Gathering:
             "door", MOST_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        self._names: OrderedDict[GroupKey, int] = OrderedDict()  # what this run calls the groups that were begun
+        self._names: OrderedDict[GroupKey, int] = OrderedDict()  # ids in this run of the groups that were begun
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
         self._over: dict[int, float] = {}  # epoch without producers -> when it ends
         self._changed = anyio.Event()
@@ -95,7 +95,7 @@ class Gathering:
     # -- what the door calls
 
     def own_id(self, epoch: int, group: int) -> int:
-        """What this run calls a producer's group: the same for all its members."""
+        """The id of a producer's group in this run: the same for all its members."""
         key = GroupKey(epoch, group)
         if key not in self._names:
             self._names[key] = self._intake.ids.take()
@@ -106,8 +106,8 @@ class Gathering:
     def add(
         self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
     ) -> bool:
-        """Members that came together; `columns`: of their prompt, for the reward functions. False: none of them was
-        taken, and the lease is the caller's to end."""
+        """Take members that came together. `columns`: of their prompt, for the reward functions. False: none of them was
+        taken, and the caller ends the lease."""
         whole = self._stash.add_whole(members, columns, lease=lease, epoch=epoch, group=group)
         if whole is not None:
             self._whole_in.put_nowait(whole)
@@ -127,14 +127,14 @@ class Gathering:
         return kept
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:
-        """A record of the group cannot be trained: the group can never be whole."""
+        """Drop a group of which a record cannot be trained: it can never be whole."""
         self._refuse(error, epoch, group)
         rest = self._stash.discard(group, epoch)
         if rest is not None:
             _release(rest.leases)
 
     def came(self, epoch: int, producer: bytes) -> None:
-        """A producer feeds this epoch, which therefore goes on."""
+        """A producer feeds this epoch: it does not end before the producer goes."""
         self._feeders.setdefault(epoch, set()).add(producer)
         self._over.pop(epoch, None)
 
@@ -149,7 +149,7 @@ class Gathering:
         self._changed = anyio.Event()
 
     def end_stale(self, version: int, bound: int) -> None:
-        """The policy moved to `version`; what is older than `bound` versions cannot be trained any more."""
+        """Drop the groups that are older than `bound` versions at `version`: they cannot be trained any more."""
         for group in self._stash.evict_stale(version, bound):
             self._drop(group)
 
@@ -163,15 +163,16 @@ class Gathering:
     # -- tasks
 
     async def submit(self) -> None:
-        """Whole groups to the intake, one after the other, until the training ends."""
-        with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
+        """Hand whole groups to the intake, one after the other, until the training ends."""
+        # The training may end while a group waits for its slot.
+        with contextlib.suppress(LifecycleError):
             async for group in self._whole:
                 await self._submit(group)
                 # Many groups may have come together, and taking them need not wait: without this the loop would stand still.
                 await anyio.lowlevel.checkpoint()
 
     async def expire(self) -> None:
-        """Errors: StallError with `on_timeout: error`."""
+        """For ever: end the groups whose time is up. Errors: StallError with `on_timeout: error`."""
         while True:
             for group in await self._stash.wait_expired():
                 if group.trainable:

@@ -3,9 +3,9 @@
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
                                              every operation of the column store ──▶ on_store
 
-Plain or async functions, on the event loop: what blocks or computes for more than a few milliseconds belongs into a reward
-function. `None` leaves what was given as it is. Whatever a hook raises, and an answer of the wrong form, ends the run with a
-`HookError` that names it. With several ranks each calls its hooks for its own groups.
+Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
+belongs into a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
+wrong form, ends the run with a `HookError` that names the hook. With several ranks each calls its hooks for its own groups.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Hooks:
 
     @classmethod
     def load(cls, address: str) -> Hooks:
-        """Errors: ConfigError."""
+        """The hooks at an address `file.py:name`. Errors: ConfigError."""
         found = load_object(address)
         if not isinstance(found, Hooks):
             raise ConfigError(f"hooks is {address!r}, a {type(found).__name__}; expected an asyncrl.Hooks")
         return found
 
     def check(self) -> Hooks:
-        """Itself. Errors: ConfigError."""
+        """Returns itself. Errors: ConfigError for a hook that is no function, or an async `on_store`."""
         for name in (field.name for field in fields(self)):
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
@@ -66,7 +66,7 @@ class Hooks:
         return self
 
     async def prompt(self, prompt: Prompt) -> Prompt:
-        """What is to be sampled from. Errors: HookError."""
+        """The prompt to sample from. Errors: HookError."""
         new = await self._called("before_group", prompt)
         if new is None:
             return prompt
@@ -114,7 +114,7 @@ class Hooks:
         except asyncio.CancelledError as error:
             if anyio.current_effective_deadline() == -math.inf:
                 raise
-            # Nobody here asked for it: a task group would take it for an ordinary end, and the group would be lost.
+            # The run did not cancel it: a task group would take it for an ordinary end, and the group would be lost.
             raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
         except BaseException as error:
             if is_interrupt(error):
@@ -136,7 +136,7 @@ class StoreWatch:
         self._end_run: Callable[[BaseException], None] | None = None
 
     def __call__(self, event: StoreEvent) -> None:
-        """An observer of the store: one event."""
+        """Hand one event of the store to the hook."""
         if self._error is not None:
             return
         try:
@@ -148,7 +148,7 @@ class StoreWatch:
                 self._end_run(error)
 
     def attach(self, end_run: Callable[[BaseException], None]) -> None:
-        """From now on an error goes to `end_run`; one that was there before goes there at once."""
+        """From now on an error goes to `end_run`; an error from before goes there at once."""
         self._end_run = end_run
         if self._error is not None:
             end_run(self._error)
@@ -157,7 +157,7 @@ class StoreWatch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Around the store, whose closing is an operation too. Errors: HookError, unless another one ends the run."""
+        """Entered around the store, whose closing is an operation too. Errors: HookError, unless another one ends the run."""
         if self._error is not None and error is None:
             raise self._error
 

@@ -51,7 +51,7 @@ class Intake:
         # The reference's log-probs of a group are computed on the lane while its rewards are scored in other processes.
         self._reference_ahead = needed and algorithm.kl.reference_ahead and ports.score_groups
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of own groups that are not whole yet
-        self._came: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
+        self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
         self._components: set[str] = set()  # names that came from outside
         self._closed = ""
         self._waiting: set[anyio.CancelScope] = set()
@@ -63,7 +63,7 @@ class Intake:
     # -- own rollouts: they have their slot ------------------------------------------------------------------------
 
     async def take(self, item: Scoring) -> None:
-        """One played trajectory, or all of a group in member order."""
+        """Score one played trajectory, or all of a group in member order. The last member makes its group whole."""
         ticket, book = item.ticket, self._ports.book
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # a sibling failed meanwhile
@@ -81,7 +81,7 @@ class Intake:
         if len(members) == scored[0].group_size:
             del self._members[ticket.group_id]
             whole = tuple(members[place] for place in sorted(members))
-            await self._settle(book.put(Group(ticket, item.prompt, whole)))
+            await self._filter(book.put(Group(ticket, item.prompt, whole)))
 
     @property
     def incomplete(self) -> int:
@@ -96,8 +96,8 @@ class Intake:
     # -- from outside ----------------------------------------------------------------------------------------------
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
-        """A whole group, each member of which passed `check`; waits for a slot, and for rewards that are missing. With
-        `leases` it lies in memory of somebody else's, which is given back when the group was trained or dropped.
+        """Take a whole group, each member of which passed `check`. Waits for a slot, and for rewards that are missing. With
+        `leases` the group lies in memory of somebody else's, which is given back once the group was trained or dropped.
 
         False where the ledger finds the group too old. Its leases end then, unless other groups have the places that it could have
         had: in that case they end when one of those groups ends, so that a producer that is faster than the training waits at
@@ -108,10 +108,10 @@ class Intake:
         ports = self._ports
         members = whole(trajectories)
         self._check_open()
-        if (group_id := prompt.group_id) in self._came and group_id not in ports.book:
+        if (group_id := prompt.group_id) in self._submitted and group_id not in ports.book:
             raise DataError(f"group {group_id} was submitted before; a group is submitted once")
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
-        # None, where no token says its age: it counts as of the version that has room for it.
+        # None where no token has a version: the group then counts as of the version that has room for it.
         oldest = min(versions) // versions_per_batch(ports.config) if versions else None
         newest = max(t.newest_version for t in members)
         if newest > (version := ports.trainer.version):
@@ -123,7 +123,7 @@ class Intake:
         ticket = await self._admit(group_id, oldest)
         if ticket is None:
             ports.counters["staleness/dropped"] += 1
-            assert oldest is not None, "what says no version is never too old"
+            assert oldest is not None, "a group without versions is never too old"
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ended != ports.book.ended:
                 # No live group has its place (any more), so no end to come would give the memory back.
                 _release(leases)
@@ -144,7 +144,7 @@ class Intake:
         return True
 
     def check(self, trajectory: Trajectory, limits: Limits) -> None:
-        """Once for each member from outside, before anything waits for it. Errors: DataError that names member and field."""
+        """Check a member from outside, before anything waits for it. Errors: DataError that names the member and the field."""
         check_trajectory(trajectory, limits)
         check_trains(trajectory)
         if trajectory.reward is None and not self._ports.scores:
@@ -173,7 +173,7 @@ class Intake:
             raise LifecycleError(f"submit: {self._closed}")
 
     async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
-        """As `Ledger.admit`, but not for longer than slots can come free. Errors: LifecycleError."""
+        """As `Ledger.admit`. Errors: LifecycleError once the intake is closed, also while it waits."""
         with anyio.CancelScope() as scope:
             self._waiting.add(scope)
             try:
@@ -191,18 +191,18 @@ class Intake:
             self._crowded.clear()
 
     def _remember(self, group_id: int) -> None:
-        self._came[group_id] = None
-        if len(self._came) > REMEMBERED:
-            self._came.popitem(last=False)
+        self._submitted[group_id] = None
+        if len(self._submitted) > REMEMBERED:
+            self._submitted.popitem(last=False)
 
     # -- all alike -------------------------------------------------------------------------------------------------
 
     async def _enter(self, group: Group, *, leased: bool = False) -> None:
-        """A whole group with its slot, its rows in the store, that was not asked for its rewards."""
-        await self._settle(replace(group, trajectories=await self._rewarded(group)), leased=leased)
+        """Score a whole group, which has its slot and its rows in the store, then filter it."""
+        await self._filter(replace(group, trajectories=await self._rewarded(group)), leased=leased)
 
-    async def _settle(self, group: Group, *, leased: bool = False) -> None:
-        """Take a group whose members were scored; a reward that is None does not apply."""
+    async def _filter(self, group: Group, *, leased: bool = False) -> None:
+        """Shape a group whose members were scored, then drop it or make it ready. A reward that is None does not apply."""
         ports = self._ports
         if ports.config.reward.overlong.cache is not None:
             group = replace(
@@ -220,7 +220,7 @@ class Intake:
             ports.recorder.gauge("queue/groups/depth", len(ports.book.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
             ports.counters[f"filter/{reason}"] += 1
-            self._reroll.saw(group)
+            self._reroll.group_ended(group)
 
     async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
         """The members with their rewards; those that came with a reward are not scored again."""

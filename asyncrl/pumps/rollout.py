@@ -140,18 +140,12 @@ class RolloutPump:
                 self._playing.release()
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int, done: dict[int, Trajectory]) -> None:
-        trajectory = await self._episode(ticket, prompt, member)
-        if self._ports.score_groups:
-            done[member] = trajectory
-        else:  # an error here is the score pump's end, not ours
-            await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
-
-    async def _episode(self, ticket: Ticket, prompt: Prompt, member: int) -> Trajectory:
-        """Errors: as `Episodes.play`."""
+        """Play one member, check it, and hand it on or put it into `done`. Errors: as `Episodes.play`."""
         ports, group_id = self._ports, prompt.group_id
         group_size = ports.config.rollout.group_size
         with ports.recorder.span("rollout", track="rollout", group=group_id, member=member):
-            # What has to be trained first goes first: the second round of an old group before the first of a new one.
+            # The engine serves the group with the earliest deadline first: the second round of an old group before the first
+            # round of a new one.
             trajectory = await self._episodes.play(prompt, member, group_size, ports.engine.generate, ticket.deadline)
         try:
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
@@ -166,7 +160,10 @@ class RolloutPump:
             )
         except Exception as error:  # a bug of the environment, which would return the same again
             raise EpisodeFailed from error
-        return trajectory
+        if ports.score_groups:
+            done[member] = trajectory
+        else:
+            await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[EpisodeFailed]) -> None:
         """The group's slot goes to another prompt, within the budget. Errors: GenerationError once that is used up."""
@@ -181,7 +178,8 @@ class RolloutPump:
             asked += ", left out, is a tenth of all groups and at least those of a step, and"
             limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
         if book.failed > limit and not self._over_budget:
-            self._over_budget = True  # others fail in the same moment, and have nothing to add
+            # Groups that fail in the same moment would raise the same error again.
+            self._over_budget = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
                 f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}), as {book.failed} groups "
@@ -220,7 +218,7 @@ class Episodes:
         self._logged = ports.logged
 
     async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
-        """`priority`: of all its requests. Errors: EpisodeFailed; EngineClosed and what else ends the run."""
+        """Play one member. `priority`: of all its requests. Errors: EpisodeFailed; EngineClosed and others that end the run."""
         asked = open_requests = tokens = 0
         who = f"member {member} of group {prompt.group_id}"
 
@@ -260,9 +258,9 @@ class Episodes:
         )
 
     async def _failure(self, error: BaseException) -> BaseException:
-        """What the episode failed with. Raises `error` where it is none: the run is being stopped, or this episode."""
+        """The error that the episode failed with. Raises `error` where it is no failure: the run or this episode is stopped."""
         if isinstance(error, EngineClosed) or (isinstance(error, AsyncrlError) and not isinstance(error, _OF_EPISODES)):
-            # Cancelled together with the engine: that is the reason then.
+            # Where this task was cancelled together with the engine, the cancellation is raised.
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise error
         if is_interrupt(error):
@@ -271,14 +269,14 @@ class Episodes:
             return error
         if anyio.current_effective_deadline() == -math.inf:
             raise error
-        # Nobody here asked for it: the environment awaited something of its own that was cancelled. A task group would
-        # take that for an ordinary end, and the group's slot would be lost without a word.
+        # The run did not cancel it: the environment awaited a task of its own that was cancelled. A task group would take
+        # the CancelledError for an ordinary end, and the group's slot would be lost without an error.
         failure = GenerationError(f"the episode was cancelled from inside the environment {error}")
         failure.__cause__ = error
         return failure
 
     def _log(self, who: str, failure: BaseException) -> None:
-        """The first of each kind: a class of errors, raised at one line."""
+        """Log the first failure of each kind: a class of errors, raised at one line."""
         frames = traceback.extract_tb(failure.__traceback__)
         kind = type(failure).__name__, f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if kind in self._logged or len(self._logged) >= MOST_KINDS:

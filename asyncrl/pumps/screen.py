@@ -130,8 +130,8 @@ class Reroll:
                 steps = train.max_epochs * len(self._prompts) / ports.config.rollout.groups_per_step
             self._start = max(1, int(config.start_fraction * steps))
 
-    def saw(self, group: Group) -> None:
-        """A scored group has ended."""
+    def group_ended(self, group: Group) -> None:
+        """A scored group was trained or dropped: its prompt may be played again."""
         if self._prompts is None:
             return
         played = unshaped(group, self._ports.config.reward.overlong)
@@ -142,10 +142,10 @@ class Reroll:
             self._count("reroll/failed", 1)
             self._count("reroll/evicted", int(full))
 
-    def step_over(self, groups: Iterable[Group]) -> None:
-        """A step was committed: look at its groups, and let some of the failed prompts in. Never waits."""
+    def step_committed(self, groups: Iterable[Group]) -> None:
+        """A step of these groups was committed: let some of the failed prompts in. Never waits."""
         for group in groups:
-            self.saw(group)
+            self.group_ended(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
             self._count("reroll/admitted", len(self._prompts.reroll(self._config.groups_per_step)))
 

@@ -262,7 +262,7 @@ class TrainPump:
             step.begun = False
         await ports.ledger.commit()
         step.committed = True
-        self._reroll.step_over([rows.group for rows in step.rows])
+        self._reroll.step_committed([rows.group for rows in step.rows])
         # Only now, so that no step draws its own groups; and before their rows are cleared.
         if ports.replay is not None:
             for rows in step.rows:
