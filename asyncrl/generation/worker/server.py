@@ -101,8 +101,8 @@ class Server:
             with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
                 return await self._producer.put(plan)
 
-    async def obey(self) -> None:
-        """Until the node hangs up."""
+    async def receive(self) -> None:
+        """Passes the weights that the node announces on to `weights`, until the node hangs up."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
@@ -164,7 +164,7 @@ async def serve(control: Channel) -> None:
             spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "moves of the weights", server.weights.run)
             control.send({"ready": producer.identity.hex()})
-            await server.obey()
+            await server.receive()
             tasks.cancel_scope.cancel()
 
 

@@ -62,8 +62,8 @@ _STEP = 64
 _PAGE = 4096
 # Bytes: a half of a slab begins where torch's own allocator would let a tensor begin.
 _APART = 512
-_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1: no other writable mapping but the one that there is
-
+# F_SEAL_FUTURE_WRITE, Linux 5.1: no other writable mapping but the one that there is.
+_SEAL_FUTURE_WRITE = 0x10
 
 Passing = Callable[[], None] | None
 
@@ -260,11 +260,13 @@ class Board:
     def write(self, index: int, version: int, source: Tensor | None = None) -> None:
         """The half, which nobody reads, is `version` from now on: a copy of `source`, a flat buffer; without one, what the owner
         has put into `half(index)` by itself since `clear`. Waits for the device. Errors: ValueError for another form."""
-        self.clear(index)
+        self._require_owner()
         if version < 0:
             raise ValueError(f"version {version} must not be negative")
         if source is not None:
             self._require_fit(source)
+        self.clear(index)
+        if source is not None:
             self._lying[index].copy_(source.detach())
         done = mark(self._lying[index].device)
         if done is not None:
