@@ -31,7 +31,8 @@ USAGE = (
 
 def explain(name: str) -> str:
     """Everything that goes by this name, as text. Empty: nothing does."""
-    if ":" in name and metric(name) is None:  # of the user's
+    if ":" in name and metric(name) is None:
+        # An address of the user's code.
         load_method("loss" if isinstance(load_object(name), type) else "advantage", name)
     parts = [*_losses(name), *_advantages(name), *_modes(name), *_settings(name)]
     if not parts and (ours := other_name(name)) is not None:

@@ -296,6 +296,12 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
         )
+    # Whether a path holds a classifier with one output is known when it is loaded (models/reward_model.py).
+    if config.reward.model and config.train.kind == "dry_run":
+        yield (
+            f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
+            "it out, or set train.kind=torch"
+        )
     if 0 < (config.evaluate.temperature or 0) < LOWEST_TEMPERATURE:
         yield (
             f"evaluate.temperature is {config.evaluate.temperature}; expected {LOWEST_TEMPERATURE:g} or more, or 0: greedy"
@@ -307,8 +313,7 @@ def _check_parts(config: Config) -> Iterator[str]:
         )
     if config.resume is True and config.run.overwrite:
         yield (
-            "resume and run.overwrite are both true: one goes on from the run directory, the other starts "
-            "anew; choose one"
+            "resume and run.overwrite are both true: one goes on from the run directory, the other starts anew; choose one"
         )
 
 
@@ -349,9 +354,8 @@ def _check_run(config: Config) -> Iterator[str]:
         )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or "
-            "train.max_epochs, "
-            "or use schedule=constant"
+            f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or train.max_epochs, or "
+            "use schedule=constant"
         )
     if dry_run or config.door.ring is not None:
         return
@@ -443,15 +447,6 @@ def _check_distributed(config: Config) -> Iterator[str]:
         )
 
 
-def _check_rewards(config: Config) -> Iterator[str]:
-    """Whether a path holds a classifier with one output is known when it is loaded (models/reward_model.py)."""
-    if config.reward.model and config.train.kind == "dry_run":
-        yield (
-            f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
-            "it out, or set train.kind=torch"
-        )
-
-
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
     _check_rollout,
@@ -465,5 +460,4 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_deadlines,
     _check_door,
     _check_distributed,
-    _check_rewards,
 )

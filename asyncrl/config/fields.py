@@ -89,7 +89,7 @@ _SIMILAR = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One setting."""
+    """A setting as the schema declares it."""
 
     name: str
     default: Any

@@ -55,10 +55,13 @@ def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
     silence = None if constants.HF_HUB_OFFLINE else _silence(endpoint, time.monotonic() // _TRUE_S)
     if silence is None:
         return None
-    if _downloaded(name, kind):
-        _warn(endpoint, silence, name)
-        return None
-    return f"{endpoint} does not answer ({silence})"
+    if not _downloaded(name, kind):
+        return f"{endpoint} does not answer ({silence})"
+    _warn(
+        f"{endpoint} does not answer ({silence}): {name} is taken as it was downloaded before, after the hub's library has tried "
+        "for half a minute; HF_HUB_OFFLINE=1 saves that"
+    )
+    return None
 
 
 @cache
@@ -75,14 +78,8 @@ def _silence(endpoint: str, when: float) -> str | None:
 
 
 @cache
-def _warn(endpoint: str, silence: str, name: str) -> None:
-    logger.warning(
-        "%s does not answer (%s): %s is taken as it was downloaded before, after the hub's library has tried for half a "
-        "minute; HF_HUB_OFFLINE=1 saves that",
-        endpoint,
-        silence,
-        name,
-    )
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _downloaded(name: str, kind: str) -> bool:

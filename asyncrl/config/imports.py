@@ -65,7 +65,8 @@ def check_address(address: str) -> None:
     if not path.is_file():
         raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
     with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
-        warnings.simplefilter("ignore")  # they are told when it is loaded
+        # Loading it shows them.
+        warnings.simplefilter("ignore")
         text = path.read_bytes()
         known = compile(text, place, "exec", dont_inherit=True).co_names
     # Code may make names that it does not spell.

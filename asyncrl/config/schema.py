@@ -366,7 +366,7 @@ class TelemetryConfig(Section):
 
 
 class RunConfig(Section):
-    """The run directory."""
+    """Where the run directory lies, and what happens to an earlier one."""
 
     name: str = field("run", "Name of the run directory: one part of a path.")
     dir: LocalPath = field("runs", "Where run directories live.")

@@ -20,7 +20,7 @@ class _Scorer(Section):
 
 
 class RewardFunctionConfig(_Scorer):
-    """One reward function."""
+    """A reward function, and how its scores count."""
 
     function: LocalPath = Field(
         description="`file.py:function` or `module:function`, in the form of TRL, verl or reasoning-gym."
