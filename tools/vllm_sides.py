@@ -139,7 +139,7 @@ async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
 
     from asyncrl.concurrency.lane import ThreadLane
     from asyncrl.generation.embedded.engine import cache_shape
-    from asyncrl.generation.vllm.engine import Made, VllmEngine
+    from asyncrl.generation.vllm.engine import CoreSpec, VllmEngine
     from asyncrl.generation.vllm.versions import load_adapter
     from asyncrl.telemetry.recorder import Recorder
 
@@ -150,7 +150,7 @@ async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
         adapter = load_adapter()
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
-        form = adapter.Form(config, policy.weights.layout(), trainer.board.half(0))
+        form = adapter.ModelSpec(config, policy.weights.layout(), trainer.board.half(0))
         core = adapter.Core(form, room, choose)
         step = core.step
 
@@ -167,7 +167,7 @@ async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
         policy = trainer.policy
         config = json.loads(policy.config.to_json_string(use_diff=False))
         config |= {"architectures": [type(policy.module).__name__]}
-        made = Made(policy.dtype, int(policy.config.vocab_size), ())
+        made = CoreSpec(policy.dtype, int(policy.config.vocab_size), ())
         numbers = {"max_sequences": sequences, "max_context": context, "kv_positions": positions}
         async with VllmEngine(make, made, None, lane, recorder, **numbers) as engine:
             await engine.update_weights(-1)

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from asyncrl.types import Normaliser
 
 from .base import LossInputs, Metrics, MetricSum, old_logp
-from .method import Around, Method, setting
+from .method import CheckContext, Method, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,7 @@ class Importance(Method):
         """Whether there is a bound. Without one the sampler's log-probs correct nothing."""
         return any(bound is not None for bound in (self.cap, self.floor, self.veto))
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         if around.at("algorithm.old_logprobs") == "sampler":
             return
         cap, floor = self.cap, self.floor

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from asyncrl.types import Float32Array, Group, Microbatch, Normaliser
 
 from .base import LossInputs, Metrics, MetricSum
-from .method import Around, Method, setting
+from .method import CheckContext, Method, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,14 +149,14 @@ class Kl(Method):
         metrics["kl"] = MetricSum(kl_S.detach().sum(), Normaliser.TOKENS)
         return self.coef * kl_S
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         if self.place == "reward" and self.bias_correction:
             yield (
                 "algorithm.kl.bias_correction is true but algorithm.kl.place is reward: a penalty on the reward has no gradient "
                 "to correct; leave it out or set kl.place=loss"
             )
 
-    def warnings(self, around: Around) -> Iterator[str]:
+    def warnings(self, around: CheckContext) -> Iterator[str]:
         if self.in_loss and self.estimator == "k1" and not self.bias_correction:
             yield (
                 "algorithm.kl.estimator=k1 in the loss: the mean of its gradient is 0, it only adds noise; use k2, k3, "

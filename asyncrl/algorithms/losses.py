@@ -22,7 +22,7 @@ from asyncrl.types import Normaliser
 
 from .base import LossInputs, Metrics, MetricSum, sequence_ratio, token_ratio
 from .importance import IMPORTANCE_MODES
-from .method import Around, Conflict, Method, setting
+from .method import CheckContext, Conflict, Method, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ class Bounded(LossMethod):
         low_B, high_B = (inputs.sequence_mean(side_S.to(ratio_S.dtype)) for side_S in (low_S, high_S))
         return shares(low_B, high_B, Normaliser.SEQUENCES)
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         if self.epsilon >= 1:
             yield (
                 f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
@@ -160,7 +160,7 @@ class Clipped(Bounded):
             loss_S = loss_S.minimum(-self.dual_clip * advantage_S).where(advantage_S < 0, loss_S)
         return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         yield from super().problems(around)
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
@@ -180,7 +180,7 @@ class SequenceClipped(Clipped):
 
     by_sequence: ClassVar[bool] = True
 
-    def warnings(self, around: Around) -> Iterator[str]:
+    def warnings(self, around: CheckContext) -> Iterator[str]:
         if self.epsilon > 0.05:
             yield (
                 f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "
@@ -343,7 +343,7 @@ class Cispo(LossMethod):
         metrics = shares((detached_S < self.low) & (advantage_S < 0), (detached_S > self.high) & (advantage_S > 0))
         return Surrogate(-weight_S * advantage_S * inputs.logp_S, ratio_S, metrics)
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         if self.low >= self.high:
             yield f"algorithm.cispo.low is {self.low}; expected less than algorithm.cispo.high = {self.high}"
 

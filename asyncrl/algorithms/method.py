@@ -81,7 +81,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class CheckContext:
     """What a check may look at beside its own method."""
 
     loss: Any  # a `losses.loss.LossMethod`, which is a method itself: named here it would be a circle
@@ -97,9 +97,9 @@ class Conflict:
 
     name: str  # dotted
     reason: str  # begins with "which"; says the way out
-    when: Callable[[Around], bool]
+    when: Callable[[CheckContext], bool]
 
-    def message(self, method: str, around: Around) -> str:
+    def message(self, method: str, around: CheckContext) -> str:
         """The sentence, with the value that is set; `method` is the method's kind and name."""
         value = around.at(self.name)
         return f"{self.name} is {str(value).lower() if isinstance(value, bool) else value} but {method}, {self.reason}"
@@ -136,11 +136,11 @@ class Method:
         """What the settings that were left out come to, by name."""
         return {}
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         """What contradicts itself: the value, the reason, the way out."""
         yield from ()
 
-    def warnings(self, around: Around) -> Iterator[str]:
+    def warnings(self, around: CheckContext) -> Iterator[str]:
         """What is allowed but seldom meant."""
         yield from ()
 

@@ -23,7 +23,7 @@ from .base import COEFFICIENT_MAX, EntropyControl, LossInputs, LossSums, Metrics
 from .importance import Importance, importance_weights
 from .kl import Kl
 from .losses import LossMethod
-from .method import Around, Method, setting
+from .method import CheckContext, Method, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class Entropy(Method):
         """Whether the bonus is divided by another number than this loss."""
         return self.on and loss.normaliser is not Normaliser.TOKENS
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         default = {each.name: each.default for each in self.settings()}["coef_delta"]
         if self.target is None and self.coef_delta != default:
             yield (
@@ -103,7 +103,7 @@ class Entropy(Method):
                 f"loss that is divided by tokens ({', '.join(around.by_tokens)}), or rollout.streaming=false"
             )
 
-    def warnings(self, around: Around) -> Iterator[str]:
+    def warnings(self, around: CheckContext) -> Iterator[str]:
         if self.second_gradient_buffer and not self.apart(around.loss):
             yield (
                 f"algorithm.entropy.second_gradient_buffer=true with loss {around.loss.name} and entropy.coef={self.coef}: no "
@@ -187,7 +187,7 @@ class TopEntropy(Method):
         1.0, "Only this share of the tokens, those with the highest entropy of the step, has a policy loss.", gt=0, le=1
     )
 
-    def problems(self, around: Around) -> Iterator[str]:
+    def problems(self, around: CheckContext) -> Iterator[str]:
         if self.quantile < 1 and around.streaming:
             yield (
                 f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed: which tokens are on top is known "

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.algorithms import registry
 from asyncrl.algorithms.losses import LossMethod
-from asyncrl.algorithms.method import Around, Conflict
+from asyncrl.algorithms.method import CheckContext, Conflict
 from asyncrl.algorithms.terms import Terms
 from asyncrl.types import Normaliser
 
@@ -74,9 +74,9 @@ def warn_algorithm(config: Config, staleness_bound: int) -> list[str]:
     return found
 
 
-def _around(config: Config, streaming: bool) -> Around:
+def _around(config: Config, streaming: bool) -> CheckContext:
     by_tokens = (name for name, loss in registry.LOSSES.items() if loss.normaliser is Normaliser.TOKENS)
-    return Around(
+    return CheckContext(
         loss=chosen_loss(config.algorithm),
         advantage=registry.advantage_named(config.algorithm.advantage),
         at=lambda name: get(config, name),
@@ -85,7 +85,7 @@ def _around(config: Config, streaming: bool) -> Around:
     )
 
 
-def _conflicts(conflicts: tuple[Conflict, ...], method: str, around: Around) -> Iterator[str]:
+def _conflicts(conflicts: tuple[Conflict, ...], method: str, around: CheckContext) -> Iterator[str]:
     yield from (each.message(method, around) for each in conflicts if each.when(around))
 
 

@@ -32,7 +32,7 @@ from transformers import (
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.generation.embedded.engine import cache_shape
-from asyncrl.generation.vllm.engine import Made, VllmEngine
+from asyncrl.generation.vllm.engine import CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
 from asyncrl.generation.worker.server import Server
 from asyncrl.models.policy import PolicyModel
@@ -189,7 +189,7 @@ def vllm_core(policy: PolicyModel, choose: Any, *, sequences: int, context: int,
         adapter = load_adapter()
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, max(context, 17), positions + 17, 64, size)
-        form = adapter.Form(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
+        form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
         return adapter.Core(form, room, choose, **options)
 
 
@@ -243,7 +243,7 @@ async def opened_core(
 
     threads = torch.get_num_threads, torch.set_num_threads  # vLLM replaces the second one for good
     recorder = Recorder(nvtx=False)
-    made = Made(policy.dtype, VOCABULARY, (), routes, has_experts(policy.module))
+    made = CoreSpec(policy.dtype, VOCABULARY, (), routes, has_experts(policy.module))
     try:
         async with (
             ThreadLane("test", recorder) as lane,

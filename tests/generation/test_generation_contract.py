@@ -21,7 +21,7 @@ from asyncrl.errors import DivergenceError, EngineClosed, GenerationError, Lifec
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.owner import OwnedEngine
-from asyncrl.generation.vllm.engine import Made, VllmEngine
+from asyncrl.generation.vllm.engine import CoreSpec, VllmEngine
 from asyncrl.ports import Engine, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason
@@ -69,7 +69,7 @@ class Bench:
                 read()
                 return super().step()
 
-        made = Made(torch.float32, VOCABULARY, ())
+        made = CoreSpec(torch.float32, VOCABULARY, ())
         return VllmEngine(lambda choose: Guarded(policy, plain, choose), made, None, self.lane, self.recorder, **sizes)
 
     def _read(self) -> int:

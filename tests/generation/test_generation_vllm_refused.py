@@ -113,7 +113,7 @@ def small_core() -> tuple[Any, Any, Any]:
     adapter = load_adapter()
     policy = PolicyModel(small_model("llama"), "float32")
     size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
-    form = adapter.Form(form_of(policy), policy.weights.layout(), policy.weights.working)
+    form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working)
     return adapter, form, adapter.Room(2, 32, 64, 32, size)
 
 

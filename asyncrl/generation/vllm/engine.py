@@ -13,8 +13,8 @@ Guarantees, those of the embedded engine:
 * Routes of experts, where they are recorded: each token has those that it was sampled with, a prompt those of the keys and values
   that its first token attended to, whoever computed them.
 
-What the loop and the lane both touch is one queue of changes (requests that come and go): a move of the weights, and the look at
-their outputs, are closures of somebody else and may run while the owner admits.
+The loop and the lane share one queue of changes: requests that start and requests that are given up. A move of the weights and the
+comparison of outputs are closures of the worker, and may run while the owner of this engine admits requests.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routed`:
-    tokens choose experts; `routes`: of the model, where it is recorded which ones each token went to."""
+class CoreSpec:
+    """What a core is made for, beside its room. `dtype`: of its products. `stop_ids`: every token that ends a completion. `routed`:
+    the model has experts. `routes`: their shape, where it is recorded which experts each token went to."""
 
     dtype: torch.dtype
     vocabulary: int
@@ -96,14 +96,14 @@ class Running:
         return np.concatenate([self.request.prompt_ids, self._tokens[: self.count]])
 
     def append(self, token: int, logprobs: tuple[float, float], version: int) -> str | None:
-        """The next token, and the version of the weights behind it. The stop string that it completes."""
+        """Adds a token and the version of the weights that sampled it. Returns the stop string that the token completes."""
         at, self.count = self.count, self.count + 1
         self._tokens[at], self._logprobs[:, at], self._versions[at] = token, logprobs, version
         return None if self._stop is None else self._stop.hit(self._tokens[: self.count])
 
     def keep_routes(self, read: Callable[[int, int], RoutesArray]) -> None:
-        """Before the token is appended that was sampled in a step. `read`: routes of positions [start, stop), as cached now. Those
-        from before an update that recomputes are not asked for again."""
+        """Call it before the token that a step sampled is appended. `read`: routes of positions [start, stop), as cached now. A
+        position is read once, so an update that recomputes the cache does not change its routes."""
         if self._routes is not None:
             stop = self._prompt + self.count
             start = stop - 1 if self.count else 0
@@ -133,13 +133,13 @@ class Replay:
         self._next = 0.0
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token, which may be asked for again: the logits of half a prompt count for nothing."""
+        """The next token. vLLM asks again for the same one after each part of a prompt that takes several steps."""
         token = self._tokens[len(self._logprobs)]
         self._next = float(logits_V.double().log_softmax(-1)[token])
         return token
 
     def take(self, token: int | None, prompt_logprobs: list[float] | None) -> None:
-        """What a step did to it."""
+        """Notes what a step sampled and computed for this row."""
         if prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs
         if token is not None:
@@ -147,7 +147,7 @@ class Replay:
 
     @property
     def found(self) -> list[float] | None:
-        """None: it has not come to its end."""
+        """The log-probs; None until the last token is there."""
         done = self._prompt_logprobs is not None and len(self._logprobs) == len(self._tokens)
         return [*(self._prompt_logprobs or ()), *self._logprobs] if done else None
 
@@ -158,7 +158,7 @@ class VllmEngine(OwnedEngine):
     def __init__(
         self,
         open_core: Callable[[Choose], Any],
-        made: Made,
+        spec: CoreSpec,
         tokenizer: Any,
         lane: Lane,
         recorder: Recorder,
@@ -168,34 +168,34 @@ class VllmEngine(OwnedEngine):
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens."""
+        """`open_core`: makes the core, on the lane; its argument draws the tokens."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
-        self.made = made
-        self.dtype, self.bound = made.dtype, bound_of(BOUNDS, made.dtype, made.routed)
+        self.spec = spec
+        self.dtype, self.bound = spec.dtype, bound_of(BOUNDS, spec.dtype, spec.routed)
         self.version = -1
         self.tokenizer = tokenizer
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
         self._numbers = itertools.count()
-        self._changes: deque[tuple[int, Running | None]] = deque()  # a slot and what runs in it; None: it went
+        self._changes: deque[tuple[int, Running | None]] = deque()  # (slot, its request; None: it was given up)
         # The rest is the lane's.
         self._core: Any = None
         self._sampler = Sampler()
         self._slots: dict[int, Running] = {}
         self._names: dict[str, int] = {}  # of what the core has -> slot
         self._drawn: dict[str, tuple[float, float]] = {}  # log-probs of the newest token of each
-        self._ended: list[tuple[int, Generation]] = []  # not yet told to the owner
+        self._ended: list[tuple[int, Generation]] = []  # not yet reported to the owner
         self._replayed: Replay | None = None
         self._prefilled = self._copied = 0
-        self._untold = 0  # of the tokens prefilled
-        self._batches: list[int] = []  # tokens sampled by each step that was not told to the owner
+        self._unreported = 0  # of the tokens prefilled
+        self._batches: list[int] = []  # tokens of each step that was not reported yet
 
     def check(self, request: GenerationRequest) -> None:
         """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)
-        check_tokens(request, self.made.vocabulary, self.tokenizer is not None)
+        check_tokens(request, self.spec.vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
         """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""
@@ -207,7 +207,7 @@ class VllmEngine(OwnedEngine):
     # -- what a worker asks of it
 
     def open_on_lane(self) -> None:
-        """Make the core. On the lane, whose thread it belongs to; before the engine is opened, or by its owner."""
+        """Make the core. On the lane, whose thread it belongs to."""
         self._core = self._open_core(self._choose)
 
     def move_to(self, half: Tensor, version: int) -> None:
@@ -224,11 +224,11 @@ class VllmEngine(OwnedEngine):
     async def outputs(self) -> list[float]:
         """Log-probs of the fixed row (models/outputs.py), as the next steps would compute them: most of it as a prompt, the rest as
         steps that decode, which are other kernels and read the cache."""
-        row = fixed_row(self.made.vocabulary).tolist()
+        row = fixed_row(self.spec.vocabulary).tolist()
         return await self.replay(row[:-DECODED], row[-DECODED:])
 
     async def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """See `Replay`; one at a time. In steps of everything that runs, each a closure of its own."""
+        """See `Replay`; one at a time. Each step is a closure, and computes for every running request too."""
         replay = Replay(tokens)
 
         def begin() -> None:
@@ -248,12 +248,12 @@ class VllmEngine(OwnedEngine):
 
     def _add(self, job: Job) -> int:
         sampling, slot = job.request.sampling, next(self._numbers)
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.made.stop_ids)
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.spec.stop_ids)
         stop = None
         if sampling.stop:
             assert self.tokenizer is not None  # `check` refused it otherwise
             stop = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
-        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.made.routes)))
+        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.spec.routes)))
         return slot
 
     def _remove(self, job: Job) -> None:
@@ -268,7 +268,7 @@ class VllmEngine(OwnedEngine):
             self._decode_steps += 1
             self.recorder.observe("engine/decode_batch", rows)
             self.recorder.count("engine/tokens", rows)
-        # A slot that is not there: its caller gave up while the outputs were compared.
+        # A caller may have given up while the outputs were compared. Its slot is gone then.
         return [(self._running[slot], generation) for slot, generation in ended if slot in self._running]
 
     async def _refresh(self) -> int:
@@ -277,16 +277,17 @@ class VllmEngine(OwnedEngine):
     # -- on the lane
 
     def _step(self) -> tuple[list[int], int, list[tuple[int, Generation]]]:
-        """(tokens sampled by each step, tokens prefilled, what ended) since the last one; looks at outputs take steps, too."""
-        self._settle()
-        if not self._ended:  # while the outputs were compared
+        """(tokens of each step, tokens prefilled, what ended) since the last call. Comparing outputs takes steps too."""
+        self._apply_changes()
+        # What ended while outputs were compared is reported first.
+        if not self._ended:
             self._compute()
-        batches, prefilled, ended = self._batches, self._untold, self._ended
-        self._batches, self._untold, self._ended = [], 0, []
+        batches, prefilled, ended = self._batches, self._unreported, self._ended
+        self._batches, self._unreported, self._ended = [], 0, []
         return batches, prefilled, ended
 
-    def _settle(self) -> None:
-        """What came and went since the last closure."""
+    def _apply_changes(self) -> None:
+        """Starts the requests that were admitted since the last closure, and aborts those that were given up."""
         while self._changes:
             slot, running = self._changes.popleft()
             if running is not None:
@@ -299,7 +300,7 @@ class VllmEngine(OwnedEngine):
                 self._core.abort([name])
 
     def _put(self, slot: int) -> None:
-        """Into the core, under a new name: the old one may still be in there until the next step."""
+        """Adds the request to the core under a new name, because an aborted one keeps its name until the next step."""
         name, running = f"{slot}.{next(self._numbers)}", self._slots[slot]
         self._names[name] = slot
         request = running.request
@@ -317,7 +318,7 @@ class VllmEngine(OwnedEngine):
             slot = self._names[each.name]
             running = self._slots[slot]
             self._prefilled += each.computed
-            self._untold += each.computed
+            self._unreported += each.computed
             self._copied += each.cached
             if each.token is None:
                 continue
@@ -335,12 +336,13 @@ class VllmEngine(OwnedEngine):
             self._batches.append(rows)
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
-        """Tokens [N] for logits [N, V]; their log-probs are kept until the step tells which of them count."""
+        """Tokens [N] for logits [N, V]. Their log-probs are kept until the end of the step says which tokens count."""
         given = None
         if _REPLAY in names:
             assert self._replayed is not None
             place = list(names).index(_REPLAY)
-            given = place, self._replayed.choose(logits_NV[place])  # the sampler writes into the logits
+            # Before the sampler, which writes into the logits.
+            given = place, self._replayed.choose(logits_NV[place])
         parts = []
         for start in range(0, len(names), _HEAD_ROWS):
             own = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
@@ -353,7 +355,7 @@ class VllmEngine(OwnedEngine):
         return torch.from_numpy(sampled.tokens)
 
     def _parameters(self, names: Sequence[str]) -> RowParams:
-        """Of the next token of each; a replay's is greedy, and not taken."""
+        """Of the next token of each request. A replay's token is given, so its row is greedy and is not used."""
         found = [self._slots[self._names[name]] if name in self._names else None for name in names]
         sampling = [_GREEDY if each is None else each.request.sampling for each in found]
         seeds = np.array([0 if each is None else each.seed for each in found], np.uint64)

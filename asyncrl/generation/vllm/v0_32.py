@@ -60,13 +60,14 @@ _NAMES = {
         (".experts.down_proj", ".experts.w2"),
     )
 }
+# Whatever vLLM raises for a model that it does not take.
 _FAILURES = (
     ValueError, RuntimeError, AssertionError, LookupError, AttributeError, ImportError, OSError, TypeError, MemoryError,
-)  # fmt: skip  # whatever its many files raise for a model that they do not take
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ModelSpec:
     """What vLLM is made for. `config`: that of transformers, as JSON; `buffer`: of this layout, with any weights."""
 
     config: Mapping[str, Any]
@@ -87,8 +88,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step did to one request. `computed`: its tokens beside one that decodes, of the prompt or anew; `cached`: those of the
-    prompt that were spared, told with its first token."""
+    """What a step did to one request. `computed`: tokens of the prompt, or computed again, that the step computed. `cached`: tokens
+    of the prompt that were in the cache already, reported with the first sampled token."""
 
     name: str
     token: int | None
@@ -104,7 +105,7 @@ class Core:
 
     def __init__(
         self,
-        form: Form,
+        form: ModelSpec,
         room: Room,
         choose: Choose,
         *,
@@ -147,11 +148,11 @@ class Core:
     # -- requests: between two steps
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], salt: str) -> None:
-        """A request; none of this name is there. Prompts are shared with others of this `salt` alone."""
+        """A request under a new name. It shares the cache of its prompt with requests of the same `salt` alone."""
         self._add(name, prompt, salt, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
 
     def add_replay(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """One that answers with the log-probs of its prompt, computed anew, with its first token."""
+        """A request that reports the log-probs of its prompt with its first token. It reads no prompt from the cache."""
         self._add(name, prompt, name, max_tokens=max_tokens, prompt_logprobs=0)
 
     def _add(self, name: str, prompt: Sequence[int], salt: str, **sampling: Any) -> None:
@@ -170,18 +171,18 @@ class Core:
         self._client.add_request(request)
 
     def abort(self, names: Sequence[str]) -> None:
-        """Those of them that have not ended do; what they held is free."""
+        """End those of them that still run, and free their places in the cache."""
         self._client.abort_requests(list(names))
 
     def forget_caches(self) -> None:
-        """The cached keys and values of all requests are computed anew, and none is shared with what was before."""
+        """Throw the cached keys and values away. Running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     # -- steps
 
     @torch.no_grad()
     def step(self) -> list[Stepped]:
-        """Compute once for all requests, as many tokens as a step may; what became of those of which some were computed."""
+        """Compute as many tokens as a step may. What it did, for each request that it computed tokens of."""
         self._scheduled = {}
         outputs = self._client.get_output().outputs
         counts = dict(self._scheduled)
@@ -202,12 +203,12 @@ class Core:
             fill(pieces, buffer, parameter)
 
     def close(self) -> None:
-        """Let go of model and cache."""
+        """Free model and cache."""
         self._client.shutdown()
 
 
 class _Sampler(Sampler):
-    """In the place of vLLM's: who draws, and what is kept of it, is decided outside."""
+    """In the place of vLLM's sampler: `choose` draws the tokens."""
 
     def __init__(self, runner: Any, choose: Choose) -> None:
         super().__init__("raw_logprobs")
@@ -221,9 +222,9 @@ class _Sampler(Sampler):
 
 
 class _Loader(BaseModelLoader):
-    """Reads the weights of a `Form`, and records where each goes."""
+    """Reads the weights of a `ModelSpec`, and records where each goes."""
 
-    form: Form
+    form: ModelSpec
     parameters: dict[str, Tensor]
     recorded: dict[str, list[Piece]]
 
@@ -239,7 +240,7 @@ class _Loader(BaseModelLoader):
         )
 
 
-def _loader(form: Form) -> type[_Loader]:
+def _loader(form: ModelSpec) -> type[_Loader]:
     """A class for one load: vLLM makes the object, and keeps it to itself."""
     loader = type("BufferLoader", (_Loader,), {"form": form})
     register_model_loader(_FORMAT)(loader)
@@ -332,7 +333,7 @@ def _inspect_here(architectures: Sequence[str]) -> None:
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
 
-def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
+def _arguments(folder: str, form: ModelSpec, room: Room) -> EngineArgs:
     """Eager: compiling takes a minute of processor time at every start, because vLLM cannot read on a CPU what it keeps of it."""
     return EngineArgs(
         model=folder,

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
-from asyncrl.generation.vllm.engine import Choose, Made, VllmEngine
+from asyncrl.generation.vllm.engine import Choose, CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
@@ -96,12 +96,12 @@ async def _open_vllm(
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
     def open_core(choose: Choose) -> Any:
-        made_for = adapter.Form(form["config"], layout, board.half(0))
+        made_for = adapter.ModelSpec(form["config"], layout, board.half(0))
         return adapter.Core(made_for, room, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,
-        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes, form["routed"]),
+        CoreSpec(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes, form["routed"]),
         tokenizer,
         lane,
         recorder,
