@@ -47,7 +47,7 @@ async def open_ports(run: OpenRun) -> None:
             f"engine.kind={config.engine.kind} with train.kind={config.train.kind}: both are dry_run or none is"
         )
     ledger = await stack.enter_async_context(_ledger(run))
-    # Before the model, which may take minutes: what cannot be imported is told at once.
+    # Before the model, which may take minutes to load: code that cannot be imported ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
     run.stages.say(f"starting reward workers: {config.reward.workers}")
     functions = await stack.enter_async_context(_reward_functions(run))

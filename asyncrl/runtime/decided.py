@@ -9,7 +9,7 @@ What `model.dtype: auto` is:
 Measured on SmolLM2-135M, bfloat16 takes so many times the CPU seconds of float32 in training (decoding 32 sequences): 0.56 (0.59)
 with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
 
-By instructions and not by a measurement, so that every start on a machine, and `--dry-run`, say the same. A run that is resumed
+By instructions and not by a measurement, so that every start on a machine, and `--dry-run`, choose the same. A run that is resumed
 keeps the dtype it was started with, wherever it goes on: weights, bounds and the saved state belong to it. It also keeps the day
 that a chat template writes into its prompts.
 """

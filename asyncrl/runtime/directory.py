@@ -82,7 +82,7 @@ class RunDirectory:
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
         """Lock it and make it ready. Returns lines for people: what a resume changes, where an old run lies now. Blocks.
 
-        ConfigError: another run is alive in it; it holds a run and neither `resume` nor `run.overwrite` says what to do;
+        ConfigError: another run is alive in it; it holds a run and neither `resume` nor `run.overwrite` is set;
         nothing to resume from; it cannot be made or written. Only the leader (rank 0) locks and writes.
         """
         try:
@@ -95,13 +95,13 @@ class RunDirectory:
             raise ConfigError(unusable(self.path, error)) from error
 
     def close(self) -> None:
-        """Let the next run have it. Twice is fine."""
+        """Unlock it for the next run. May be called twice."""
         self.reserve.spend()
         self._lock.release()
 
     def look(self) -> None:
-        """Before a write: is it still this run's? Errors: DirectoryLost, once. Nothing is written into another's from then on, and
-        the last checkpoint goes to where the directory lies now, or into a new one. Blocks."""
+        """Before a write: check that the directory is still this run's. Blocks. Errors: DirectoryLost, once. From then on the
+        directory of another run is left alone: the last checkpoint goes to where this one lies now, or into a new one."""
         if self.lost or (found := self._lock.lost()) is None:
             return
         before, (self.lost, now) = self.path, found
@@ -149,7 +149,8 @@ class RunDirectory:
                 left.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         (self.path / MARK).unlink(missing_ok=True)  # a run that was moved aside, and that somebody goes on with
-        for folder in (self.checkpoints, self.rollouts):  # else it would be told at the first checkpoint
+        # Else the first checkpoint would fail.
+        for folder in (self.checkpoints, self.rollouts):
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         for name, text in (("job.json", orjson.dumps(this_start()).decode()), ("config.yaml", to_yaml(config))):
@@ -215,7 +216,7 @@ def _others(folder: Path) -> str:
 
 
 def _text(file: Path) -> str | None:
-    """What a small file says; None where there is none, or no text in it."""
+    """The text of a small file; None where there is no file, or no text in it."""
     try:
         return file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
 """What a run needs beside its model: checked before anything is made, moved or loaded, and its prompts. Everything here blocks:
 call it on a thread.
 
-All that is wrong is told at once. The user's code runs only where nothing was: it may import torch, which takes seconds and which
-nothing imports here. Reward functions, environment and hooks are loaded later, by a run before its model.
+One error names all that is wrong. The user's code runs only where nothing was wrong before: it may import torch, which takes
+seconds and which nothing imports here. Reward functions, environment and hooks are loaded later, by a run before its model.
 """
 
 from __future__ import annotations
@@ -310,7 +310,8 @@ def measure_prompts(config: Config, given: Rows | None = None, own_environment: 
     for name in (config.data.train if given is None else None, config.data.eval if config.evaluate.every else None):
         if name is not None:
             sources.append(rows_of(name))
-    cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
+    # `load_prompts` raises the error where over-long prompts are refused.
+    cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}
     found = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
@@ -388,5 +389,6 @@ def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptS
     if config.data.overlong == "refuse":
         prompts.check_all()
     else:
-        prompts.longest()  # for what `notes` tells
+        # `PromptSource.notes` counts what this has looked at.
+        prompts.longest()
     return prompts

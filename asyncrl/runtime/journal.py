@@ -3,7 +3,7 @@
 The line of a version is written once what is due at that version (evaluation, checkpoint) is known. The metrics of the
 telemetry are drained when the step commits, so that they belong to that step.
 
-What cannot be written (a full disk, a lost permission) is told and left out: it ends no run and costs no checkpoint.
+A file that cannot be written (a full disk, a lost permission) is left out with a warning: it ends no run and costs no checkpoint.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Journal:
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self.known: list[str] = []  # why completions do not end, as it was said at the start
-        self._said: set[str] = set()  # metrics of what texts lack
+        # Notes of the start on why completions do not end.
+        self.known: list[str] = []
+        # Metrics of what texts lack that a warning has named.
+        self._said: set[str] = set()
         # Free bytes of disk that rollouts must leave for the next checkpoint.
         self.reserve = 0
         self._budget = RunBudget()

@@ -278,11 +278,11 @@ class OpenRun:
                     if error is not None and self.world.world_size > 1:
                         by = await self.checkpointer.leave(version, books, self.stopped_by)
                         if by is not None and isinstance(error, RankLost):
-                            # A stop in progress: this rank hears of it before its own signal.
+                            # All ranks are being stopped, and the signal of this one comes later.
                             error.stopped_by = by
                             stopped = True
-                        # Another rank may wait in a collective that this one will never join: it must hear of that before
-                        # this one waits for it.
+                        # Another rank may wait in a collective that this one will never join. Leaving ends that wait, so it
+                        # comes before this one waits for the others.
                         await offload(self.world.leave, "leave")
                     await self.ports.book.end_all(ended)
                     self.stages.begin("writing the last metrics")

@@ -1,4 +1,4 @@
-"""What a run tells of its speed: the shares of the device's rate that a step reached, and a profile of a few steps.
+"""Metrics of speed: the shares of the device's rate that a step reached, and a profile of a few steps.
 
 The profile (`telemetry.profile`) is of the device's thread alone:
 

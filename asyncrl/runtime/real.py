@@ -244,7 +244,7 @@ def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: Ro
 
 
 def _is_stretched(text: Any) -> bool:
-    """Whether its rotary positions are scaled by a factor: how far vLLM then goes is for vLLM to say."""
+    """Whether its rotary positions are scaled by a factor: vLLM then computes how far they reach."""
     rope = getattr(text, "rope_parameters", None) or {}
     return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
 

@@ -67,7 +67,7 @@ class _State(Enum):
 
 class Runtime:
     """See the module docstring. `run` trains on the configured prompts; `generate`, `submit` and `finish` are for programs that
-    make the groups themselves; `steps` tells what was trained."""
+    make the groups themselves; `steps` iterates over what was trained."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class Runtime:
         return await self._unwind(error)
 
     async def _unwind(self, error: BaseException | None) -> bool | None:
-        """Close everything. The first error comes out: what closing raises over it becomes a note of it. Where that is what the
-        first one came from (a part that failed, and somebody who met that), it comes out itself."""
+        """Close everything and raise the first error, with notes of the errors that closing raised. An error of closing that is the
+        cause of the first one is raised instead."""
         try:
             return await self._stack.__aexit__(
                 type(error) if error else None, error, error.__traceback__ if error else None
@@ -166,11 +166,11 @@ class Runtime:
             first = error if self._run is None else self._run.ended_by
             if first is None or isinstance(first, asyncio.CancelledError) or first.__cause__ is last:
                 raise
-            told: BaseException | None = last
-            while told is not None and told is not first:
-                if isinstance(told, AsyncrlError) or told is last:
-                    first.add_note(f"and at the end: {type(told).__name__}: {told}")
-                told = told.__context__
+            later: BaseException | None = last
+            while later is not None and later is not first:
+                if isinstance(later, AsyncrlError) or later is last:
+                    first.add_note(f"and at the end: {type(later).__name__}: {later}")
+                later = later.__context__
             if none_left(last) or none_left(first):
                 first.add_note(way_out())
             raise first from first.__cause__
@@ -195,7 +195,7 @@ class Runtime:
         )
 
     def _end(self, error: StallError) -> None:
-        """It stalls. While it is being opened that cancels the opening; a stage of the end can only be ended with the process."""
+        """The run stalls: fail it, or cancel its opening. A stage of the end can only be ended with the process."""
         if self._run is not None:
             self._run.supervisor.fail(error)
         elif self._task is not None:
@@ -339,7 +339,7 @@ class Runtime:
         self._open("listen")
         self._listeners.add(listener)
 
-    # -- what an open or closed one tells ----------------------------------------------------------------------------
+    # -- state of an open or closed one ----------------------------------------------------------------------------
 
     @property
     def version(self) -> int:

@@ -88,7 +88,7 @@ class SavedRun:
         return int(self.checkpoint.run["next_group"][str(rank)])
 
     def positions(self) -> dict[int, dict[str, Any]]:
-        """By rank: what it said when this was written, less its replay buffer."""
+        """The books of each rank when the checkpoint was written, without its replay buffer."""
         run = self.checkpoint.run
         return {
             rank: {
@@ -163,7 +163,7 @@ class Checkpointer:
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
         """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs. `stopped`: it is being
-        cancelled, whatever else the error says (of ranks that are stopped the others may hear in a collective that one has left).
+        cancelled, whatever else the error says (the others may see that a rank was stopped in a collective that it has left).
         Where the model is cut, a rank that failed alone writes none: those whose parts it needs are only stopped later."""
         if isinstance(error, (StallError, CheckpointError)) and not none_left(error):
             return False
@@ -185,7 +185,9 @@ class Checkpointer:
         self._time_is_up = up
         if positions is not None and (saving.save_final or saving.every is not None or by_time):
             where = self._where(in_hand)
-            self._time_is_up = await offload(lambda: positions.say(version, where, save_next=up), "checkpoint-say")
+            self._time_is_up = await offload(
+                lambda: positions.announce(version, where, save_next=up), "checkpoint-announce"
+            )
 
     def books(self, in_hand: int | None) -> dict[str, Any]:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
@@ -230,12 +232,12 @@ class Checkpointer:
         left = await offload(lambda: positions.leave(version, stopped_by), "leave")
         last = max((each.version for each in left.values()), default=version)
         if last > version and self._world.rank != 0:
-            # They have applied a step of which this rank did not hear the end, and its groups are trained: rank 0 may save it.
+            # The others have applied a step that this rank left before its end. Its groups are trained, and rank 0 may save it.
             trained = {ticket.group_id for ticket in await self._committed_elsewhere()}
             after = {name: value for name, value in books.items() if name != "replay"}
             after["turn"] += 1
             after["untrained"] = [group for group in books["untrained"] if group not in trained]
-            await offload(lambda: positions.say_last(last, after), "leave")
+            await offload(lambda: positions.announce_last(last, after), "leave")
         return next((each.stopped_by for each in left.values() if each.stopped_by), None)
 
     async def _committed_elsewhere(self) -> list[Ticket]:
@@ -256,9 +258,9 @@ class Checkpointer:
         stopped: bool,
         note: Callable[[str], None],
     ) -> None:
-        """Save what is due after everything else ended (nothing is being written any more); see `final_due`. Errors: as
-        `at_version`; where an `error` ended the run, non-finite weights become a note of it, and a divergence gets one that
-        names the last good version. That of an engine is the cause of what its callers heard; it comes out of the run."""
+        """Save what is due after everything else ended and nothing is being written; see `final_due`. Errors: as `at_version`.
+        Where an `error` ended the run, non-finite weights are a note of it, and a divergence gets a note that names the last good
+        version. A divergence that an engine found is the cause of the errors of its callers."""
         diverged = divergence_of(error)
         if diverged is not None and diverged.spoiled:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
@@ -269,7 +271,7 @@ class Checkpointer:
                 captured = await self._capture(version, books)
                 await self._write(captured)
                 for rank in captured.missing:
-                    note(f"rank {rank} did not say where it is: a resume plays its last groups again")
+                    note(f"rank {rank} did not announce where it is: a resume plays its last groups again")
             except DivergenceError as unsound:
                 if error is None:
                     unsound.add_note(self.last_good())
@@ -368,7 +370,7 @@ class Checkpointer:
             self._free.set()
 
     async def _find_place(self, store: CheckpointStore) -> DirectoryLost | None:
-        """Where the run directory lies now, where it is not what it was; the error says so, once the checkpoint is written."""
+        """Write where the run directory lies now. Returns the error to raise once the checkpoint is written."""
         assert self._directory is not None
         try:
             await offload(self._directory.look, "run-directory")
@@ -384,7 +386,7 @@ class Checkpointer:
             raise DivergenceError(f"version {version} is not saved: {place} holds NaN or infinite values")
 
     async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> str:
-        """This rank's part of a sharded state, before rank 0 hears that it may take it; its SHA-256."""
+        """Write this rank's part of a sharded state, before rank 0 takes it. Returns its SHA-256."""
         state = await self._lane.run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
@@ -392,7 +394,7 @@ class Checkpointer:
         return await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
-        """See `Positions.gather`. A rank that died after the step was applied stands where the shared ledger says."""
+        """See `Positions.gather`. The books of a rank that died after the step was applied come from the shared ledger."""
         positions, core = self._positions, self._core
         if positions is None:
             return [books], []

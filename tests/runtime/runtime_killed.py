@@ -26,7 +26,7 @@ from asyncrl.telemetry.sinks import JsonlSink
 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 rank, step, moment = os.environ.get(f"KILLED_{restarts}", os.environ.get("KILLED", "no 0 never")).split()
 dies = os.environ.get("RANK", "0") == rank
-claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.say, JsonlSink.write
+claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce, JsonlSink.write
 put_in_place = store.put_in_place
 
 
@@ -69,6 +69,6 @@ store.put_in_place = putting
 JsonlSink.write = writing  # type: ignore[method-assign]
 StoreLedger.claim = claiming  # type: ignore[method-assign]
 StoreLedger.commit = committing  # type: ignore[method-assign]
-positions.Positions.say = saying  # type: ignore[assignment,method-assign]
+positions.Positions.announce = saying  # type: ignore[assignment,method-assign]
 positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more
 runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
-from asyncrl.runtime.positions import Left, Positions, after_step
+from asyncrl.runtime.positions import Departure, Positions, after_step
 
 
 def two() -> tuple[Positions, Positions, dist.Store]:
@@ -31,15 +31,15 @@ def whole(position: int, replay: Any = None) -> dict[str, Any]:
 def test_what_was_said_at_the_version_needs_nobody_at_the_end() -> None:
     first, other, _ = two()
     for version in range(1, 6):
-        other.say(version, at(10 * version + 1))
-        first.say(version, at(10 * version))
+        other.announce(version, at(10 * version + 1))
+        first.announce(version, at(10 * version))
     everybody, missing = first.gather(5, whole(52), sharded=False)
     assert everybody == [whole(52), whole(51)] and missing == []
 
 
 def test_what_is_said_at_last_counts() -> None:
     first, other, _ = two()
-    other.say(1, at(11))
+    other.announce(1, at(11))
     assert other.gather(1, whole(13), sharded=False) == ([], [])
     assert first.gather(1, whole(12), sharded=False)[0] == [whole(12), whole(13)]
 
@@ -47,9 +47,9 @@ def test_what_is_said_at_last_counts() -> None:
 def test_a_rank_that_did_not_say_stands_where_it_was_a_version_before() -> None:
     first, other, _ = two()
     for version in (1, 2):
-        other.say(version, at(10 * version + 1))
-        first.say(version, at(10 * version))
-    first.say(3, at(30))  # hears what was said at 2
+        other.announce(version, at(10 * version + 1))
+        first.announce(version, at(10 * version))
+    first.announce(3, at(30))  # hears what was said at 2
     assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
 
 
@@ -67,7 +67,7 @@ def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_after_a_re
 def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_stopped(before: bool) -> None:
     """Whether the stop comes before, or while it is waited for: a rank that was killed says nothing, and there are minutes else."""
     first, other, _ = two()
-    other.say(1, at(11))
+    other.announce(1, at(11))
     if before:
         first.hurry(0.05)
     else:
@@ -87,8 +87,8 @@ def test_a_run_that_is_being_stopped_waits_for_the_parts_that_come() -> None:
 
 def test_parts_and_replay_buffers_are_waited_for() -> None:
     first, other, _ = two()
-    other.say(1, at(11))
-    with pytest.raises(CheckpointError, match=r"not every rank said .*waited for \[1\]"):
+    other.announce(1, at(11))
+    with pytest.raises(CheckpointError, match=r"not every rank announced .*waited for \[1\]"):
         first.gather(1, whole(10), sharded=True, wait_s=0.05)
     # A replay buffer that does not come is no reason to lose the weights.
     assert first.gather(1, whole(10, {"a": 1}), sharded=False, wait_s=0.05) == ([whole(10, {"a": 1}), whole(11)], [])
@@ -103,7 +103,7 @@ def test_the_store_does_not_grow() -> None:
     first, other, store = two()
     for version in range(1, 50):
         for rank in (other, first):
-            rank.say(version, at(version))
+            rank.announce(version, at(version))
             rank.gather(version, whole(version), sharded=False)
     assert store.num_keys() <= 2 * 2 * 2
 
@@ -114,7 +114,7 @@ def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -
     for version in range(2, 20, 2):  # two updates per batch
         due = version in (4, 6, 14)
         answers.append(
-            (first.say(version, at(version), save_next=due), other.say(version, at(version), save_next=True))
+            (first.announce(version, at(version), save_next=due), other.announce(version, at(version), save_next=True))
         )
     assert [version for version, said in zip(range(2, 20, 2), answers, strict=True) if said == (True, True)] == [
         6,
@@ -127,19 +127,19 @@ def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -
 
 def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
     first, other, _ = two()
-    heard: list[dict[int, Left]] = []
+    heard: list[dict[int, Departure]] = []
     late = threading.Timer(0.05, lambda: heard.append(other.leave(7, "SIGINT")))
     late.start()
-    assert first.leave(7, None, wait_s=20.0) == {1: Left(7, "SIGINT")}
+    assert first.leave(7, None, wait_s=20.0) == {1: Departure(7, "SIGINT")}
     late.join()
-    assert heard == [{0: Left(7, None)}]
+    assert heard == [{0: Departure(7, None)}]
     alone, _, _ = two()
     assert alone.leave(3, "SIGTERM", wait_s=0.05) == {}
 
 
 def test_parts_of_two_versions_are_no_checkpoint_and_nobody_waits_for_them() -> None:
     first, other, _ = two()
-    other.say(11, at(11))
+    other.announce(11, at(11))
     other.leave(12, "SIGINT", wait_s=0.01)
     with pytest.raises(CheckpointError, match=r"version 11 was not written: .*ranks \[1\] ended at another version"):
         first.gather(11, whole(10), sharded=True)  # its patience is minutes
@@ -149,9 +149,9 @@ def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> No
     first, other, _ = two()
     for version in (11, 12):
         if version == 11:
-            other.say(version, at(111))
-        first.say(version, at(10 * version))
-    other.say_last(12, at(112))
+            other.announce(version, at(111))
+        first.announce(version, at(10 * version))
+    other.announce_last(12, at(112))
     assert first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
 
 
@@ -159,8 +159,8 @@ def test_a_rank_that_dies_before_it_says_so_is_heard_of_at_the_version_before() 
     """Rank 0 had not come to say the newest version either."""
     first, other, _ = two()
     for version in (1, 2):
-        other.say(version, at(10 * version + 1))
-        first.say(version, at(10 * version))
+        other.announce(version, at(10 * version + 1))
+        first.announce(version, at(10 * version))
     assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
 
 
@@ -185,8 +185,8 @@ def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[s
     store = SealedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     first, other = Positions(store.clone(), 0, 2), Positions(store.clone(), 1, 2)
     for version in (1, 2):
-        other.say(1, at(11))
-        first.say(version, at(10))
+        other.announce(1, at(11))
+        first.announce(version, at(10))
     assert first.leave(2, None, wait_s=0.05) == {}
     assert first.gather(2, whole(20), sharded=False, wait_s=0.05)[1] == [1]
     assert capfd.readouterr() == ("", "")
