@@ -190,16 +190,18 @@ def _complaints(item: Mapping[str, Any], origin: Mapping[str, str], schema: type
     depth = next((n for n in range(1, len(place) + 1) if ".".join(place[:n]) in known), 0)
     name = ".".join(place[:depth] if depth else place)
     knob, where = known.get(name), _came_from(name, origin)
+    # The second: a key that is no text.
+    strange = item["type"] in ("extra_forbidden", "invalid_key")
     if knob is not None and knob.items and len(place) > depth + 1:
         name, fields = f"{name}[{place[depth]}].{place[depth + 1]}", knob.items
-        if item["type"] == "extra_forbidden":
+        if strange:
             yield f"unknown key {name!r} ({where}); an item has {', '.join(fields)}"
             return
         knob = fields[place[depth + 1]]
         if item["type"] == "missing":
             yield f"{name} is missing ({where}); expected {knob.text}"
             return
-    if item["type"] == "extra_forbidden":
+    if strange:
         leaves = _leaves({name: found}) if "." not in place[-1] else [(name, found)]
         yield from (_unknown(leaf, _came_from(leaf, origin), schema, place[-1]) for leaf, _ in leaves)
         return

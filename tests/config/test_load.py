@@ -268,6 +268,13 @@ def test_unknown_keys_of_a_file_name_the_line_and_are_all_told_at_once(tmp_path:
     assert "'rolout.group_size'" in text and "x.yaml line 6" in text and "'rollout.group_size'" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "name"), [("1: 2\n", "1"), ("train: {1: 2}\n", "train.1"), ("reward: [{1: a}]\n", "reward.functions[0].1")]
+)
+def test_a_key_that_is_no_text(tmp_path: Path, text: str, name: str) -> None:
+    assert f"unknown key {name!r} (" in complaint(files=(write(tmp_path / "x.yaml", text),))
+
+
 def test_a_key_like_nothing() -> None:
     assert "nothing similar exists" in complaint("zzqq9=1")
     assert nearest_name("zzqq9") is None
