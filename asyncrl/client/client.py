@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.write import Plan, plan
-from ..transport.rings.producer import AsyncProducer, Producer
-from ..transport.rings.producer_core import ProducerStatistics
+from ..transport.rings.producer import AsyncProducer, Producer, ProducerStatistics
 from .scored import Scored, Sender, group_draft
 
 

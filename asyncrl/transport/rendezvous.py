@@ -3,12 +3,12 @@
     producer                                   owner
     {protocol, producer}                  ->
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
-    ... the connection stays open: its end tells either side that the other one is gone ...
+    ... the connection stays open: when it ends, the other side is gone ...
 
 The address is abstract (nothing to clean up) and every owner has its own: the run of the segment, and the owner's number with 44
 random bits, which are drawn when it opens and stand in a file that nobody but this user can read. So no other user can bind it
-before the owner does. After its death anybody can: both sides ask the kernel who the other one is, and somebody else's socket
-counts as nobody's.
+before the owner does. After its death anybody can. So each side asks the kernel which user the other one is, and hangs up on
+another user.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Attachment:
     connection: socket.socket
     ring: str  # the name of its segment
     fresh: bool  # it was made for this attachment
-    data: int  # eventfd: the producer tells the owner that something was put
-    space: int  # eventfd: the owner tells the producer that something was released
+    data: int  # eventfd: the producer put something
+    space: int  # eventfd: the owner released something
 
     def close(self) -> None:
         """Hang up, and close the eventfds."""

@@ -44,7 +44,8 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-forks = 0  # between the first process and this one: to compare it costs less than to ask the kernel who one is
+# Between the first process and this one. Comparing it costs less than asking the kernel for the number of this process.
+forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
 _STATIC = struct.Struct("<QIQ16sQ")
@@ -194,7 +195,7 @@ class Segment:
 
     @property
     def path(self) -> str:
-        """Its file."""
+        """The path of its file."""
         return self._hold.path
 
     @property
@@ -395,7 +396,8 @@ def _lock(name: str, path: str) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _taken(name, locked=True) from None
-            if _still_named(fd, path):  # else the old owner unlinked it between our open and our lock
+            # Else the old owner unlinked it between our open and our lock.
+            if _still_named(fd, path):
                 return fd
         except BaseException:
             os.close(fd)

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     import torch
 
 _MAGIC = b"slab2\0\0\0"
-_HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of the memory, its kind, bytes of its description
-_PAGE = 4096  # for head and description; behind it lies the memory of a slab on the CPU
+# Magic, bytes of the memory, its kind, bytes of its description.
+_HEAD = struct.Struct("<8sQ8sI")
+# Of head and description. Behind it lies the memory of a slab on the CPU.
+_PAGE = 4096
 
 # Memory that this process owns or opened, for those who attach to it here. By process: a forked child inherits the dict.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], DeviceMemory] = weakref.WeakValueDictionary()
@@ -95,8 +97,8 @@ class Slab:
         if self._memory is None:
             key = os.getpid(), self.segment.run
             with _memories_lock:
-                self._memory = _memories.get(key) or self._open()
-                _memories[key] = self._memory  # a process cannot open its own handle, nor the same one twice
+                # A process cannot open its own handle, nor the same one twice.
+                self._memory = _memories[key] = _memories.get(key) or self._open()
         return self._memory
 
     @property

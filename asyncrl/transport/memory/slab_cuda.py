@@ -24,9 +24,11 @@ import torch
 from ...errors import OutOfMemory, PlatformError
 from .device_memory import DeviceMemory
 
-_DESCRIPTION = struct.Struct("<64s64sQ")  # the device's UUID as text, the IPC handle of the allocation, the owner's pid
+# The device's UUID as text, the IPC handle of the allocation, the owner's pid.
+_DESCRIPTION = struct.Struct("<64s64sQ")
 _OUT_OF_MEMORY = 2
-_GRANULE = 1 << 21  # the driver shares whole blocks of 2 MiB: a smaller allocation would show its neighbours, too
+# The driver shares whole blocks of 2 MiB: a smaller allocation would show its neighbours, too.
+_GRANULE = 1 << 21
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -188,7 +190,7 @@ class CudaMemory(DeviceMemory):
     def writing(self) -> Iterator[torch.cuda.Stream]:
         """As `DeviceMemory.writing`: one stream of its own for all writes."""
         # All writes go through one stream, so that memory which is used again needs its reader's fence on one stream
-        # only. Joined with the current one on both sides: for the caller it is as if he had copied himself.
+        # only. The current stream waits for it and it for the current one, as if the copies were launched there.
         if self._copies is None:
             self._copies = torch.cuda.Stream(self.device)
         copies, current = self._copies, self.stream()
@@ -213,7 +215,8 @@ class CudaMemory(DeviceMemory):
     def wait(self, fence: bytes, stream: torch.cuda.Stream) -> None:
         """As `DeviceMemory.wait`; an event is opened at its first use."""
         event = self._known.get(fence)
-        if event is None:  # once per slot of the other side; in one process the handle is known already
+        # Once for each slot of the other side. In one process the handle is known already.
+        if event is None:
             event = self._known[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
         stream.wait_event(event)
 
@@ -234,7 +237,8 @@ class _CudaArrayBase:
 
 def _let_go(let_go: Callable[[], None], events: dict[int, Any], known: dict[bytes, Any]) -> None:
     try:
-        let_go()  # waits for the device, so nothing of the events is under way any more
+        # Waits for the device, so no event is pending any more.
+        let_go()
     finally:
         events.clear()
         known.clear()

@@ -163,7 +163,7 @@ class _DeviceReceiver(TensorReceiver):
         stream = memory.stream()
         try:
             memory.wait(fence, stream)
-        except RuntimeError as error:  # its event went with the process that recorded it, and is known no more
+        except RuntimeError as error:  # the event went with the process that recorded it
             self._broken = True
             self._items.clear()
             raise anyio.BrokenResourceError from error

@@ -57,7 +57,8 @@ from .tensor_wire import (
     release_message,
 )
 
-_ANSWER_S = 5.0  # at least this long for the owner's event loop to come around
+# The owner's event loop has at least this long to answer.
+_ANSWER_S = 5.0
 
 
 class _TensorEnd(QueueEnd):
@@ -83,9 +84,8 @@ class TensorSender(_TensorEnd):
         self.puts = 0
         self.gone = False  # nobody receives any more
         self.same_process = False  # as the receiver
-        self._outstanding: dict[
-            int, int
-        ] = {}  # where it lies, of each item that was put and not released, by its number
+        # Where each item lies that was put and not released, by its number.
+        self._outstanding: dict[int, int] = {}
         self._early: deque[bytes] = deque()  # before a receiver came
         self._line: Line | None = None
         self._listener: socket.socket | None = rendezvous.listen(slab.segment)
@@ -179,7 +179,8 @@ class TensorSender(_TensorEnd):
                 self.slab.free(start)
             self._outstanding.clear()
         if messages or over:
-            wake_all(self._waiters)  # of different sizes: the one that fits need not be the first
+            # All of them: their items have different sizes, and the first one need not fit.
+            wake_all(self._waiters)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -390,7 +391,7 @@ class TensorReceiver(_TensorEnd):
         self._line.close()
 
     def leave(self) -> None:
-        """Hang up."""
+        """Hang up on the sender."""
         self._line.close()
 
 
@@ -492,7 +493,8 @@ def _check_kind(receiver: TensorReceiver) -> None:
         device = receiver.greeting == DEVICE
         there, call = ("on a device", "attach_device_queue") if device else ("in shared memory", "attach_queue")
         raise TransportError(f"queue {receiver.name!r}: its items lie {there}; receive them with `{call}`")
-    _ = receiver.slab.memory  # a device that cannot be opened is an error here, not at the first item
+    # A device that cannot be opened is an error here, not at the first item.
+    _ = receiver.slab.memory
 
 
 def _connect(end: type[TensorReceiver], name: str) -> TensorReceiver | None:

@@ -150,7 +150,7 @@ class Reception:
         self._listen()
 
     def dismiss(self, connection: socket.socket) -> None:
-        """Hang up."""
+        """Hang up on a visitor."""
         self.let_in(connection)
         connection.close()
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
 _REMEMBERED = 1 << 17  # released members that are remembered against duplicates
-_GONE = -1  # in the place of a slot: the producer is gone, and all that it put was taken
+# In the place of a slot: the producer is gone, and all that it put was taken.
+_GONE = -1
 
 
 class RecordRing:
@@ -62,7 +63,8 @@ class RecordRing:
         self._known = CameBefore(_REMEMBERED)
         self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
-        self._aside: list[Link] = []  # set aside by this owner, who may still hold records of them
+        # Set aside by this owner, which may still hold records of them.
+        self._aside: list[Link] = []
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._segment: Segment | None = None  # of the name itself
@@ -93,7 +95,7 @@ class RecordRing:
             self.damage.add(f"{path_of(name)} is damaged and kept until `asyncrl shm clear {self.name} --drop-records`")
         self._segment = segment = self._own_name()
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Before the look at the rings, see `Core.advance`.
+        # Before the look at the rings, see `ProducerCore.advance`.
         self._reception = Reception(self._loop, rendezvous.listen(segment), self._counts, self._call, self._on_hello)
         self._loop.add_reader(self._data, self._call, self._on_data)
         found = []

@@ -168,7 +168,8 @@ class RingWriter:
             position += 1
         try:
             self._publish(plan, position % memory.slots, start, position + 1)
-        except BaseException:  # Ctrl-C comes anywhere: only the words say whether the record was accepted
+        except BaseException:
+            # Ctrl-C comes anywhere: only the words say whether the record was accepted.
             self._read_held()
             raise
         return True
@@ -203,7 +204,8 @@ class RingReader:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
-        self.lost = 0  # positions that hold no descriptor at all, and a head that went back
+        # Positions that hold no descriptor at all, and heads that went back.
+        self.lost = 0
         self.passed_over = 0  # positions whose slot was still live
         self._next = 0
 
@@ -219,7 +221,8 @@ class RingReader:
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of what was accepted since the last look."""
         memory, head, first = self.memory, self.memory.head.view[0], self._next
-        if head > first + memory.slots**2:  # each of the slots that a put may fill can have passed over all others
+        # A put that fills one slot can have passed over all others.
+        if head > first + memory.slots**2:
             self.lost += head - first
             first = head
         if head < first:

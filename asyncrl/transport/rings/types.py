@@ -38,7 +38,7 @@ class RingStatistics:
     deaths: int = 0  # producers that died without closing
     reclaimed: int = 0  # rings freed
     refused: int = 0  # producers sent away
-    pauses: int = 0  # times that none could be let in for 0.1 s: this process had no free descriptor
+    pauses: int = 0  # of 0.1 s, without a free descriptor for a producer
     damaged: int = 0  # rings and segments that were set aside
 
 

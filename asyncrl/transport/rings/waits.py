@@ -56,11 +56,11 @@ class Pause:
     seconds: float
 
     def block(self) -> None:
-        """The thread sleeps."""
+        """Put this thread to sleep."""
         time.sleep(self.seconds)
 
     async def wait(self) -> None:
-        """The task sleeps."""
+        """Put this task to sleep."""
         await asyncio.sleep(self.seconds)
 
 
@@ -71,7 +71,7 @@ class Call:
     work: Callable[[], Any]
 
     def block(self) -> Any:
-        """Done right here."""
+        """Do the work in this thread."""
         return self.work()
 
     async def wait(self) -> Any:
@@ -84,7 +84,7 @@ class Call:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([done])
             if not done.cancelled():
-                done.exception()  # looked at, so that nobody complains that nobody did
+                done.exception()  # else asyncio logs that nobody looked at it
             raise
 
 
