@@ -2,29 +2,13 @@
 
 Pure functions of numbers, numpy only (no torch): they run where rewards arrive, on a handful of floats per group.
 
-| name                  | advantage of member i                                  | std of               | from             |
-|-----------------------|--------------------------------------------------------|----------------------|------------------|
-| `grpo`                | (r - mean) / (std + 1e-4)                              | group, n - 1         | TRL `group`      |
-| `grpo_verl`           | (r - mean) / (std + 1e-6); a group of one: r           | group, n - 1         | verl             |
-| `grpo_async`          | (r - mean) / (std + 1e-8)                              | group, n             | TRL async_grpo   |
-| `grpo_atropos`        | (r - mean) / max(std, 1e-8); a group of one: r         | group, n             | Atropos          |
-| `grpo_nemo`           | (r - mean of others) / (std + 1e-6), where std > 0     | the others, n - 2    | NeMo-RL          |
-| `grpo_batch`          | (r - mean) / (std + 1e-4)                              | whole step, n - 1    | TRL `batch`      |
-| `dr_grpo`             | r - mean                                               |                      | TRL `none`       |
-| `rloo`                | r - mean of others                                     |                      | TRL RLOOTrainer  |
-| `none`                | r                                                      |                      | REINFORCE        |
-| `gdpo`                | every component as `grpo`, weighted sum, then by step  | step, n - 1          | TRL, see below   |
-| `reinforce_pp`        | (r - mean of the step) / sqrt(var + 1e-8), over tokens | step's tokens, n - 1 | verl             |
-| `reinforce_pp_baseline` | the same of r - mean of the group                    | step's tokens, n - 1 | verl             |
-| `zero`                | 0                                                      |                      | a control        |
-
 All but `gdpo` take the weighted sum of the components first (TRL's `multi_objective_aggregation="sum_then_normalize"`);
 `gdpo` is `normalize_then_sum`. Those whose statistics span the *step* are refused where groups are trained as they
 arrive: the numbers of a group would depend on which others happened to be there.
 
 A reward of None or NaN is *unscorable* (every reward function said "not applicable"): its advantage is 0, and it is
 left out of all statistics. A group with fewer than two scorable members has no baseline to compare with: all its
-advantages are 0 (but where the table says "a group of one"), so it teaches nothing, though its tokens and sequences
+advantages are 0 (but those of an estimator that is `alone`), so it teaches nothing, though its tokens and sequences
 still count in N. Rewards that are all equal give exactly 0, not the rounding error of their mean, so that "no signal"
 can be tested for with `== 0`.
 
@@ -83,7 +67,7 @@ class Estimator:
         return (self.batch if self.group is None else self.group).__doc__ or ""
 
     def bound(self, numbers: Mapping[str, Any]) -> Estimator:
-        """With its own settings out of `numbers`, by their flat names. Errors: ConfigError for a value out of bounds."""
+        """With its own settings out of `numbers`, by their flat names."""
         if self.settings is None:
             return self
         own = self.settings.made(numbers)

@@ -7,22 +7,10 @@ declarations (`config/methods.py`), so nothing is said about a method anywhere e
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
-
-from asyncrl.errors import ConfigError
-
-_BOUNDS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
-    "gt": ("above", lambda value, bound: value > bound),
-    "ge": ("at least", lambda value, bound: value >= bound),
-    "lt": ("below", lambda value, bound: value < bound),
-    "le": ("at most", lambda value, bound: value <= bound),
-}
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 
 def setting(
@@ -61,23 +49,6 @@ class Setting:
     def dotted(self) -> str:
         """Its name in the configuration."""
         return f"algorithm.{self.section}.{self.name}"
-
-    def check(self, value: Any) -> None:
-        """Errors: ConfigError for a value that the declaration does not allow."""
-        members = get_args(self.annotation) or (self.annotation,)
-        if value is None and NoneType in members:
-            return
-        if self.choices and value not in self.choices:
-            near = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"{self.flat} is {value!r}; did you mean {near!r}? It must be one of {', '.join(self.choices)}"
-            )
-        if isinstance(value, (str, bool)):
-            return
-        if not math.isfinite(value) or not all(_BOUNDS[b][1](value, bound) for b, bound in self.bounds.items()):
-            allowed = " and ".join(f"{_BOUNDS[sign][0]} {bound:g}" for sign, bound in self.bounds.items())
-            optional = ", or null" if NoneType in members else ""
-            raise ConfigError(f"{self.flat} is {value}; it must be {allowed or 'a number'} and finite{optional}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +92,8 @@ class Method:
 
     @classmethod
     def made(cls, numbers: Mapping[str, Any]) -> Any:
-        """An instance with what `numbers` has under the flat names. Errors: ConfigError for a value out of bounds."""
-        found = [(each, numbers[each.flat]) for each in cls.settings() if each.flat in numbers]
-        for each, value in found:
-            each.check(value)
-        return cls(**{each.name: value for each, value in found})
+        """An instance with what `numbers` has under the flat names. The configuration has checked them against the bounds."""
+        return cls(**{each.name: numbers[each.flat] for each in cls.settings() if each.flat in numbers})
 
     @property
     def on(self) -> bool:

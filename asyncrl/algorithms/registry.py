@@ -27,7 +27,6 @@ LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}
 # Of the user's: ("loss" or "advantage", its address in a configuration) -> the class or estimator (`config/methods.py`)
 OWN: dict[tuple[str, str], Any] = {}
-CENTRES = ("recompute", "sampler")  # old_logprobs
 _CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # of the section itself: they belong to no method
 
 
@@ -71,12 +70,12 @@ def readers() -> Mapping[str, tuple[str, ...]]:
 
 
 def make_terms(**numbers: Any) -> Terms:
-    """The terms with what `numbers` has under the flat names. Errors: ConfigError for a value out of bounds."""
+    """The terms with what `numbers` has under the flat names."""
     return Terms(*(term.made(numbers) for term in TERMS))
 
 
 def make_loss(name: str, **numbers: Any) -> LossMethod:
-    """The named loss with its own settings. Errors: ConfigError for an unknown name or a value out of bounds."""
+    """The named loss with its own settings. Errors: ConfigError for an unknown name."""
     made: LossMethod = loss_named(name).made(numbers)
     return made
 
@@ -88,14 +87,12 @@ def build_loss(name: str, **numbers: Any) -> Loss:
     `old_logprobs="sampler"`: the clip stands around the sampler's log-probs, taken from `sampler_logp_S` whatever
     `old_logp_S` holds, and no importance weight is applied: the two corrections are never applied together.
     `force_on_policy`: the `old` column is not read. `entropy_target`: the trainer binds the coefficient of each step (`at`).
-    Errors: ConfigError for an unknown name or a number outside its range; TypeError for a number that no method has.
+    Errors: ConfigError for an unknown name; TypeError for a number that no method has.
     """
     method = make_loss(name, **numbers)
     _no_others(numbers)
     terms, centre = make_terms(**numbers), numbers.get("old_logprobs", "recompute")
     forced = bool(numbers.get("force_on_policy", False))
-    if centre not in CENTRES:
-        raise ConfigError(f"old_logprobs is {centre!r}; it must be 'recompute' or 'sampler'")
     if centre == "sampler":
         terms = replace(terms, importance=Importance(cap=None))
     entropy, top = terms.entropy, terms.top_entropy.quantile
@@ -126,7 +123,7 @@ def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
 
 
 def build_advantage(name: str, **numbers: Any) -> Estimator:
-    """The named advantage estimator. Errors: ConfigError for an unknown name or a number outside its range."""
+    """The named advantage estimator. Errors: ConfigError for an unknown name."""
     return advantage_named(name).bound(numbers)
 
 

@@ -279,21 +279,13 @@ def test_combine_components() -> None:
         advantages.combine_components({"d": 1.0}, weights)
 
 
-def test_unknown_names_and_bad_numbers_accuse_precisely() -> None:
+def test_unknown_names_accuse_precisely() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown loss 'drgrpo'; did you mean 'dr_grpo'\? Known: bnpo, cispo, dapo, dr_grpo"
     ):
         build_loss("drgrpo")
     with pytest.raises(ConfigError, match=r"unknown advantage estimator 'gppo'; did you mean 'grpo'\?"):
         build_advantage("gppo")
-    with pytest.raises(ConfigError, match=r"epsilon is 0; it must be above 0"):
-        build_loss("grpo", epsilon=0)
-    with pytest.raises(ConfigError, match="importance_cap is nan"):
-        build_loss("grpo", importance_cap=float("nan"))
-    with pytest.raises(ConfigError, match="kl_coef is -1"):
-        build_loss("grpo", kl_coef=-1)
-    with pytest.raises(ConfigError, match="'recompute' or 'sampler'"):
-        build_loss("grpo", old_logprobs="both")  # type: ignore[arg-type]
 
 
 def test_kl_without_a_reference_column_says_so() -> None:

@@ -14,7 +14,6 @@ from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, bounded, importance_weights, token_mismatch
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.algorithms.terms import off_policy_keep
-from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 NAN = float("nan")
@@ -164,8 +163,3 @@ def test_opsm_leaves_kl_and_denominators_alone() -> None:
     )
     torch.testing.assert_close(grad_BT[silent], kl_BT[silent], rtol=1e-12, atol=1e-15)
     assert silent.any() and torch.isfinite(value)
-
-
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"importance_mode is 'token_trunc'; did you mean 'token_truncate'\?"):
-        build_loss("grpo", importance_mode="token_trunc")
