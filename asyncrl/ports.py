@@ -103,7 +103,7 @@ class Reward(Protocol):
 
 
 class Trainer(Protocol):
-    """The split train step on one rank (SEMANTICS §1.1). One step open at most; calls are served in order.
+    """The split train step on one rank. One step open at most; calls are served in order.
 
     | call     | closed                    | open                                              |
     |----------|---------------------------|---------------------------------------------------|

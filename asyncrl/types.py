@@ -39,7 +39,7 @@ class FinishReason(StrEnum):
 
 
 class Normaliser(StrEnum):
-    """What the sum of a loss term or metric is divided by once the whole step is known (SEMANTICS §1.2, §1.3)."""
+    """What the sum of a loss term or metric is divided by once the whole step is known."""
 
     TOKENS = "tokens"  # tokens with loss mask 1
     SEQUENCES = "sequences"  # sequences, fully masked ones included

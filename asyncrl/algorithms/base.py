@@ -2,7 +2,7 @@
 
 A loss is a pure function of per-token columns and returns **sums**, never means: the trainer adds the sums of all
 microbatches and divides once, at `finish_train_step`, by the true number of tokens or sequences of the whole step over
-all ranks. So the gradient does not depend on how, in which order or where the step was split (SEMANTICS §1.2).
+all ranks. So the gradient does not depend on how, in which order or where the step was split.
 
 Three log-probs of one token meet in a loss: `sampler` (what the engine said when it sampled), `old` (the trainer's before
 the first update on this batch; its own, detached, where the batch is used once) and `logp` (the trainer's now, with

@@ -14,7 +14,7 @@ sizes, whose rounding alone may choose another expert. A shared prompt has those
 
 Trees are laid out greedily: groups in the order given, completions longest first, a new microbatch when the budget is
 full. A completion that is longer than the budget gets a microbatch of its own. Which microbatch holds what changes no
-gradient (SEMANTICS §1.2).
+gradient.
 
 Shape legend as in `types`: T packed tokens, S scored tokens, B sequences, G members of a group, L tokens of a trajectory.
 """

@@ -66,8 +66,10 @@ class _State(Enum):
 
 
 class Runtime:
-    """See the module docstring. `run` trains on the configured prompts; `generate`, `submit` and `finish` are for programs that
-    make the groups themselves; `steps` iterates over what was trained."""
+    """A run inside an event loop: `async with Runtime(config) as rt`. It is opened and closed in the same task.
+
+    `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
+    `steps` iterates over what was trained."""
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class Runtime:
         return metrics
 
     async def finish(self) -> RunSummary:
-        """No more groups will be submitted: train what is here (a smaller last step included); `steps()` ends."""
+        """Say that no more groups come. What is here is trained, a smaller last step included, and `steps()` ends."""
         run = self._open("finish")
         await run.graph.drain()
         return run.summary()
@@ -343,7 +345,7 @@ class Runtime:
 
     @property
     def version(self) -> int:
-        """Of the weights: how many optimizer steps they have taken."""
+        """The policy version: how many optimizer steps the weights have taken."""
         return self._opened("version").ports.trainer.version
 
     @property
@@ -353,7 +355,7 @@ class Runtime:
 
     @property
     def config(self) -> Config:
-        """Resolved: nothing in it is left to be derived."""
+        """The resolved configuration: nothing in it is left to be derived."""
         return self._opened("config").config
 
     @property
@@ -363,7 +365,7 @@ class Runtime:
 
     @property
     def directory(self) -> RunDirectory | None:
-        """None where the run writes nothing."""
+        """The run directory; None if the run writes nothing."""
         return self._opened("directory").directory
 
     @property
@@ -378,7 +380,7 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
-        """As the model's, with chat template; bytes as tokens in a dry run."""
+        """The model's tokenizer, with its chat template. In a dry run bytes are tokens."""
         return self._opened("tokenizer").tokenizer
 
     def _open(self, what: str) -> OpenRun:

@@ -85,7 +85,7 @@ def test_prefetch_depth_is_the_age_and_the_slots(depth: int) -> None:
 
 
 def test_prefetch_with_an_interval_adds_up() -> None:
-    """SEMANTICS 5.2: at most `depth` produce rounds, plus the lag of the hand-over."""
+    """At most `depth` produce rounds, plus the lag of the hand-over."""
     plan = Plan(
         rollout={"max_staleness": 2, "weight_sync_interval": 3},
         max_steps=20,
