@@ -44,8 +44,7 @@ KILLED = str(Path(__file__).with_name("runtime_killed.py"))
 SLOW = DRY | {"dry_run": {"decode_step_s": 0.02}, "train": DRY["train"] | {"max_steps": 100_000}}
 
 
-@pytest.mark.parametrize("how", ["run.overwrite=true", "resume=true", "seed=1"])
-def test_a_live_run_is_left_alone_and_named(tmp_path: Path, how: str) -> None:
+def test_a_live_run_is_left_alone_and_named(tmp_path: Path) -> None:
     folder = tmp_path / "second"
     folder.mkdir()
     runs = f"run.dir={tmp_path}/runs"
@@ -53,9 +52,10 @@ def test_a_live_run_is_left_alone_and_named(tmp_path: Path, how: str) -> None:
     run = tmp_path / "runs/run"
     try:
         first.wait_until(lines_at_least(run, 1), "first step")
-        second = Process(folder, str(write_yaml(folder, SLOW)), runs, how)
-        assert second.wait() == 2, second.output
-        assert f"in use by another run: process {first.pid} on {socket.gethostname()}, since 20" in second.output
+        for how in ("run.overwrite=true", "resume=true", "seed=1"):
+            second = Process(folder, str(write_yaml(folder, SLOW)), runs, how)
+            assert second.wait() == 2, second.output
+            assert f"in use by another run: process {first.pid} on {socket.gethostname()}, since 20" in second.output
         seen = len(metrics_of(run))
         first.wait_until(lines_at_least(run, seen + 2), "two more steps")
         first.send(signal.SIGTERM)
@@ -67,17 +67,16 @@ def test_a_live_run_is_left_alone_and_named(tmp_path: Path, how: str) -> None:
     assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["run"]  # no lock is left behind
 
 
-@pytest.mark.parametrize("how", ["seed=1", "run.overwrite=true"])
-def test_of_runs_that_are_started_together_one_goes_on(tmp_path: Path, how: str) -> None:
+def test_of_runs_that_are_started_together_one_goes_on(tmp_path: Path) -> None:
     """Whoever was later is told so, and nothing of it lies among the other's files."""
     run, processes = tmp_path / "runs/run", []
-    if how == "run.overwrite=true":
-        assert main([str(write_yaml(tmp_path, DRY)), f"run.dir={tmp_path}/runs", "train.max_steps=1"]) == 0
+    assert main([str(write_yaml(tmp_path, DRY)), f"run.dir={tmp_path}/runs", "train.max_steps=1"]) == 0
     try:
         for number in range(3):
             folder = tmp_path / f"started {number}"
             folder.mkdir()
-            processes.append(Process(folder, str(write_yaml(folder, SLOW)), f"run.dir={tmp_path}/runs", how))
+            settings = f"run.dir={tmp_path}/runs", "run.overwrite=true"
+            processes.append(Process(folder, str(write_yaml(folder, SLOW)), *settings))
         while len(alive := [each for each in processes if each.ended is None]) > 1:
             time.sleep(0.02)
         [first] = alive
@@ -93,7 +92,7 @@ def test_of_runs_that_are_started_together_one_goes_on(tmp_path: Path, how: str)
             each.kill()
     steps = [line["step"] for line in metrics_of(run)]
     assert steps == list(range(1, len(steps) + 1))
-    assert len(list((tmp_path / "runs").iterdir())) == (2 if how == "run.overwrite=true" else 1)
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_a_killed_run_and_its_children_hold_nothing(tmp_path: Path) -> None:
@@ -137,25 +136,6 @@ def test_what_ended_before_its_first_step_is_no_run(tmp_path: Path, monkeypatch:
     assert main([file, f"reward={REWARDS}:short"]) == 0
     assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == [1, 2, 3]
     assert main([file, f"reward={REWARDS}:short"]) == 2
-
-
-def test_overwrite_says_where_the_old_run_is_and_keeps_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = str(write_yaml(tmp_path, DRY | {"telemetry": {"live": "plain"}}))
-    other = tmp_path / "runs/run.20250101-000000-x"  # of somebody else
-    other.mkdir(parents=True)
-    for steps in range(1, 6):
-        capsys.readouterr()
-        assert main([file, "run.overwrite=true", f"train.max_steps={steps}"]) == 0
-    said = capsys.readouterr().out
-    kept = sorted(each for each in (tmp_path / "runs").iterdir() if each.name not in ("run", other.name))
-    assert sorted(len(metrics_of(each)) for each in kept) == [3, 4]  # the newest two
-    newest = next(each for each in kept if len(metrics_of(each)) == 4)
-    assert f"the run that was here is now runs/{newest.name}" in said
-    assert said.count("run.overwrite: removed runs/run.") == 1
-    assert other.exists()
 
 
 class Crash(LifecycleError):

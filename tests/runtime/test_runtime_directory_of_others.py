@@ -74,6 +74,7 @@ def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path) -> No
     opened(tmp_path, aside[1], "resume=true", f"run.name={aside[1]}")[0].close()  # somebody goes on with it
     (tmp_path / aside[0] / "paper").mkdir()
     said = [line for _ in range(4) for line in life(tmp_path)]
+    assert re.search(f"the run that was here is now {tmp_path}/exp.2.*; the newest 2 such runs are kept", said[0])
     names = {each.name for each in tmp_path.iterdir()}
     assert names > {"exp", *others, *aside, "exp.20250101-000000"}
     assert any(f"{aside[0]}, an older one, stays: no run made its paper" in line for line in said)

@@ -252,9 +252,16 @@ async def test_a_group_that_the_model_cannot_take_is_refused_with_all_its_member
             await client.push(1, [long])
             await f.until(lambda: f.counts.refused == 2)
             assert "member 0: tokens has 100 entries; this run takes 1 to 72" in f.counts.last_refusal
+            await client.push(2, [replace(scored(), reward=None)])  # no function of the run scores it
+            await f.until(lambda: f.counts.refused == 3)
+            assert "came without a reward" in f.counts.last_refusal
+            for group, column in enumerate(("advantages", "reference_logprobs"), 3):
+                await client.push(group, [replace(scored(), **{column: [0.0, 0.5, 0.5]}) for _ in range(2)])
+                await f.until(lambda count=group + 1: f.counts.refused == count)  # type: ignore[misc]
+                assert f"it holds {column}, which this run does not use" in f.counts.last_refusal
             with pytest.raises(RecordTooLarge, match="a ring holds"):
-                await client.push(2, [Scored([4] * 20_000, 0.0, prompt_length=1)])
-        await f.until_released(3)
+                await client.push(5, [Scored([4] * 20_000, 0.0, prompt_length=1)])
+        await f.until_released(6)
         assert f.counts.submitted == 0
 
 
@@ -284,16 +291,6 @@ NAMED_BY_NUMBERS = {
 
 def column(*values: float) -> Any:
     return np.array(values, np.float32)
-
-
-@pytest.mark.parametrize("column", ["advantages", "reference_logprobs"])
-async def test_columns_that_the_run_would_not_use_are_refused_by_name(tmp_path: Path, name: str, column: str) -> None:
-    async with fed(tmp_path, name) as f:
-        async with await AsyncClient.attach(name) as client:
-            await client.push(0, [replace(scored(), **{column: [0.0, 0.5, 0.5]}) for _ in range(2)])
-            await f.until(lambda: f.counts.refused == 1)
-        assert f"it holds {column}, which this run does not use" in f.counts.last_refusal
-        await f.until_released(1)
 
 
 async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_path: Path, name: str) -> None:

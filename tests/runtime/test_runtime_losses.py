@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, REWARDS, Process, equal_weights, metrics_of, weights_of, write_yaml
-from runtime_model import rows
+from runtime_helpers import REAL, Process, equal_weights, metrics_of, weights_of, write_yaml
 
 from asyncrl.algorithms.registry import LOSSES
 from asyncrl.main import main
@@ -183,26 +181,3 @@ def test_two_ranks_know_the_same_step(here: Path, preset: str, algorithm: dict[s
     assert one["version"] == other["version"] == 3 * algorithm.get("updates_per_batch", 1)
     assert equal_weights(one["weights"], other["weights"])
     assert [len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)] == [2] * 3
-
-
-@pytest.mark.parametrize("name", ["gdpo", pytest.param("reinforce_pp", marks=pytest.mark.slow)])
-def test_statistics_of_the_step_over_two_ranks_train_what_one_rank_trains(here: Path, name: str) -> None:
-    """Five prompts are the epoch and the step, three on one rank and two on the other; one component is None for half of
-    the completions. float64: weights and metrics agree to 1e-10."""
-    (here / "five.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
-    functions = [{"function": f"{REWARDS}:share"}, {"function": f"{REWARDS}:short", "weight": 0.5}]
-    tree = REAL | {"preset": "sync", "algorithm": {"advantage": name, "updates_per_batch": 2}}
-    tree |= {"reward": {"functions": functions}, "model": REAL["model"] | {"dtype": "float64"}}
-    tree |= {"data": {"train": "five.jsonl", "max_prompt_tokens": 12}, "train": REAL["train"] | {"max_epochs": 1}}
-    path = str(write_yaml(here, tree | {"rollout": REAL["rollout"] | {"groups_per_step": 5}}))
-    assert main([path, "run.name=alone"]) == 0
-    process = Process(here, path, "run.name=both", RANK_WEIGHTS=str(here), program=TORCHRUN)
-    assert process.wait(180) == 0, process.output
-    ranks = [torch.load(here / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
-    assert [[sorted(groups) for groups in rank["groups"]] for rank in ranks] == [[[0, 2, 4]], [[1, 3]]]
-    one, other = (weights_of(here / "runs" / run, 2) for run in ("alone", "both"))
-    for tensor, values in one.items():
-        torch.testing.assert_close(other[tensor], values, rtol=0, atol=1e-10)
-    (mine,), (theirs,) = (metrics_of(here / "runs" / run) for run in ("alone", "both"))
-    assert mine["reward/mean"] == theirs["reward/mean"] and mine["reward/short/applicable"] < 1
-    assert mine["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-9) and mine["loss"] != 0

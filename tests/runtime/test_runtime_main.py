@@ -117,19 +117,6 @@ def test_divergence_exits_3(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [path.name for path in (here / "runs/run/checkpoints").glob("step_*")] in ([], ["step_0"])
 
 
-def test_overlong_prompts_are_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree = REAL | {"data": {"train": f"{MODEL}:rows", "max_prompt_tokens": 2}}
-    assert main([str(write_yaml(here, tree))]) == 2
-    error = capsys.readouterr().err
-    assert "DataError" in error and "3 tokens" in error
-    assert metrics_of(here / "runs/run") == []
-
-
-def test_a_reward_that_cannot_be_imported_exits_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write_yaml(here, DRY | {"reward": f"{REWARDS}:shar"}))]) == 2
-    assert "shar" in capsys.readouterr().err
-
-
 STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "environment that never returns": (
         DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "watchdog": {"stall_timeout_s": 3.0}},
@@ -257,26 +244,31 @@ on_store = Hooks(on_store=leave)
 """
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise KeyboardInterrupt", "raise asyncio.CancelledError"])
+EXIT, INTERRUPT, CANCEL = "sys.exit(0)", "raise KeyboardInterrupt", "raise asyncio.CancelledError"
+
+
 @pytest.mark.parametrize(
-    ("setting", "code", "words"),
+    ("setting", "leaves", "code", "words"),
     [
-        ("rollout.environment={file}:Tools", 0, "1 failed"),  # a task of its own leaves, and the loop goes on
-        ("hooks={file}:before", 13, "hook before_group (leave)"),
-        ("hooks={file}:after", 13, "hook after_advantages (leave)"),
-        ("hooks={file}:on_store", 13, "hook on_store (leave)"),
-        ("rollout.environment={file}:leave", 2, "environment"),
-        ("data.train={file}:leave", 2, "data.train"),
+        # A task of its own leaves, and the loop goes on.
+        ("rollout.environment={file}:Tools", (EXIT, INTERRUPT, CANCEL), 0, "1 failed"),
+        ("hooks={file}:before", (EXIT, INTERRUPT, CANCEL), 13, "hook before_group (leave)"),
+        ("hooks={file}:after", (INTERRUPT,), 13, "hook after_advantages (leave)"),
+        ("hooks={file}:on_store", (EXIT,), 13, "hook on_store (leave)"),
+        ("rollout.environment={file}:leave", (EXIT, CANCEL), 2, "environment"),
+        ("data.train={file}:leave", (INTERRUPT, CANCEL), 2, "data.train"),
     ],
 )
 def test_user_code_that_leaves_never_ends_a_run_as_if_all_were_well(
-    here: Path, capsys: pytest.CaptureFixture[str], leave: str, setting: str, code: int, words: str
+    here: Path, capsys: pytest.CaptureFixture[str], setting: str, leaves: tuple[str, ...], code: int, words: str
 ) -> None:
     """SystemExit, a KeyboardInterrupt that nobody typed, a cancellation that nobody asked for."""
-    file = here / "leaves.py"
-    file.write_text(LEAVES.format(leave=leave))
-    assert main([str(write_yaml(here, DRY)), "rollout.max_staleness=0", setting.format(file=file)]) == code
-    said = capsys.readouterr()
-    assert words in said.out + said.err
+    for number, leave in enumerate(leaves):
+        file = here / f"leaves_{number}.py"
+        file.write_text(LEAVES.format(leave=leave))
+        more = "rollout.max_staleness=0", "run.overwrite=true", setting.format(file=file)
+        assert main([str(write_yaml(here, DRY)), *more]) == code
+        said = capsys.readouterr()
+        assert words in said.out + said.err
     if not code:
         assert [line["step"] for line in metrics_of(here / "runs/run")] == [1, 2, 3]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, Process, config_of, equal_weights, metrics_of, weights_of, write_yaml
+from runtime_helpers import REAL, REWARDS, Process, config_of, equal_weights, metrics_of, weights_of, write_yaml
 from runtime_model import build, rows
 from torch import Tensor
 
@@ -102,10 +102,13 @@ async def test_a_run_is_the_loop_written_by_hand(here: Path, name: str, passes: 
 
 @pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_rank_trains(here: Path, sharding: str) -> None:
-    """Five prompts, 0, 2, 4 here and 1, 3 there; of the last of three parts one rank has nothing."""
+    """Five prompts, 0, 2, 4 here and 1, 3 there; of the last of three parts one rank has nothing. The advantages are made of
+    statistics over the step, and one component of the reward is None for half of the completions."""
     (here / "five.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
-    base = tree(loss="dapo", updates_per_batch=2, minibatches=3, advantage="grpo_batch")
+    functions = [{"function": f"{REWARDS}:share"}, {"function": f"{REWARDS}:short", "weight": 0.5}]
+    base = tree(loss="dapo", updates_per_batch=2, minibatches=3, advantage="gdpo")
     base |= {
+        "reward": {"functions": functions},
         "data": {"train": "five.jsonl", "max_prompt_tokens": 12},
         "rollout": REAL["rollout"] | {"groups_per_step": 5},
     }
@@ -121,6 +124,7 @@ def test_two_ranks_train_what_one_rank_trains(here: Path, sharding: str) -> None
         torch.testing.assert_close(other[tensor], values, rtol=0, atol=1e-10)
     (mine,), (theirs,) = (metrics_of(here / "runs" / run) for run in ("alone", "both"))
     assert mine["train/sequences"] == theirs["train/sequences"] == 20
+    assert mine["reward/mean"] == theirs["reward/mean"] and mine["reward/short/applicable"] < 1
     assert mine["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-9)
 
 
