@@ -9,7 +9,6 @@ SIGKILL to the node, or a worker is killed before it has come up for the first t
 
     goes on     after a blow, steps are committed and every lost worker is replaced, within `PATIENCE_S`; or the run has ended by
                 itself, and its last words name the worker and how it died
-    let go      what dead workers had in shared memory is free again: one ring for each worker that lives
     ended       the node in time, and nothing of it is left: no process; in shared memory nothing, or after SIGKILL nothing
                 that the start of the next life has not swept
     exact       the newest checkpoint loads, and of the prompts that its cursors have passed as many are trained as its version
@@ -42,7 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from asyncrl.telemetry.sinks import read_jsonl  # noqa: E402
-from asyncrl.transport.inventory import inventory  # noqa: E402
 
 WORKERS = 2
 SILENT_S = 6.0  # after which a stopped worker is killed, at work or while it starts
@@ -106,12 +104,7 @@ class WorkersLife(Life):
     def recovered(self) -> bool:
         """All that were hit have been replaced, and two steps came after that."""
         deaths = [int(line.get("engine/worker_deaths", 0)) for line in self.new_lines()]
-        return sum(deaths) >= len(self.hit) and not any(deaths[-2:]) and len(deaths) >= 3 and len(self.rings()) == 1
-
-    def rings(self) -> list[int]:
-        """Those that lie in each record ring of this node, where there are as many as workers."""
-        ours = [each for each in inventory() if each.name.startswith("worker-sequences-") and self.owns(each.name)]
-        return [each.rings for each in ours if each.rings == WORKERS]
+        return sum(deaths) >= len(self.hit) and not any(deaths[-2:]) and len(deaths) >= 3
 
     def owns(self, name: str) -> bool:
         return f".{self.process.pid}." in name

@@ -1,5 +1,7 @@
 """Messages between a process and its child, over a socket pair: a JSON object each, with bytes behind it where it has some.
 
+Who receives finds the bytes as `message["data"]`.
+
     magic 4s | length of the JSON u32 | length of the bytes u64 | JSON | bytes
 
 Guarantees of a `Channel`
@@ -28,16 +30,15 @@ _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"ACM1"
 _LONGEST = 1 << 33
 _CHUNK = 1 << 18
-Message = tuple[dict[str, Any], bytes]
 
 
 def encode(message: Mapping[str, Any], data: bytes = b"") -> bytes:
-    """A message as it travels. NaN and infinities arrive as None: JSON has none."""
-    text = orjson.dumps(message)
+    """A message as it travels. NaN and infinities arrive as None: JSON has none. Errors: TypeError for what is no JSON."""
+    text = orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
     return _HEADER.pack(_MAGIC, len(text), len(data)) + text + data
 
 
-def decode(received: bytearray) -> Message | None:
+def decode(received: bytearray) -> dict[str, Any] | None:
     """Take the first message off `received`; None where it is not whole yet. Errors: TransportError that shows other bytes."""
     if not received.startswith(_MAGIC[: len(received)]):
         raise TransportError(f"what is no message: {bytes(received[:80])!r}" + "..." * (len(received) > 80))
@@ -49,12 +50,13 @@ def decode(received: bytearray) -> Message | None:
         raise TransportError(f"a message of {end:,} bytes")
     if len(received) < end:
         return None
-    text, data = received[_HEADER.size : end - more], bytes(received[end - more : end])
+    with memoryview(received) as view:
+        text, data = bytes(view[_HEADER.size : end - more]), bytes(view[end - more : end])
     del received[:end]
     with contextlib.suppress(orjson.JSONDecodeError):
         message = orjson.loads(text)
         if isinstance(message, dict):
-            return message, data
+            return {**message, "data": data} if data else message
     raise TransportError(f"what is no JSON object: {bytes(text[:80])!r}" + "..." * (len(text) > 80))
 
 
@@ -77,7 +79,7 @@ class Channel:
         self._news, self._sent = asyncio.Event(), asyncio.Event()
         self._loop.add_reader(connection, self._on_readable)
 
-    def take(self) -> Message | None:
+    def take(self) -> dict[str, Any] | None:
         """The next message, None where it is not here yet. Errors: EOFError once there will be none; TransportError for what is
         no message, after which there is no use in going on."""
         try:
@@ -89,11 +91,11 @@ class Channel:
         return found
 
     async def receive(self) -> dict[str, Any]:
-        """The next message, without bytes. Errors: as `take`."""
+        """The next message. Errors: as `take`."""
         while (found := self.take()) is None:
             self._news.clear()
             await self._news.wait()
-        return found[0]
+        return found
 
     def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
         """To be read after all that was sent before. Where the other side is gone nothing happens: who receives notices."""

@@ -173,8 +173,7 @@ class RewardWorker:
     def _on_news(self) -> None:
         """A reply to a request that is not open is discarded."""
         try:
-            while (found := self._child.channel.take()) is not None:
-                message, _ = found
+            while (message := self._child.channel.take()) is not None:
                 self._grown = int(message["grown"])
                 reply = self._replies.get(message["id"])
                 if reply is not None and not reply.done():

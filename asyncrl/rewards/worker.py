@@ -233,17 +233,17 @@ class Session:
             self._over = True
             self._loop.stop()
         self._data += data
-        while (found := decode(self._data)) is not None:
-            message, pickled = found
-            self._begin(message["id"], pickled, "cancel" in message)
+        while (message := decode(self._data)) is not None:
+            self._begin(message)
 
-    def _begin(self, number: int, pickled: bytes, cancel: bool) -> None:
-        if cancel:
+    def _begin(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        if "cancel" in message:
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
         try:
-            request = pickle.loads(pickled)
+            request = pickle.loads(message["data"])
         except BaseException as error:  # whatever an object of the user's raises as it comes to be
             return self._reply(number, error)
         if "function" in request and self._functions[request["function"]].asynchronous:

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
-from asyncrl.config.resolve import row_limit, slots
+from asyncrl.config.resolve import slots
 from asyncrl.config.schema import Config
 from asyncrl.errors import LESS_MEMORY
 from asyncrl.generation.vllm.versions import BLOCK
-from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
@@ -64,9 +63,6 @@ def predicted(
         parts["routes"] = token * _routed_tokens(config, ranks, prompts)
     if placement is not None and placement.workers:
         parts |= _of_workers(config, parts, placement, kv_positions(config, prompts))
-        parts["worker_records"] = placement.workers * ring_bytes(
-            placement.share(config.engine.max_sequences), row_limit(config), token
-        )
     if sizes:
         parts["reward_models"] = sum(each.weights for each in sizes)
         parts["reward_scoring"] = max(each.working for each in sizes)

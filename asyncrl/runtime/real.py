@@ -167,7 +167,6 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
         start_s=config.watchdog.stage_timeout_s,
         silent_s=config.watchdog.loop_timeout_s,
         closure_s=config.watchdog.lane_timeout_s,
-        route_bytes=0 if routes is None else routes.token_bytes,
         ranks=world.world_size if config.preset == "sync" else None,
     )
     vllm = config.generation.engine == "vllm"
@@ -192,8 +191,6 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
             (board.fd,),
             dict.fromkeys(_THREADS, str(placement.threads)),
             None if logs is None else logs / f"worker-{number}.log",
-            limits.capacity,
-            context,
         )
 
     engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.say)
@@ -254,5 +251,5 @@ def _create_board(policy: PolicyModel) -> Board:
     weights = policy.weights
     slab: SlabHalves | None = None
     if policy.device.type != "cpu":
-        slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
+        slab = SlabHalves.create(segment_name(), weights.size, policy.dtype, policy.device)
     return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)

@@ -72,7 +72,9 @@ async def test_messages_arrive_whole_and_in_order_in_both_directions() -> None:
         node.send({"n": number, "x": "x" * size}, b"\0" * (size % 7))
         worker.send({"n": -number, "line": "a\nb\u2028\0é"})
     heard, answers = await asyncio.gather(all_of(worker), all_of(node))
-    assert [(each["n"], len(each["x"])) for each in heard] == list(enumerate(sizes))
+    assert [(each["n"], len(each["x"]), len(each.get("data", b""))) for each in heard] == [
+        (number, size, size % 7) for number, size in enumerate(sizes)
+    ]
     assert answers == [{"n": -number, "line": "a\nb\u2028\0é"} for number in range(len(sizes))]
     node.close()
     worker.close()
@@ -85,7 +87,7 @@ def test_what_comes_byte_by_byte_is_taken_message_by_message() -> None:
         received.append(byte)
         while (message := decode(received)) is not None:
             found.append(message)
-    assert found == [({"a": None}, b""), ({}, b"\0ACM1\n")] and not received
+    assert found == [{"a": None}, {"data": b"\0ACM1\n"}] and not received
 
 
 async def test_drain_returns_once_the_other_side_has_read(pair: Pair) -> None:

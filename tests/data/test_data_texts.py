@@ -11,14 +11,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.concurrency.channel import decode, encode
 from asyncrl.config.load import load_config
 from asyncrl.config.schema_rollouts import RolloutConfig
 from asyncrl.data.texts import CompletionText, Turn, eos_token_ids, notes
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.generation.requests import check_request, sampling_params
-from asyncrl.generation.worker.wire import read_sequence, sequence_plan
-from asyncrl.records.read import read
+from asyncrl.generation.worker.wire import read_sequence, sequence_message
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -109,10 +109,8 @@ def test_a_stop_is_searched_in_the_text_that_is_cut(
 
 def test_a_stop_string_comes_with_the_sequence_of_a_worker() -> None:
     for stop in (None, "é DONE"):
-        plan = sequence_plan(3, generation([5, 6], stop), 0)
-        room = bytearray(plan.size)
-        plan.write(memoryview(room))
-        assert read_sequence(read(memoryview(room))).stop == stop
+        message = decode(bytearray(encode(*sequence_message(3, generation([5, 6], stop)))))
+        assert message is not None and read_sequence(message).stop == stop
 
 
 def test_a_plain_stop_token_is_in_the_text_unless_stops_are_cut() -> None:

@@ -3,7 +3,7 @@
 Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Moments: "setup", "ready" (before it says so),
 "bound" (told of its first version), "weights" (told of another), and "request". How:
 
-    exit      an error that nobody catches          close     hang up the request queue, and go on
+    exit      an error that nobody catches          close     hang up, and go on
     kill      SIGKILL                               garbage   into the channel
     stop      SIGSTOP
     refuse    the request, as an engine would       hang      one closure of its lane runs and runs
@@ -25,9 +25,7 @@ import numpy as np
 
 from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.child import die_with_parent
-from asyncrl.generation.worker.wire import read_item, sequence_plan
-from asyncrl.transport.queues.tensor_queue import TensorReceiver, attach_queue
-from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.generation.worker.wire import read_requests, sequence_message
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 
@@ -45,7 +43,6 @@ class Light:
         self.deaths: dict[str, str] = setup["die"]
         self.version = -1
         self.running: dict[int, asyncio.Task[None]] = {}
-        self.receiver: TensorReceiver | None = None
         self.closure: list[Any] | None = None
         self.batches = 0  # of what the node sent together
 
@@ -59,8 +56,8 @@ class Light:
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "garbage":
             os.write(self.control._socket.fileno(), b"Warning: this is no JSON\n")
-        if how == "close" and self.receiver is not None:
-            self.receiver.close()
+        if how == "close":
+            self.control.close()
             await asyncio.Event().wait()
         if how == "refused":
             self.control.send({"refused": "engine.kv_positions is too large here"})
@@ -69,12 +66,9 @@ class Light:
             self.closure = ["engine/stuck", 1e6]
             await asyncio.Event().wait()
 
-    async def take(self, producer: AsyncProducer) -> None:
-        assert self.receiver is not None
-        async for item in self.receiver:
-            with item:
-                number, request, more = read_item(item)
-            self.batches += not more
+    async def take(self, message: dict[str, Any]) -> None:
+        self.batches += 1
+        for number, request in read_requests(message):
             if request is None:
                 if number in self.running:
                     self.running.pop(number).cancel()
@@ -82,10 +76,9 @@ class Light:
                 self.control.send({"failed": number, "error": f"seed {request.seed} is odd"})
             else:
                 await self.at("request")
-                self.running[number] = asyncio.ensure_future(self.generate(producer, number, request))
-        await asyncio.Event().wait()  # hung up
+                self.running[number] = asyncio.ensure_future(self.generate(number, request))
 
-    async def generate(self, producer: AsyncProducer, number: int, request: GenerationRequest) -> None:
+    async def generate(self, number: int, request: GenerationRequest) -> None:
         versions = []
         for _ in range(request.sampling.max_tokens):
             await asyncio.sleep(self.token_s)
@@ -93,7 +86,7 @@ class Light:
         tokens = np.array(tokens_of(request), np.int32)
         logprobs = np.full(tokens.size, -1, np.float32)
         answer = Generation(tokens, logprobs, logprobs, np.array(versions, np.int32), FinishReason.LENGTH)
-        await producer.put(sequence_plan(number, answer, self.version))
+        self.control.send(*sequence_message(number, answer))
         del self.running[number]
 
     async def report(self) -> None:
@@ -107,6 +100,9 @@ class Light:
         with contextlib.suppress(EOFError):
             while True:
                 message = await self.control.receive()
+                if "requests" in message:
+                    await self.take(message)
+                    continue
                 await self.at("bound" if self.version < 0 else "weights")
                 self.version = message["weights"]
                 self.control.send({"bound": self.version})
@@ -118,13 +114,11 @@ async def main(descriptor: int) -> None:
         setup = (await control.receive())["setup"]
         light = Light(control, setup)
         await light.at("setup")
-        producer = await AsyncProducer.attach(setup["sequences"])
-        light.receiver = await attach_queue(setup["requests"])
-        tasks = [asyncio.ensure_future(light.report()), asyncio.ensure_future(light.take(producer))]
+        reporting = asyncio.ensure_future(light.report())
         await light.at("ready")
-        control.send({"ready": producer.identity.hex()})
+        control.send({"ready": True})
         obeying = asyncio.ensure_future(light.obey())
-        done, _ = await asyncio.wait([*tasks, obeying], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([reporting, obeying], return_when=asyncio.FIRST_COMPLETED)
         for each in done:
             each.result()
     finally:

@@ -12,13 +12,13 @@ import torch
 from generation_models import tiny_model
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from asyncrl.concurrency.channel import decode, encode
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.core import Core
 from asyncrl.generation.embedded.engine import open_core
-from asyncrl.generation.worker.wire import read_sequence, sequence_plan
+from asyncrl.generation.worker.wire import read_sequence, sequence_message
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.records.read import read
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 EXPERTS = 6
@@ -165,10 +165,9 @@ def test_routes_cross_from_a_worker_to_its_node() -> None:
     slot = core.add(request(np.arange(7, dtype=np.int32), 4, 1), ())
     steps(core, 4)
     sent = core.sequences.generation(slot, FinishReason.LENGTH)
-    plan = sequence_plan(3, sent, 0)
-    buffer = memoryview(bytearray(plan.size))
-    plan.write(buffer)
-    came = read_sequence(read(buffer))
+    message = decode(bytearray(encode(*sequence_message(3, sent))))
+    assert message is not None
+    came = read_sequence(message)
     assert sent.routed_experts is not None and came.routed_experts is not None
     assert came.routed_experts.dtype == np.int8
     np.testing.assert_array_equal(came.routed_experts, sent.routed_experts)

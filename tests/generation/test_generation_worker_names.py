@@ -26,29 +26,25 @@ from asyncrl.generation.worker import names
 from asyncrl.transport.memory import segment
 names.DIRECTORY = segment.DIRECTORY = sys.argv.pop(1)
 from asyncrl.generation.worker.names import segment_name
-from asyncrl.transport.queues.tensor_queue import share_queue
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 from transport_records import planned
-import numpy as np
 
 def put(name):
     with Producer.attach(name) as producer:
         producer.put(planned(0))
         producer.put(planned(1))
 
-async def main(results):
-    requests = segment_name("requests", 1)
-    settings = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 14)
-    async with RecordRing(results, settings) as ring, share_queue(requests, 4, 1 << 16) as queue:
-        await queue.put({"ids": np.arange(3)})
-        await asyncio.to_thread(put, results)
-        assert not sys.argv[2:] or (await ring.get()).record  # one that was taken, and one that was not
-        print(results, requests, flush=True)
+async def main(user_ring):
+    weights = segment.Segment.create(segment_name(), 4096)
+    async with RecordRing(user_ring, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 14)) as ring:
+        await asyncio.to_thread(put, user_ring)
+        assert (await ring.get()).record  # one that was taken, and one that was not
+        print(weights.name, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
-asyncio.run(main(sys.argv[1] or segment_name("results", 0)))
+asyncio.run(main(sys.argv[1]))
 """
 
 
@@ -69,54 +65,42 @@ def user_ring() -> str:
     return f"worker-{uuid.uuid4().hex[:8]}"
 
 
-def node(*arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return living(NODE, segment.DIRECTORY, *arguments)
+def node(ring: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return living(NODE, segment.DIRECTORY, ring)
 
 
 def there(*asked: str) -> list[bool]:
     return [Path(path_of(name)).exists() for name in asked]
 
 
-def test_names_differ_and_say_whose_they_are() -> None:
-    made = {segment_name("requests", 1) for _ in range(100)}
+def test_names_differ_and_name_their_process() -> None:
+    made = {segment_name() for _ in range(100)}
     assert len(made) == 100
-    assert all(name.startswith(f"worker-requests-1.{os.getpid()}.") for name in made)
-    for kind, number in (("Requests", 0), ("", 0), ("a-b", 0), ("requests", -1)):
-        with pytest.raises(ValueError, match="small letters and a number from 0"):
-            segment_name(kind, number)
+    assert all(name.startswith(f"worker-weights-0.{os.getpid()}.") for name in made)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_segments_of_a_killed_node_go_and_those_of_one_that_lives_stay(how: signal.Signals) -> None:
-    with node("") as dead, node("") as alive:
-        left, used = line(dead).split(), line(alive).split()
+def test_the_segment_of_a_killed_node_goes_and_that_of_one_that_lives_stays(
+    how: signal.Signals, user_ring: str
+) -> None:
+    """So does a user's ring whose owner is dead, with a record that nobody took, though its name begins as ours do."""
+    with node(user_ring) as dead, node(f"{user_ring}-2") as alive:
+        left, used = line(dead), line(alive)
         assert not sweep()
-        assert there(*left, *used) == [True] * 4
+        assert there(left, used, user_ring) == [True] * 3
         dead.kill()
         dead.wait()
         alive.send_signal(how if how == signal.SIGSTOP else 0)
-        assert set(left) <= set(sweep())
-        assert there(*left, *used) == [False, False, True, True]
-        assert not sweep()
+        assert sweep() == [left]
+        assert there(left, used, user_ring) == [False, True, True]
         alive.kill()
         alive.wait()
-        assert set(used) <= set(sweep())
-
-
-def test_a_users_ring_with_records_that_nobody_took_stays(user_ring: str) -> None:
-    """Its owner is dead as well, and its name begins as ours do."""
-    with node(user_ring, "take") as dead:
-        results, requests = line(dead).split()
-        assert results == user_ring
-        dead.kill()
-        dead.wait()
-    assert requests in sweep()
-    assert there(results, requests) == [True, False]
-    assert len(parts_of(user_ring, "ring")) == 1
+        assert sweep() == [used]
+        assert len(parts_of(user_ring, "ring")) == 1
 
 
 def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
-    gone, kept = (segment_name("results", number) for number in (0, 1))
+    gone, kept = (segment_name() for _ in range(2))
     damaged, link = Path(path_of(gone)), Path(path_of(kept))
     other = tmp_path / "file"
     other.write_bytes(b"mine")
@@ -127,7 +111,7 @@ def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
 
 
 def test_two_sweeps_at_once_remove_everything_once() -> None:
-    segments = [Segment.create(segment_name("requests", number), 4096) for number in range(20)]
+    segments = [Segment.create(segment_name(), 4096) for _ in range(20)]
     made = {each.name for each in segments}
     for each in segments:
         each.close(unlink=False)

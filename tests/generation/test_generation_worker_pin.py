@@ -168,7 +168,7 @@ async def test_there_is_nobody_to_spare_where_one_serves_or_some_are_at_another_
     async with serving(Engine(workers=2)) as engine:
         assert await engine.pin(1) is None
         engine.kill(0)
-        await until(lambda: not engine._router.takes(0))
+        await until(lambda: not engine._router.serves(0))
         assert await engine.pin(0) is None  # who is left has all the rollouts
         async with asyncio.timeout(SOON):
             await engine.all_serve()
@@ -222,7 +222,7 @@ async def test_a_token_of_another_version_is_an_error(monkeypatch: pytest.Monkey
     async with serving(Engine(workers=2)) as engine:
         pin = await pinned(engine)
         peer: Peer = engine._peers[pin.worker]
-        peer.tell(1, 1, None)
+        peer.send_weights(1, 1, None)
         await until(lambda: peer.bound == 1)
         with pytest.raises(Exception, match=r"worker \d is pinned to version 0 and sampled with 1"):
             await pin.generate(request(0))

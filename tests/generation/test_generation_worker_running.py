@@ -83,8 +83,7 @@ class Made:
         self.engine = EmbeddedServing(
             sides.served, None, lane, Recorder(max_events=0), max_sequences=4, max_context=CONTEXT, **options
         )
-        producer: Any = None  # requests are given to the engine itself
-        self.server = Server(self._line, self.engine, lane, sides.reader, producer)
+        self.server = Server(self._line, self.engine, lane, sides.reader)
 
     def write(self, version: int, half: int) -> None:
         """An optimizer step that matters."""

@@ -19,7 +19,6 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.embedded.sequences import Sequences
-from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import PACKED, PLAIN
 from asyncrl.models.policy import DTYPES
@@ -219,10 +218,6 @@ def test_routes_of_experts_are_part_of_the_prediction(tmp_path: Path) -> None:
     assert predicted(again, prompts=prompts)["routes"] == parts["routes"] + rows * prompts.longest * token
     more = 5 * members * (prompts.longest + 100) * token
     assert predicted(kept, prompts=prompts)["routes"] == parts["routes"] + more
-
-    one = Placement((torch.device("cpu"),), 1, 1, "one worker")
-    assert predicted(config, placement=one)["worker_records"] == ring_bytes(rows, 600, token)
-    assert ring_bytes(64, 4096, 384) > 20 * ring_bytes(64, 4096, 0) > 20 << 20
 
 
 def test_what_does_not_fit_is_a_warning_with_the_table(

@@ -1,14 +1,14 @@
 """The engine of a node whose workers generate: requests in, generations out, weights moved, deaths outlived.
 
-    generate() --> router --> request queue --> worker --> record ring --> the caller's future      (edges 2, 2')
-    update_weights(version, half) --> a word to each worker --> each answers between two closures    (edge 6)
+    generate() --> router --> channel --> worker --> channel --> the caller's future                    (edges 2, 2')
+    update_weights(version, half) --> a message to each worker --> each answers between two closures    (edge 6)
     pin(version) --> one worker stays there, for pinned requests alone (pin.py)
 
 Guarantees
-* A request is answered once. A worker that dies: what it had gone on to another one or to its successor, with the same random
-  keys; what it had put into the ring is taken first. Its successor starts with the current weights, that of a pinned one with
-  those it was pinned to.
-* A worker that says nothing for `watchdog.loop_timeout_s` (while it starts: and computes nothing), or whose closure runs for
+* A request is answered once. What a worker sent before it died is taken first; its other requests go to another worker or to its
+  successor, with the same random keys. The successor starts with the current weights, that of a pinned worker with those it was
+  pinned to.
+* A worker that sends nothing for `watchdog.loop_timeout_s` (while it starts: and computes nothing), or whose closure runs for
   `watchdog.lane_timeout_s`, is killed.
 * One that dies `MOST_DEATHS` times without a sequence in between ends the engine, with its last lines of output, as does one
   that holds wrong weights, or does not come up in the first place.
@@ -31,23 +31,18 @@ from asyncrl.errors import GenerationError, WorkerDied
 from asyncrl.generation.life import EngineLife
 from asyncrl.generation.requests import check_request, check_tokens
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
-from .names import remove, segment_name, sweep
-from .peer import Peer, Setup
+from .names import sweep
+from .peer import LEAVE_S, Peer, Setup
 from .pin import Pin, Pins
 from .router import Job, Router
-from .wire import check_size, read_sequence
+from .wire import check_sendable, read_sequence
 
 logger = logging.getLogger("asyncrl.generation")
 
 MOST_DEATHS = 3  # of one worker, without a finished sequence in between
 _LOOK_S = 1.0
-_RING_SLOTS = 1024
-_TOKEN_BYTES = 16  # of a finished sequence: id, two log-probs, version
-_RECORD_BYTES = 4096  # of its record beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,6 @@ class Limits:
     start_s: float
     silent_s: float
     closure_s: float
-    route_bytes: int = 0  # of a token, where it is recorded which experts it went to
     # In `preset: sync`, where groups, every `ranks`th of which is this rank's, choose their workers.
     ranks: int | None = None
 
@@ -70,22 +64,6 @@ class Limits:
     def capacity(self) -> int:
         """Requests that a worker has: those that run, and a reserve for the places that become free."""
         return self.max_sequences + max(2, self.max_sequences // 8)
-
-    @property
-    def ring_bytes(self) -> int:
-        """Of the ring of one worker."""
-        return ring_bytes(self.max_sequences, self.max_context, self.route_bytes)
-
-
-def ring_bytes(sequences: int, context: int, route_bytes: int) -> int:
-    """Of the ring through which one worker hands its finished sequences over: a quarter of those that run, two at least.
-    `context`: tokens of the longest; `route_bytes`: of a token."""
-    record = _record_bytes(context, route_bytes)
-    return max(1 << 20, 2 * record, sequences * record // 4)
-
-
-def _record_bytes(context: int, route_bytes: int) -> int:
-    return context * (_TOKEN_BYTES + route_bytes) + _RECORD_BYTES
 
 
 @dataclass(slots=True)
@@ -118,8 +96,6 @@ class WorkerEngine(EngineLife):
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[_Update] = []
-        self._ring_name = segment_name("sequences", 0)
-        self._gone: dict[bytes, asyncio.Future[None]] = {}  # producers whose end the ring has to tell
         self._ended: dict[str, float] = {}  # statistics of lives that are over
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
@@ -135,7 +111,7 @@ class WorkerEngine(EngineLife):
         self._require_open()
         check_request(request, self.limits.max_context)
         check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
-        check_size(request)
+        check_sendable(request)
         job = self._router.add(request, asyncio.get_running_loop().create_future(), pinned=pinned)
         self._assign()
         try:
@@ -163,7 +139,7 @@ class WorkerEngine(EngineLife):
         self._updates.append(update)
         for peer in self._peers.values():
             if peer.ready and self._pins.of(peer.number) is None:
-                peer.tell(version, half, outputs)
+                peer.send_weights(version, half, outputs)
         self._answer_updates()
         await update.future
 
@@ -185,7 +161,7 @@ class WorkerEngine(EngineLife):
         `reserved_positions` are tokens that were promised."""
         total = dict(self._ended)
         for peer in self._peers.values():
-            for name, value in peer.said.statistics.items():
+            for name, value in peer.statistics.items():
                 total[name] = total.get(name, 0.0) + value
         running = total.get("running", 0.0)
         return total | {
@@ -217,21 +193,9 @@ class WorkerEngine(EngineLife):
     async def _own(self) -> None:
         for line in await offload(sweep, "sweep"):
             logger.info("workers of a dead run had left %s; it was removed", line)
-        limits = self.limits
-        settings = RingSettings(2 * limits.workers * limits.ring_bytes + (1 << 20), _RING_SLOTS, limits.ring_bytes)
-        try:
-            async with RecordRing(self._ring_name, settings) as ring, plain_task_group() as tasks:
-                ring.on_gone = self._tell_gone
-                for number in range(limits.workers):
-                    spawn(tasks, f"worker {number}", self._keep, number)
-                async for delivery in ring:
-                    number = delivery.record.group
-                    generation = read_sequence(delivery.record)
-                    delivery.release()
-                    self._deliver(number, generation)
-        finally:
-            with anyio.CancelScope(shield=True):  # a ring keeps what nobody took for its next owner; this one has none
-                await offload(lambda: remove(self._ring_name), "worker-ring")
+        async with plain_task_group() as tasks:
+            for number in range(self.limits.workers):
+                spawn(tasks, f"worker {number}", self._keep, number)
 
     def _deliver(self, number: int, generation: Generation) -> None:
         job = self._router.find(number)
@@ -267,12 +231,12 @@ class WorkerEngine(EngineLife):
             peer: Peer | None = None
             before = self._finishes[number]
             try:
-                async with Peer.start(number, self._setup(number), self._ring_name) as peer:
-                    self._peers[number] = peer
-                    try:
-                        await self._serve(peer)
-                    finally:
-                        await self._retire(peer)
+                self._peers[number] = peer = Peer(number, self._setup(number))
+                try:
+                    await self._serve(peer)
+                finally:
+                    self._retire(peer)
+                    await peer.process.aclose(LEAVE_S)
             except (WorkerDied, BlockingIOError) as died:
                 deaths = 1 if self._finishes[number] > before else deaths + 1
                 if first and (peer is None or not peer.ready):
@@ -290,11 +254,10 @@ class WorkerEngine(EngineLife):
     async def _serve(self, peer: Peer) -> None:
         """Until the process has ended. Errors: WorkerDied."""
         async with plain_task_group() as tasks:
-            spawn(tasks, "requests to a worker", peer.send)
             spawn(tasks, "watch over a worker", self._watch, peer)
-            await peer.hear(self.recorder, self._heard)
+            await peer.receive(self.recorder, self._on_message)
 
-    def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _on_message(self, peer: Peer, message: dict[str, Any]) -> None:
         if "report" in message:
             now = self.statistics()
             self.recorder.gauge("engine/running", now["running"])
@@ -304,7 +267,7 @@ class WorkerEngine(EngineLife):
         if "ready" in message:
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "begin_with comes before the workers"
-            peer.tell(*weights)
+            peer.send_weights(*weights)
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.open(peer.number)
@@ -312,6 +275,8 @@ class WorkerEngine(EngineLife):
                 self._tell_if_all_serve()
             self._pins.settle()
             self._answer_updates()
+        if "sequence" in message:
+            self._deliver(int(message["sequence"]), read_sequence(message))
         if "failed" in message:
             self._fail(int(message["failed"]), str(message["error"]))
 
@@ -329,49 +294,33 @@ class WorkerEngine(EngineLife):
         while True:
             before = loop.time()
             await anyio.sleep(_LOOK_S)
-            if loop.time() - before > 2 * _LOOK_S:  # nobody listened meanwhile: what it said may not have been read yet
-                peer.said.heard = min(loop.time(), peer.said.heard + loop.time() - before)
+            # This loop stood still meanwhile: what the worker sent may not have been read yet.
+            if loop.time() - before > 2 * _LOOK_S:
+                peer.heard = min(loop.time(), peer.heard + loop.time() - before)
                 continue
             culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
             if culprit is not None:
                 peer.kill(culprit)
                 return
 
-    async def _retire(self, peer: Peer) -> None:
-        """It has ended, or is about to: what it had put is taken, the rest of what it had goes on elsewhere."""
+    def _retire(self, peer: Peer) -> None:
+        """It has ended, or all of them are being closed: what it had goes on elsewhere."""
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
-            self._ended[name] = self._ended.get(name, 0.0) + peer.said.statistics.get(name, 0.0)
-        self._router.drain(peer.number)  # what it had put may yet be delivered, and makes room that is none
-        self._pins.settle()
-        if peer.process.ended.done():  # else all of them are being closed
-            self._answer_updates()
-            if peer.ready:
-                await self._end_of(peer.producer)
-        self._gone.pop(peer.producer, None)
+            self._ended[name] = self._ended.get(name, 0.0) + peer.statistics.get(name, 0.0)
         self._router.close(peer.number)
+        self._pins.settle()
         self._assign()
         if peer.process.ended.done():
-            self._answer_updates()  # what it had is elsewhere
-
-    def _end_of(self, producer: bytes) -> asyncio.Future[None]:
-        """Done once the ring says that it is gone, and that all it had put was taken; which may be before we hear of it."""
-        if producer not in self._gone:
-            self._gone[producer] = asyncio.get_running_loop().create_future()
-        return self._gone[producer]
-
-    def _tell_gone(self, producer: bytes) -> None:
-        future = self._end_of(producer)
-        if not future.done():
-            future.set_result(None)
+            self._answer_updates()
 
     # -- weights
 
     def _answer_updates(self) -> None:
         if self._pins.has_others:
             return
-        told = (peer for peer in self._peers.values() if peer.told >= 0 and self._pins.of(peer.number) is None)
-        behind = min((peer.bound for peer in told), default=None)
+        moving = (peer for peer in self._peers.values() if peer.target >= 0 and self._pins.of(peer.number) is None)
+        behind = min((peer.bound for peer in moving), default=None)
         for update in [each for each in self._updates if behind is None or behind >= each.version]:
             self._updates.remove(update)
             if not update.future.done():

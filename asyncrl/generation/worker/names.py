@@ -1,4 +1,4 @@
-"""Names of the shared memory between a node and its workers, and how to clear what dead runs left under such names."""
+"""The name of the shared memory between a node and its workers, and how to clear what dead runs left under such names."""
 
 from __future__ import annotations
 
@@ -17,23 +17,9 @@ from ...transport.memory.segment import DIRECTORY, PREFIX, check_platform
 _OURS = re.compile(r"worker-[a-z]+-\d+\.\d+\.[0-9a-f]{12}")
 
 
-def segment_name(kind: str, number: int) -> str:
-    """A name that nobody else has for the segment of edge `kind` (small letters). `number`: of the worker; 0 where all share it.
-
-    Errors: ValueError for what makes no name that `sweep` finds.
-    """
-    name = f"worker-{kind}-{number}.{os.getpid()}.{secrets.token_hex(6)}"
-    if not _OURS.fullmatch(name):
-        raise ValueError(
-            f"edge {kind!r} of worker {number}: small letters and a number from 0 make a name that `sweep` finds"
-        )
-    return name
-
-
-def remove(name: str) -> None:
-    """Remove a segment of ours that is closed, with records that nobody waits for any more. Blocks."""
-    with contextlib.suppress(FileNotFoundError):
-        clear(name, drop_records=True)
+def segment_name() -> str:
+    """A name that nobody else has for the weight board of this process."""
+    return f"worker-weights-0.{os.getpid()}.{secrets.token_hex(6)}"
 
 
 def sweep() -> list[str]:

@@ -1,113 +1,81 @@
-"""One worker as the node sees it, for one life of its process: what it was sent, what it said, and how it ended."""
+"""One worker as the node sees it, for one life of its process: what it was sent, what it reported, and how it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import anyio
 
 from asyncrl.concurrency.child import ChildProcess, open_output
 from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerDied
 from asyncrl.telemetry.parcels import unpack
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
 from asyncrl.types import GenerationRequest
 
-from .names import segment_name
-from .wire import ABOUT_BYTES, item_of
+from .wire import requests_message
 
 PROGRAM = "asyncrl.generation.worker.main"
-_ALIGNMENT = 256  # of the two arrays of a request in the queue's arena, at most
-_LEAVE_S = 5.0  # for a worker that was asked to end, before it is killed
+# For a worker that was asked to end, before it is killed.
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is made of. `message`: what it is told first; `fds`: what it inherits, under the same numbers."""
+    """What a worker is made of. `message`: the first that it is sent; `fds`: what it inherits, under the same numbers;
+    `environment`: beside ours; `log`: the file of its output."""
 
     message: Mapping[str, Any]
     fds: Sequence[int]
-    environment: Mapping[str, str]  # beside ours
+    environment: Mapping[str, str]
     log: Path | None
-    capacity: int  # requests that it may have
-    longest: int  # tokens of a prompt
-
-
-@dataclass(slots=True)
-class Said:
-    """The newest of what a worker reported."""
-
-    heard: float  # loop time
-    statistics: dict[str, float] = field(default_factory=dict)
-    closure: tuple[str, float] | None = None  # what its lane computes, and for how many seconds
 
 
 class Peer:
-    """See the module docstring. Made by `start`; `hear` goes on until the process has ended."""
+    """See the module docstring. `process.aclose` must follow; `receive` goes on until the process has ended."""
 
-    def __init__(self, number: int, process: ChildProcess, requests: TensorSender) -> None:
+    def __init__(self, number: int, setup: Setup) -> None:
+        """Starts the process. Errors: OSError."""
         self.number = number
-        self.process = process
-        self.ready = False  # it has loaded its model
-        self.producer = b""  # by which the record ring knows it
-        self.bound = -1  # version of the weights that it computes with
-        self.told = -1  # version that it was told last
-        self.said = Said(asyncio.get_running_loop().time())
-        self._processor_s, self._computed = 0.0, self.said.heard  # what it had computed when it last had more, and when
-        self._leaving = False  # it hung up
-        self._reason: str | None = None  # why it was killed
-        self._requests = requests
-        self._outbox: deque[tuple[int, GenerationRequest | None]] = deque()
-        self._sendable = anyio.Event()
-
-    @classmethod
-    @asynccontextmanager
-    async def start(cls, number: int, setup: Setup, ring: str) -> AsyncIterator[Peer]:
-        """Process and request queue; both are gone at the end, whatever the end is. `ring`: for what it finishes."""
-        name = segment_name("requests", number)
-        size = setup.capacity * (4 * setup.longest + ABOUT_BYTES + _ALIGNMENT)
-        async with share_queue(name, setup.capacity, size, linger_s=0) as sender:
-            environment, output = os.environ | setup.environment, open_output(setup.log)
-            process = ChildProcess(f"worker {number}", PROGRAM, fds=setup.fds, environment=environment, output=output)
-            try:
-                edges = {"number": number, "requests": name, "sequences": ring}
-                process.channel.send({"setup": {**setup.message, **edges}})
-                yield cls(number, process, sender)
-            finally:
-                await process.aclose(_LEAVE_S)
+        # It has loaded its model.
+        self.ready = False
+        # Versions of the weights: that it computes with, and that it was sent last.
+        self.bound = self.target = -1
+        # Of its newest report. `closure`: what its lane computes, and for how many seconds.
+        self.statistics: dict[str, float] = {}
+        self.closure: tuple[str, float] | None = None
+        # Loop times: of its newest message, and when its processor time was last seen to grow.
+        self.heard = self._computed = asyncio.get_running_loop().time()
+        self._processor_s = 0.0
+        self._leaving = False
+        # Why it was killed.
+        self._reason: str | None = None
+        self._outbox: list[tuple[int, GenerationRequest | None]] = []
+        environment, output = os.environ | setup.environment, open_output(setup.log)
+        self.process = ChildProcess(f"worker {number}", PROGRAM, fds=setup.fds, environment=environment, output=output)
+        self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
-        """Send a request, or (None) that it was given up, in order; at once, or as soon as there is room."""
+        """Send a request, or (None) that it was given up, in order. Those of one turn of the loop go together."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append((number, request))
-        self._sendable.set()
 
-    def tell(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """These are the weights now: it moves to them between two closures, and says so; then it compares."""
-        self.told = version
+    def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """These are the weights now: it moves to them between two closures, and answers; then it compares."""
+        self.target = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
-    async def send(self) -> None:
-        """What was put goes out; for ever, or until the other side hung up."""
-        while True:
-            while self._outbox:
-                try:
-                    await self._requests.put(item_of(*self._outbox[0], more=len(self._outbox) > 1))
-                except anyio.BrokenResourceError:
-                    return  # it has ended, as `hear` tells, or has to: see `culprit`
-                self._outbox.popleft()
-            self._sendable = anyio.Event()
-            await self._sendable.wait()
+    def _flush(self) -> None:
+        message, data = requests_message(self._outbox)
+        self._outbox.clear()
+        self.process.channel.send(message, data)
 
-    async def hear(self, recorder: Recorder, on: Callable[[Peer, dict[str, Any]], None]) -> None:
-        """Until it ends: keep what it says, and pass it on. Errors: WorkerDied; DivergenceError where its weights are wrong;
-        ConfigError where its engine refused."""
+    async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:
+        """Until it ends: keep what it reports, and pass its messages on. Errors: WorkerDied; DivergenceError where its weights are
+        wrong; ConfigError where its engine refused."""
         while True:
             try:
                 message = await self.process.channel.receive()
@@ -115,27 +83,27 @@ class Peer:
                 self._leaving = True
                 if isinstance(error, TransportError):
                     self.kill(str(error))
-                await self.process.aclose(_LEAVE_S)  # who hung up may be writing its last lines
+                # Who hung up may be writing its last lines.
+                await self.process.aclose(LEAVE_S)
                 raise self._died() from None
-            self.said.heard = asyncio.get_running_loop().time()
+            self.heard = asyncio.get_running_loop().time()
             if "wrong" in message:
                 raise DivergenceError(f"worker {self.number}: {message['wrong']}")
             if "refused" in message:
                 raise ConfigError(str(message["refused"]))
             if "report" in message:
                 report = message["report"]
-                self.said.statistics = report["statistics"]
-                self.said.closure = tuple(report["closure"]) if report["closure"] else None
+                self.statistics = report["statistics"]
+                self.closure = tuple(report["closure"]) if report["closure"] else None
                 unpack(recorder, report["parcel"], f"worker{self.number}")
             if "ready" in message:
                 self.ready = True
-                self.producer = bytes.fromhex(message["ready"])
             if "bound" in message:
                 self.bound = int(message["bound"])
-            on(self, message)
+            on_message(self, message)
 
     def kill(self, reason: str) -> None:
-        """At once; `hear` ends with the reason."""
+        """At once; `receive` ends with the reason."""
         self._reason = reason
         self.process.kill()
 
@@ -148,14 +116,12 @@ class Peer:
         that is starting. That one may import torch in silence, but has `silent_s` alone where it does not even compute."""
         if self._leaving:
             return None
-        if self.ready and not self._requests.has_receiver:
-            return "it has closed its request queue"
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
         if processor_s != self._processor_s:
             self._processor_s, self._computed = processor_s, now
-        silent, still = now - self.said.heard, now - max(self.said.heard, self._computed)
+        silent, still = now - self.heard, now - max(self.heard, self._computed)
         if silent > (silent_s if self.ready else start_s) or still > silent_s:
             return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
-        if self.said.closure is not None and self.said.closure[1] > (closure_s if self.ready else start_s):
-            return f"its closure {self.said.closure[0]} has run for {self.said.closure[1]:.0f} s"
+        if self.closure is not None and self.closure[1] > (closure_s if self.ready else start_s):
+            return f"its closure {self.closure[0]} has run for {self.closure[1]:.0f} s"
         return None

@@ -1,6 +1,6 @@
 """A worker that stays at a version while the others go on to later ones.
 
-pin ──▶ pinned requests alone, and what it had before ──▶ end ──▶ told of the newest version ──▶ bound: like any other
+pin ──▶ pinned requests alone, and what it had before ──▶ end ──▶ sent the newest version ────▶ bound: like any other
         one that dies: its successor begins with the pinned version                              (or dead)
 '─────────────── nobody may write into its half ──────────────────────────────────────────────────────'
 """
@@ -58,13 +58,13 @@ class Pins:
         self._router, self._peers, self._recorder, self._moved_on = router, peers, recorder, moved_on
         self._pin: Pin | None = None  # until its worker has moved on
         self._leaving: list[asyncio.Future[None]] = []  # who waits for that
-        self.newest: PostedVersion | None = None  # what the other workers were told of last
+        self.newest: PostedVersion | None = None  # what the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
         """As `ports.PinsVersions.pin`: of the workers that have bound it, that with the fewest reserved tokens."""
         if self._pin is not None:
             await self.left(self._pin.weights.half)
-        able = [number for number, peer in self._peers.items() if peer.bound == version and self._router.takes(number)]
+        able = [number for number, peer in self._peers.items() if peer.bound == version and self._router.serves(number)]
         if self._pin is not None or self.newest is None or self.newest.version != version or len(able) < 2:
             return None
         self._pin = Pin(self._router.pin(able), self.newest, sample, self._end)
@@ -99,7 +99,7 @@ class Pins:
         if pin is None or not pin.ended or newest is None:
             return
         peer = self._peers.get(pin.worker)
-        if peer is not None and peer.told >= 0 and peer.bound < newest.version:
+        if peer is not None and peer.target >= 0 and peer.bound < newest.version:
             return  # it moves; until it is there it gets no requests
         self._pin = None
         self._router.unpin()
@@ -117,6 +117,7 @@ class Pins:
     def _end(self) -> None:
         assert self._pin is not None and self.newest is not None
         peer = self._peers.get(self._pin.worker)
-        if peer is not None and 0 <= peer.told < self.newest.version:  # else it is there, or is told when it is ready
-            peer.tell(*self.newest)
+        # Else it is there, or is sent it when it is ready.
+        if peer is not None and 0 <= peer.target < self.newest.version:
+            peer.send_weights(*self.newest)
         self.settle()

@@ -44,7 +44,6 @@ class _Load:
 
     jobs: dict[int, Job] = field(default_factory=dict)  # by number
     reserved: int = 0
-    draining: bool = False  # it gets nothing more
 
 
 class Router:
@@ -68,15 +67,11 @@ class Router:
     @property
     def serving(self) -> int:
         """Workers in service."""
-        return sum(not load.draining for load in self._loads.values())
+        return len(self._loads)
 
     def serves(self, worker: int) -> bool:
         """Whether it is in service."""
         return worker in self._loads
-
-    def takes(self, worker: int) -> bool:
-        """Whether it is in service, and will be."""
-        return worker in self._loads and not self._loads[worker].draining
 
     @property
     def sent(self) -> int:
@@ -100,11 +95,6 @@ class Router:
     def open(self, worker: int) -> None:
         """The worker is in service."""
         self._loads[worker] = _Load()
-
-    def drain(self, worker: int) -> None:
-        """It gets nothing more; what it has may still be answered, until it is closed."""
-        if worker in self._loads:
-            self._loads[worker].draining = True
 
     def pin(self, workers: Iterable[int]) -> int:
         """Pin that of these with the fewest reserved tokens. Returns which."""
@@ -191,7 +181,7 @@ class Router:
             chosen = self._worker_of(job.request.group)
             if chosen == self.pinned:  # steps go on beside an evaluation: it would be no use to wait
                 chosen = min((worker for worker in loads if worker != chosen), default=chosen)
-            return chosen if self.takes(chosen) and chosen != self.pinned else None
+            return chosen if self.serves(chosen) and chosen != self.pinned else None
         home = self._homes.get(job.request.prefix_key or "")
         if job.request.prefix_key is not None and home is not None and home[0] in loads and home[0] != self.pinned:
             return home[0] if self._has_room(loads[home[0]]) else None
@@ -200,7 +190,7 @@ class Router:
         return min(free)[1] if free else None
 
     def _has_room(self, load: _Load) -> bool:
-        return not load.draining and len(load.jobs) < self.capacity
+        return len(load.jobs) < self.capacity
 
     def _leave_home(self, job: Job) -> None:
         key = job.request.prefix_key

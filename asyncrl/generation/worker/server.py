@@ -1,16 +1,18 @@
 """What a worker does, from the setup to the end of its node.
 
-It builds the form of the model, binds the parameters to the weight board, and serves the request queue with an engine: the one
-that a node runs in `shared`, or vLLM's (`opening.py`); a lane for the closures, one owner task. The loop only moves messages while
-a closure runs.
+It builds the form of the model, binds the parameters to the weight board, and serves requests with an engine: the one that a node
+runs in `shared`, or vLLM's (`opening.py`); a lane for the closures, one owner task. The loop only moves messages while a closure
+runs.
 
     {"setup": ...}              node -> worker    first of all
     {"stage": text}             worker -> node    while it starts
-    {"ready": producer}         worker -> node    the model is there; `producer` is its name in the record ring
+    {"ready": true}             worker -> node    the model is there
     {"weights": v, "half": h, "outputs": o}
                                 node -> worker    these are the weights now, and what the trainer computes with them, if given
     {"bound": v}                worker -> node    every token from now on is sampled with them
     {"report": ...}             worker -> node    every `_REPORT_S`: statistics, what the lane does, what was recorded
+    {"requests": ...}           node -> worker    see wire.py
+    {"sequence": n, ...}        worker -> node    see wire.py
     {"failed": n, "error": e}   worker -> node    request n cannot be served
     {"refused": text}           worker -> node    its engine cannot run this model, or has no memory: a ConfigError of the node
     {"wrong": text}             worker -> node    its weights are not those of the board: the run has to end
@@ -35,18 +37,16 @@ from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
-from asyncrl.errors import ConfigError, GenerationError, OutOfMemory, RingFull
+from asyncrl.errors import ConfigError, GenerationError, OutOfMemory
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.transport.queues.tensor_queue import TensorReceiver, attach_queue
-from asyncrl.transport.rings.producer import AsyncProducer
-from asyncrl.types import Generation, GenerationRequest, PostedVersion
+from asyncrl.types import GenerationRequest, PostedVersion
 from asyncrl.weights.sync import WeightReader
 
 from .opening import open_serving
 from .serving import Serving
-from .wire import read_item, sequence_plan
+from .wire import read_requests, sequence_message
 
 _REPORT_S = 0.1
 
@@ -60,55 +60,39 @@ class Server:
         engine: Serving,
         lane: ThreadLane,
         board: Board,
-        producer: AsyncProducer,
     ) -> None:
         self._control = control
         self._engine = engine
-        self._producer = producer
         self.weights = WeightReader(board, engine, lane, control.send)
         # Of the requests that it has, by number.
         self._scopes: dict[int, anyio.CancelScope] = {}
 
-    async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
-        """For ever: requests begin, those together that the node sent together, and those that were given up end."""
-        begun: list[tuple[int, GenerationRequest]] = []
-        async for item in requests:
-            with item:
-                number, request, more = read_item(item)
-            if request is not None:
-                self._scopes[number] = anyio.CancelScope()
-                begun.append((number, request))
-            elif number in self._scopes:  # else it has ended, and the answer is on its way
-                self._scopes[number].cancel()
-            for each in () if more else begun:
-                spawn(tasks, f"request {each[0]}", self._generate, *each)
-            begun = begun if more else []
-
-    async def _generate(self, number: int, request: GenerationRequest) -> None:
-        try:
-            with self._scopes[number]:
-                await self._put(number, await self._engine.generate(request))
-        except GenerationError as error:
-            if self._engine.failed:
-                raise
-            self._control.send({"failed": number, "error": str(error)})
-        finally:
-            del self._scopes[number]
-
-    async def _put(self, number: int, generation: Generation) -> None:
-        plan = sequence_plan(number, generation, self._engine.version)
-        while True:
-            with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
-                return await self._producer.put(plan)
-
-    async def receive(self) -> None:
-        """Passes the weights that the node announces on to `weights`, until the node hangs up."""
+    async def receive(self, tasks: TaskGroup) -> None:
+        """Until the node hangs up. Requests begin, those of a message together, and those that were given up end."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
                 if "weights" in message:
                     weights = PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"])
                     self.weights.set_target(weights)
+                for number, request in read_requests(message) if "requests" in message else ():
+                    if request is not None:
+                        self._scopes[number] = anyio.CancelScope()
+                        spawn(tasks, f"request {number}", self._generate, number, request)
+                    # Else it has ended, and the answer is on its way.
+                    elif number in self._scopes:
+                        self._scopes[number].cancel()
+
+    async def _generate(self, number: int, request: GenerationRequest) -> None:
+        try:
+            with self._scopes[number]:
+                self._control.send(*sequence_message(number, await self._engine.generate(request)))
+        except GenerationError as error:
+            if self._engine.failed:
+                raise
+            self._control.send({"failed": number, "error": str(error)})
+        finally:
+            del self._scopes[number]
 
 
 async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
@@ -156,15 +140,12 @@ async def serve(control: Channel) -> None:
             await control.drain()
             tasks.cancel_scope.cancel()
             return
-        producer = await AsyncProducer.attach(setup["sequences"])
-        requests = await attach_queue(setup["requests"])
-        async with engine, producer:
-            server = Server(control, engine, lane, board, producer)
+        async with engine:
+            server = Server(control, engine, lane, board)
             engines.append(engine)
-            spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "moves of the weights", server.weights.run)
-            control.send({"ready": producer.identity.hex()})
-            await server.receive()
+            control.send({"ready": True})
+            await server.receive(tasks)
             tasks.cancel_scope.cancel()
 
 

@@ -1,119 +1,97 @@
-"""What crosses between node and worker: requests as items of a tensor queue, finished sequences as records.
+"""Requests and finished sequences as messages of the channel between node and worker.
 
-edge 2    {"prompt": int32 [P], "about": JSON}        a request; or {"about": JSON} alone: one that was given up
-edge 2'   a record of one member: `group` is the number of the request, its columns are those of `Generation`; where routes are
-          recorded, those of the completion are a column, and those of the prompt a byte string of their own
+edge 2    {"requests": [[number, about], ...]} + prompts int32    about None: that request was given up
+edge 2'   {"sequence": number, ...} + [4, C] words: token ids, both log-probs, versions; then the routes, where they are recorded
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import orjson
 
+from asyncrl.concurrency.channel import encode
 from asyncrl.errors import GenerationError
-from asyncrl.records.layout import USER_SECTIONS, Section
-from asyncrl.records.read import Record
-from asyncrl.records.write import Draft, Plan, plan
-from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
+from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
-_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)  # by their code in a record, less one
-_PROMPT_ROUTES, _STOP = USER_SECTIONS.start, USER_SECTIONS.start + 1
-ABOUT_BYTES = 1 << 15  # of a request, beside its prompt
-_SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
+# Random keys are 64 bits wide wherever they are used.
+_SEEDS = 0xFFFFFFFFFFFFFFFF
+Message = tuple[dict[str, Any], bytes]
 
 
-def item_of(number: int, request: GenerationRequest | None, *, more: bool) -> dict[str, Any]:
-    """The item for a request that the node calls `number`. None: nobody waits for it any more; on the same queue, so that it
-    cannot come before the request. `more`: the node has more to send, and the worker begins none before it has them all."""
-    if request is None:
-        return {"about": _json({"number": number, "more": more})}
-    return {"prompt": np.ascontiguousarray(request.prompt_ids, np.int32), "about": _about(number, request, more)}
-
-
-def check_size(request: GenerationRequest) -> None:
-    """Errors: GenerationError where what stands beside the prompt is more than the queue has room for, or no JSON."""
+def check_sendable(request: GenerationRequest) -> None:
+    """Errors: GenerationError for what is no JSON beside the prompt, such as a surrogate in a stop string."""
     try:
-        size = _about(0, request, False).size + 20  # a longer number
-    except TypeError as error:  # a surrogate in a stop string, a type of its own
+        encode(_about(request))
+    except TypeError as error:
         raise GenerationError(f"this request cannot be served: {error}") from error
-    if size > ABOUT_BYTES:
-        raise GenerationError(
-            f"this request cannot be served: its prefix key, stops, biases and bad words are {size} bytes, at most {ABOUT_BYTES}"
+
+
+def requests_message(requests: Sequence[tuple[int, GenerationRequest | None]]) -> Message:
+    """Requests by number, in order; None where nobody waits for it any more. The worker begins those of a message together."""
+    about = [[number, None if request is None else _about(request)] for number, request in requests]
+    prompts = [np.ascontiguousarray(each.prompt_ids, np.int32).tobytes() for _, each in requests if each is not None]
+    return {"requests": about}, b"".join(prompts)
+
+
+def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationRequest | None]]:
+    """The requests of a `requests_message`."""
+    prompts, at = np.frombuffer(message.get("data", b""), np.int32), 0
+    found: list[tuple[int, GenerationRequest | None]] = []
+    for number, about in message["requests"]:
+        if about is None:
+            found.append((number, None))
+            continue
+        sampling, size = about["sampling"], about["tokens"]
+        for name in ("stop", "stop_token_ids"):
+            sampling[name] = tuple(sampling[name])
+        sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
+        sampling["logit_bias"] = dict(sampling["logit_bias"])
+        prompt, at = prompts[at : at + size].copy(), at + size
+        request = GenerationRequest(
+            prompt, SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
         )
+        found.append((number, request))
+    return found
 
 
-def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None, bool]:
-    """(number, request, more); no request where it was given up. Copies: the item may be released."""
-    about = orjson.loads(item["about"].tobytes())
-    if "prompt" not in item:
-        return int(about["number"]), None, bool(about["more"])
-    sampling = about["sampling"]
-    for name in ("stop", "stop_token_ids"):
-        sampling[name] = tuple(sampling[name])
-    sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
-    sampling["logit_bias"] = dict(sampling["logit_bias"])
-    request = GenerationRequest(
-        item["prompt"].copy(), SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
-    )
-    return int(about["number"]), request, bool(about["more"])
-
-
-def sequence_plan(number: int, generation: Generation, version: int) -> Plan:
-    """The record of a finished sequence. `version`: of the weights that the worker holds now."""
-    sections: dict[int, Any] = {
-        Section.TOKENS: [generation.token_ids],
-        Section.LOGPROBS: [generation.logprobs],
-        Section.SAMPLED_LOGPROBS: [generation.sampled_logprobs],
-        Section.VERSIONS: [generation.versions],
-        Section.FINISH_REASONS: [_REASONS.index(generation.finish_reason) + 1],
-    }
+def sequence_message(number: int, generation: Generation) -> Message:
+    """A finished sequence."""
     routes = generation.routed_experts
-    if routes is not None:
-        prompt = routes.shape[0] - generation.token_ids.size
-        sections |= {Section.ROUTED_EXPERTS: [routes[prompt:]], _PROMPT_ROUTES: routes[:prompt].tobytes()}
-    if generation.stop is not None:
-        sections[_STOP] = generation.stop.encode()
-    return plan(Draft(number, [0], 1, sections, policy_version=version))
+    message = {
+        "sequence": number,
+        "tokens": generation.token_ids.size,
+        "finish_reason": generation.finish_reason.value,
+        "stop": generation.stop,
+        "routes": None if routes is None else [routes.dtype.str, *routes.shape],
+    }
+    columns = (generation.token_ids, generation.logprobs, generation.sampled_logprobs, generation.versions)
+    arrays = [*columns, *([] if routes is None else [routes])]
+    return message, b"".join(np.ascontiguousarray(array).data for array in arrays)
 
 
-def read_sequence(record: Record) -> Generation:
-    """The generation in a record of `sequence_plan`. Copies: the record may be released."""
-    arrays, stop = record.arrays, record.strings.get(_STOP)
+def read_sequence(message: Mapping[str, Any]) -> Generation:
+    """The generation in a `sequence_message`."""
+    data, size, routes = message["data"], message["tokens"], message["routes"]
+    tokens, logprobs, sampled, versions = np.frombuffer(data, np.int32, 4 * size).reshape(4, size).copy()
     return Generation(
-        arrays[Section.TOKENS].copy(),
-        arrays[Section.LOGPROBS].copy(),
-        arrays[Section.SAMPLED_LOGPROBS].copy(),
-        arrays[Section.VERSIONS].copy(),
-        _REASONS[int(arrays[Section.FINISH_REASONS][0]) - 1],
-        _routes(record),
-        None if stop is None else bytes(stop).decode(),
+        tokens,
+        logprobs.view(np.float32),
+        sampled.view(np.float32),
+        versions,
+        FinishReason(message["finish_reason"]),
+        None if routes is None else np.frombuffer(data, routes[0], offset=16 * size).reshape(routes[1:]).copy(),
+        message["stop"],
     )
 
 
-def _routes(record: Record) -> RoutesArray | None:
-    completion = record.arrays.get(Section.ROUTED_EXPERTS)
-    if completion is None:
-        return None
-    prompt = np.frombuffer(record.strings[_PROMPT_ROUTES], completion.dtype).reshape(-1, *completion.shape[1:])
-    return np.concatenate([prompt, completion])
-
-
-def _about(number: int, request: GenerationRequest, more: bool) -> Any:
-    return _json(
-        {
-            "number": number,
-            "more": more,
-            "seed": int(request.seed) & _SEEDS,
-            "prefix_key": request.prefix_key,
-            "priority": request.priority,
-            "sampling": {**asdict(request.sampling), "logit_bias": list(request.sampling.logit_bias.items())},
-        }
-    )
-
-
-def _json(about: dict[str, Any]) -> Any:
-    return np.frombuffer(orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY), np.uint8)
+def _about(request: GenerationRequest) -> dict[str, Any]:
+    return {
+        "tokens": int(request.prompt_ids.size),
+        "seed": int(request.seed) & _SEEDS,
+        "prefix_key": request.prefix_key,
+        "priority": request.priority,
+        "sampling": {**asdict(request.sampling), "logit_bias": list(request.sampling.logit_bias.items())},
+    }
