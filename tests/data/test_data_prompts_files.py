@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.schema import DataConfig
-from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import open_rows
 from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.errors import DataError
@@ -236,19 +235,6 @@ def test_arguments_of_the_template(tokenizer: Any) -> None:
         text_of(own, "q", chat_template_kwargs=both, template="raw")
 
 
-def test_rendered_text_is_what_the_template_itself_tokenizes(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "one\ntwo"}]
-    direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert encode_prompt(messages, DataConfig(), tokenizer).tolist() == direct["input_ids"]
-
-
-def test_messages_out_of_arrow_lose_the_keys_that_they_never_had(tokenizer: Any, tmp_path: Path) -> None:
-    messages = [{"role": "assistant", "content": "a", "tool_calls": "t"}, {"role": "user", "content": "q"}]
-    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "m.parquet")
-    prompt = PromptSource.open(tmp_path / "m.parquet", tokenizer).next()
-    assert prompt is not None and tokenizer.decode(prompt.ids) == "<assistant>a!</><user>q</><assistant>"
-
-
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -273,16 +259,6 @@ def test_without_a_template(tokenizer: Any) -> None:
     for prompt, options in [([{"role": "user", "content": "q"}], {}), ("q", {"template": "chat"})]:
         with pytest.raises(DataError, match="no chat template"):
             encode_prompt(prompt, DataConfig(**options), bare)  # type: ignore[arg-type]
-
-
-def test_a_source_over_a_file_with_a_real_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS[:2]), tmp_path / "a.parquet")
-    cursor = PromptSource.open(
-        tmp_path / "a.parquet", tokenizer, DataConfig(shuffle=False, template="raw"), max_epochs=1
-    )
-    prompts = list(iter(cursor.next, None))
-    assert [tokenizer.decode(p.ids) for p in prompts] == ["[BOS]1+1=", "[BOS]2+2="]
-    assert prompts[0].columns == {"answer": "2", "info": {"kind": "sum"}}
 
 
 def test_no_torch_at_import_time() -> None:

@@ -139,18 +139,6 @@ def test_shards_hold_every_row_once_in_equal_counts_and_the_way_back_is_right(
             assert tokens == (stop - start) * longest
 
 
-def test_the_inverse_gathers_a_3_cycle() -> None:
-    """A permutation that is not its own inverse: scattering by it instead of gathering would be wrong."""
-    meta = batch([2, 3, 1])
-    sharding = shard_padded(meta, 1, 100)
-    assert sharding.shards[0].meta.ids == ("r2", "r0", "r1")
-    assert sharding.inverse.tolist() == [1, 2, 0]
-    assert sharding.restore([["c", "a", "b"]]) == ["a", "b", "c"]
-    scattered = np.empty(3, object)
-    scattered[sharding.inverse] = ["c", "a", "b"]
-    assert scattered.tolist() != ["a", "b", "c"]
-
-
 def test_rounds_and_ranks_are_level() -> None:
     rng = np.random.default_rng(0)
     meta = batch(rng.integers(20, 200, 256).tolist())
@@ -159,15 +147,6 @@ def test_rounds_and_ranks_are_level() -> None:
     assert max(totals) - min(totals) <= 0.01 * max(totals)
     for work in zip(*(shard.tokens for shard in sharding.shards), strict=True):
         assert max(work) - min(work) <= 0.05 * max(work)
-
-
-def test_an_idle_rank_gets_empty_microbatches_only_where_that_is_allowed() -> None:
-    meta = batch([5, 6])
-    with pytest.raises(DataError, match="2 sequences cannot fill 3 bins"):
-        shard_packed(meta, 3, 10)
-    sharding = shard_packed(meta, 3, 10, allow_empty=True)
-    assert sorted(len(shard.meta) for shard in sharding.shards) == [0, 1, 1]
-    check(sharding, meta, 10)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
