@@ -4,74 +4,26 @@ loss, every term on, float64. The ranks live as long as the module, so that a pa
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import training_partition
-import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ports import reserved_port
 from training_helpers import STREAMED
+from training_ranks import Ranks, ranks_in
 
-import asyncrl
 from asyncrl.training.reducer import OneRank
 
 RANKS = 3
-Ask = Callable[[str, int, list[list[int]]], list[dict]]
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with reserved_port() as reserved:
-        yield reserved
-
-
-@pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Ask]:
-    """Trains one partition over all ranks; what each of them found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    logs = [(folder / f"{rank}.log").open("w") for rank in range(RANKS)]
-    script = str(Path(training_partition.__file__))
-    ranks = [
-        warm.Popen(
-            [sys.executable, script, str(rank), str(RANKS), str(port), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=logs[rank],
-            text=True,
-            env=environment,
-        )
-        for rank in range(RANKS)
-    ]
-
-    def over_ranks(name: str, seed: int, where: list[list[int]]) -> list[dict]:
-        for process in ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"name": name, "seed": seed, "where": where}) + "\n")
-            process.stdin.flush()
-        for rank, process in enumerate(ranks):
-            assert process.stdout is not None
-            assert process.stdout.readline() == "done\n", (folder / f"{rank}.log").read_text()
-        return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-
-    try:
-        yield over_ranks
-    finally:
-        for process in ranks:  # all of them: the first one waits for the others' farewell
-            assert process.stdin is not None
-            process.stdin.close()
-        for process, log in zip(ranks, logs, strict=True):
-            assert process.stdout is not None
-            process.wait(300)
-            process.stdout.close()
-            log.close()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks_in(str(Path(training_partition.__file__)), tmp_path_factory.mktemp("ranks"), RANKS) as living:
+        yield living
 
 
 places = st.lists(
@@ -82,11 +34,11 @@ places = st.lists(
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_any_partition_over_ranks_is_the_same_step(name: str, ask: Ask) -> None:
+def test_any_partition_over_ranks_is_the_same_step(name: str, ranks: Ranks) -> None:
     @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(where=places, seed=st.integers(0, 2**16))
     def holds(where: list[list[int]], seed: int) -> None:
-        check(ask, name, seed, where)
+        check(ranks, name, seed, where)
 
     holds()
 
@@ -94,16 +46,39 @@ def test_any_partition_over_ranks_is_the_same_step(name: str, ask: Ask) -> None:
 @pytest.mark.parametrize(
     "where", [[[1, 0]] * 9, [[i % 3, i % 2] for i in range(9)], [[2 * (i == 5), i] for i in range(9)]]
 )
-def test_idle_ranks_and_one_with_a_masked_row_alone(where: list[list[int]], ask: Ask) -> None:
+def test_idle_ranks_and_one_with_a_masked_row_alone(where: list[list[int]], ranks: Ranks) -> None:
     """Sequence 5 is fully masked: in the last partition it is all that rank 2 has, and rank 1 has nothing."""
     for name in ("grpo", "dapo", "dr_grpo"):
-        check(ask, name, 7, where)
+        check(ranks, name, 7, where)
 
 
-def check(ask: Ask, name: str, seed: int, where: list[list[int]]) -> None:
-    whole = training_partition.step(OneRank(), name, training_partition.part(seed, [[0, 0]] * len(where), 0))
+@pytest.mark.parametrize("name", ["grpo?", "dapo?", "bnpo?"])
+def test_a_step_that_is_surveyed_first_is_the_same_too(name: str, ranks: Ranks) -> None:
+    """Rank 0 is idle. A microbatch is the same wherever it runs, which bnpo needs."""
+    check(ranks, name, 3, [[1 + i % 2, 0] for i in range(9)] if name != "bnpo?" else [[1, 0]] * 9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_rank_that_skips_all_its_groups_equals_one_that_runs_them(name: str, ranks: Ranks) -> None:
+    """Rank 0 has one group, without advantages: it runs nothing, and joins every collective. Metrics are over what runs."""
+    where = [[0, 0]] * 3 + [[1, 0]] * 3 + [[2, 0]] * 3
+    check(ranks, f"{name}=", 7, where)
+    check(ranks, f"{name}!", 7, where)
+    skipped, run = (ask(ranks, name + end, 7, where) for end in "!=")
+    for one, other in zip(skipped, run, strict=True):
+        torch.testing.assert_close(one["gradient"], other["gradient"], rtol=0, atol=1e-10)
+        for key in ("loss", "tokens", "sequences"):
+            assert one["numbers"][key] == pytest.approx(other["numbers"][key], rel=1e-10)
+
+
+def ask(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> list[dict]:
+    return ranks.run([json.dumps({"name": name, "seed": seed, "where": where}) + "\n"] * RANKS)
+
+
+def check(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> None:
+    whole = training_partition.step(OneRank(), name, training_partition.part(seed, [[0, 0]] * len(where), 0, name))
     assert whole["gradient"].abs().max() > 1e-4
-    for found in ask(name, seed, where):
+    for found in ask(ranks, name, seed, where):
         torch.testing.assert_close(found["gradient"], whole["gradient"], rtol=0, atol=1e-10)
         assert found["numbers"] == pytest.approx(whole["numbers"], rel=1e-8, abs=1e-10)
 

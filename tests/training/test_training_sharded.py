@@ -3,11 +3,7 @@ everything, float64, every term of the loss on. The ranks live as long as the mo
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 import training_sharded
-import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ports import reserved_port
 from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
 from training_partition import SEQUENCES
+from training_ranks import Ranks, ranks_in
 from training_sharded import Case
 
-import asyncrl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
@@ -35,71 +29,18 @@ from asyncrl.pumps.building import counted_only
 from asyncrl.training.passes import outside_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
-
-class Ranks:
-    """Living processes, each of them one rank of a world."""
-
-    def __init__(self, folder: Path, size: int, port: int) -> None:
-        self.folder, self.size = folder, size
-        environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        script = str(Path(training_sharded.__file__))
-        self.logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
-        self.processes = [
-            warm.Popen(
-                [sys.executable, "-W", "error", script, str(rank), str(size), str(port), str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.logs[rank],
-                text=True,
-                env=environment,
-            )
-            for rank in range(size)
-        ]
-
-    def log(self, rank: int) -> str:
-        return (self.folder / f"{rank}.log").read_text()
-
-    def run(self, case: Case, rounds: list[list[int]]) -> list[dict[str, Any]]:
-        """What each rank found. `rounds[rank]`: see `Case.rounds`."""
-        for rank, process in enumerate(self.processes):
-            assert process.stdin is not None
-            process.stdin.write(replace(case, rounds=rounds[rank] if rounds else []).line())
-            process.stdin.flush()
-        for rank, process in enumerate(self.processes):
-            assert process.stdout is not None
-            assert process.stdout.readline() == "done\n", self.log(rank)
-        return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(self.size)]
-
-    def close(self) -> None:
-        for process in self.processes:  # all of them: the first one waits for the others' farewell
-            assert process.stdin is not None
-            process.stdin.close()
-        for process, log in zip(self.processes, self.logs, strict=True):
-            assert process.stdout is not None
-            try:
-                process.wait(300)
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
-                log.close()
-
-
-@contextmanager
-def ranks_in(folder: Path, size: int) -> Iterator[Ranks]:
-    with reserved_port() as port, closing(Ranks(folder, size, port)) as ranks:
-        yield ranks
+SCRIPT = str(Path(training_sharded.__file__))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(tmp_path_factory.mktemp("two"), 2) as ranks:
+    with ranks_in(SCRIPT, tmp_path_factory.mktemp("two"), 2) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(tmp_path_factory.mktemp("three"), 3) as ranks:
+    with ranks_in(SCRIPT, tmp_path_factory.mktemp("three"), 3) as ranks:
         yield ranks
 
 
@@ -107,9 +48,14 @@ def joined(parts: list[dict[str, Any]], what: str, name: str) -> torch.Tensor:
     return torch.cat([part[what][name] for part in parts])
 
 
+def lines(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None) -> list[str]:
+    """Of each rank. `rounds[rank]`: see `Case.rounds`."""
+    return [replace(case, rounds=rounds[rank] if rounds else []).line() for rank in range(ranks.size)]
+
+
 def check(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None, tolerance: float = 1e-10) -> None:
     wanted = training_sharded.replicate(case)
-    found = ranks.run(case, rounds or [])
+    found = ranks.run(lines(ranks, case, rounds))
     same(found, wanted, tolerance)
 
 
@@ -170,7 +116,7 @@ def test_a_rank_that_skips_equals_ranks_that_run_everything(two: Ranks) -> None:
     what was run are those of a step that runs them."""
     case = Case("dapo", where=EMPTY, silent=[2, 0], plain=True)
     wanted = training_sharded.replicate(case, run_all=True)
-    found = two.run(case, [[0], [1]])
+    found = two.run(lines(two, case, [[0], [1]]))
     for one in (wanted, *found):
         one["numbers"] = [{name: each[f"step/{name}"] for name in training_sharded.KEPT} for each in one["numbers"]]
     wanted["logprobs"] = wanted["logprobs"][-len(found[1]["logprobs"]) :]  # of what runs: rank 1 has all of it
@@ -201,13 +147,13 @@ def test_experts_their_routes_and_their_balance(two: Ranks, name: str, checkpoin
 
 
 def test_one_rank_is_one_shard(tmp_path: Path) -> None:
-    with ranks_in(tmp_path, 1) as one:
+    with ranks_in(SCRIPT, tmp_path, 1) as one:
         check(one, Case(where=[[0, i % 3] for i in range(SEQUENCES)]), [[1]])
 
 
 def test_bfloat16_products_have_float32_masters(two: Ranks) -> None:
     """Close to replicate, and no closer: its gradients of embedding and head add up in float32, FSDP2's in bfloat16."""
-    found = two.run(Case(where=UNEQUAL, dtype="bfloat16", steps=1), [])
+    found = two.run(lines(two, Case(where=UNEQUAL, dtype="bfloat16", steps=1)))
     exact = training_sharded.replicate(Case(where=UNEQUAL, steps=1))
     for name, gradient in exact["gradient"].items():
         shard = joined(found, "gradient", name)
@@ -238,15 +184,15 @@ def test_any_partition_over_three_ranks_is_the_same_step(three: Ranks) -> None:
 def test_the_comparison_has_teeth(two: Ranks) -> None:
     """A microbatch that is left out is seen."""
     wanted = training_sharded.replicate(Case(where=UNEQUAL, steps=1))
-    found = two.run(Case(where=[*UNEQUAL[:-1], [7, 7]], steps=1), [])
+    found = two.run(lines(two, Case(where=[*UNEQUAL[:-1], [7, 7]], steps=1)))
     with pytest.raises(AssertionError):
         same(found, wanted, 1e-10)
 
 
 def test_a_rank_that_dies_ends_the_round_of_the_others_with_an_error(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 0 waits for it in a round."""
-    with ranks_in(tmp_path, 2) as ranks:
-        ranks.run(Case(where=UNEQUAL, steps=1), [])
+    with ranks_in(SCRIPT, tmp_path, 2) as ranks:
+        ranks.run(lines(ranks, Case(where=UNEQUAL, steps=1)))
         waiting, killed = ranks.processes
         assert waiting.stdin is not None and waiting.stdout is not None
         waiting.stdin.write(Case(where=UNEQUAL, rounds=[0]).line())

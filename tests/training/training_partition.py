@@ -1,7 +1,8 @@
 """One rank that trains whatever part of a step it is told: `python training_partition.py RANK WORLD PORT OUT`.
 
 A line on stdin: `{"name": loss, "seed": n, "where": [[rank, microbatch], ...]}`, a place for each sequence of the step. The
-answer is the file `OUT/RANK.pt`, then a line on stdout.
+answer is the file `OUT/RANK.pt`, then a line on stdout. Behind the name of a loss: `?` surveys the step first, with a mask of top
+entropy; `=` leaves the loss its own terms alone and group 0 no advantages; `!` does not run that group either.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 import torch
 from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, with_columns
 
+from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
 from asyncrl.models.policy import PolicyModel
+from asyncrl.pumps.building import counted_only
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import Microbatch
+from asyncrl.types import Group, Microbatch
 
 GROUPS, SIZE = 3, 3
 SEQUENCES = GROUPS * SIZE
@@ -35,18 +38,23 @@ def groups(seed: int) -> list[Any]:
     return [make_group(rng, i, size=SIZE, masked=(2,) if i == 1 else (), holes=i == 2) for i in range(GROUPS)]
 
 
-def part(seed: int, where: list[list[int]], rank: int) -> list[Microbatch]:
+def part(seed: int, where: list[list[int]], rank: int, name: str = "") -> list[Microbatch]:
     """The microbatches of this rank: sequence `g x SIZE + m` is member m of group g, wherever it is put."""
     found: list[Microbatch] = []
+    counted: list[Group] = []
     for chunk in sorted({chunk for owner, chunk in where if owner == rank}):
         pieces = []
         for g, (group, advantages) in enumerate(groups(seed)):
             members = [m for m in range(SIZE) if where[g * SIZE + m] == [rank, chunk]]
             if members:
-                chosen = tuple(group.trajectories[m] for m in members)
-                pieces.append((replace(group, trajectories=chosen), advantages[members]))
+                chosen = replace(group, trajectories=tuple(group.trajectories[m] for m in members))
+                silent = g == 0 and name[-1:] in ("=", "!")
+                if silent and name.endswith("!"):
+                    counted.append(chosen)
+                else:
+                    pieces.append((chosen, advantages[members] * (not silent)))
         found += pack_groups(pieces, 10_000)
-    return [with_columns(microbatch) for microbatch in found]
+    return [with_columns(microbatch) for microbatch in found] + ([counted_only(counted)] if counted else [])
 
 
 @cache
@@ -57,20 +65,25 @@ def policy() -> PolicyModel:
 
 def step(world: Any, name: str, microbatches: list[Microbatch]) -> dict[str, Any]:
     """One step through the split train step, every term of the loss on."""
-    loss = everything(name)
+    surveyed, plain = name.endswith("?"), name[-1:] in ("=", "!")
+    name = name.rstrip("?=!")
+    loss = build_loss(name) if plain else everything(name, top=0.4 if surveyed else 1.0)
     policy().version = 0
     trainer = TorchTrainer(
         policy(),
         TrainConfig(lr=0.0, grad_clip=None),
         world,
         max_completion_length=MAX_LENGTH,
-        second_buffer=loss.extra_normaliser is not None,
+        second_buffer=loss.extra_normaliser is not None and not surveyed,
     )
+    if surveyed:
+        entropies = [trainer.compute_entropies(microbatch) for microbatch in microbatches]
+        loss, microbatches = trainer.survey(loss, microbatches, entropies)
     trainer.begin_train_step(loss)
     for microbatch in microbatches:
         trainer.train_microbatch(microbatch)
     result = trainer.finish_train_step()
-    numbers = {"loss": result.loss, "tokens": result.tokens, "sequences": result.sequences, **result.metrics}
+    numbers = {**result.metrics, "loss": result.loss, "tokens": result.tokens, "sequences": result.sequences}
     return {"gradient": trainer.policy.flat.grad.clone(), "numbers": numbers}
 
 
@@ -82,9 +95,8 @@ def main() -> None:
     with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=120) as world:
         for line in sys.stdin:
             asked = json.loads(line)
-            torch.save(
-                step(world, asked["name"], part(asked["seed"], asked["where"], int(rank))), Path(out) / f"{rank}.pt"
-            )
+            mine = part(asked["seed"], asked["where"], int(rank), asked["name"])
+            torch.save(step(world, asked["name"], mine), Path(out) / f"{rank}.pt")
             print("done", flush=True)
 
 
