@@ -29,6 +29,10 @@ from asyncrl.models.policy import PolicyModel
 CONTEXT = 8  # what rotary scaling calls the original one; every row is longer
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=CONTEXT, mscale=1.0)
 ROPE = dict(rope_type="default", rope_theta=1e4)
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": CONTEXT,
+}  # fmt: skip
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -50,6 +54,7 @@ def build(family: str, model: str | None = None, **more: Any) -> PreTrainedModel
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: build("Llama"),
+    "llama3": lambda: build("Llama", rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True),
     "qwen2": lambda: build("Qwen2"),
     "qwen3": lambda: build("Qwen3", head_dim=16),
     "mistral": lambda: build("Mistral", sliding_window=6),
@@ -165,6 +170,7 @@ def check(
         assert float((own - other).norm()) <= tolerance * max(float(other.norm()), 1e-2 * largest), name
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_transformers_own_untouched(family: str) -> None:
     module = FAMILIES[family]()
@@ -284,12 +290,72 @@ def dropping_out(module: PreTrainedModel) -> None:
     module.model.layers[1].mlp.add_module("dropout", nn.Dropout(0.1))
 
 
-@pytest.mark.parametrize("change", [scaled_by_number, skipping, unknown_setting, unknown_buffer, dropping_out])
-def test_a_changed_model_is_not_taken(change: Callable[[PreTrainedModel], None]) -> None:
+def unknown_part(module: PreTrainedModel) -> None:
+    module.model.layers[1].extra = nn.Linear(4, 4)
+
+
+class _OtherRotary(nn.Module):
+    """Of the family's name, and turning the two numbers of a pair by different angles."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        (cos, sin), (_, more) = self.inner(x, position_ids), self.inner(x, 2 * position_ids)
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([sin[..., :half], more[..., half:]], -1)
+
+
+def other_rotary(module: PreTrainedModel) -> None:
+    module.model.rotary_emb = _OtherRotary(module.model.rotary_emb)
+
+
+CHANGES = [scaled_by_number, skipping, unknown_setting, unknown_buffer, dropping_out, unknown_part, other_rotary]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_not_taken_and_keeps_its_own_forward(change: Callable[[PreTrainedModel], None]) -> None:
     module = build("Llama")
     assert PolicyModel(copy.deepcopy(module)).fused is not None
+    plain = copy.deepcopy(module)
     change(module)
-    assert PolicyModel(module).fused is None
+    change(plain)
+    policy = PolicyModel(module)
+    assert policy.fused is None
+    with torch.no_grad():
+        hidden = policy.hidden(TOKENS[:7], torch.arange(7), TreePlan([0], [7]))
+        expected = plain.eval().model(input_ids=TOKENS[None, :7]).last_hidden_state[0]
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_never_outlive_the_weights(dtype: str) -> None:
+    """A new version, a swapped buffer and a hand in a parameter all show in the next product."""
+    policy = PolicyModel(build("Llama"), dtype)
+
+    def logits(of: PolicyModel) -> Tensor:
+        with torch.no_grad():
+            return of.logits(of.hidden(TOKENS, POSITIONS, PLAN)).double()
+
+    def fresh() -> Tensor:
+        """The same weights in a policy that has packed nothing yet."""
+        model = build("Llama")
+        model.load_state_dict(policy.host_state())
+        return logits(PolicyModel(model.float(), dtype))
+
+    before = logits(policy)
+    policy.flat.master.mul_(1.5)
+    policy.advance()
+    assert torch.equal(logits(policy), fresh()) and not torch.equal(logits(policy), before)
+    policy.flat.bind(policy.flat.working.clone().mul_(0.5))
+    swapped = logits(policy)
+    policy.flat.bind(policy.flat.working)
+    assert not torch.equal(swapped, fresh()) and torch.equal(logits(policy), fresh())
+    with torch.no_grad():
+        policy.module.lm_head.weight.add_(0.25)
+        policy.module.model.layers[2].mlp.down_proj.weight.add_(0.25)
+    assert torch.equal(logits(policy), fresh())
 
 
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "granite", "gpt-oss", "qwen2-moe"])
@@ -318,12 +384,15 @@ def test_only_plain_norms_are_replaced() -> None:
             "groups": Zamba2RMSNormGated(48, 4),
             "mamba": MambaRMSNormGated(48, 12),
             "raising": _RaisingRMSNorm(48),
+            "thrice": _ThriceRMSNorm(48),
         }
     )
     before = {name: type(part) for name, part in module.items()}
     assert replace_norms(module) == 2
     assert [module[name].offset for name in ("plain", "offset")] == [0.0, 1.0]
-    assert all(type(module[name]) is before[name] for name in ("gated", "bamba", "groups", "mamba", "raising"))
+    assert all(
+        type(module[name]) is before[name] for name in ("gated", "bamba", "groups", "mamba", "raising", "thrice")
+    )
 
 
 def test_a_scaled_embedding_is_looked_up_like_any_other() -> None:
@@ -343,6 +412,11 @@ def test_a_scaled_embedding_is_looked_up_like_any_other() -> None:
 class _RaisingRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         raise LookupError("outside of its model")
+
+
+class _ThriceRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return 3 * super().forward(hidden_states)
 
 
 @pytest.mark.parametrize(("norm", "constant"), [(Gemma3RMSNorm, 0.0), (LlamaRMSNorm, 1.0)])

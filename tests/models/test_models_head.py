@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.head.logprobs import token_logprobs
+from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of, head_transform
 from asyncrl.models.paths import PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
@@ -143,39 +143,47 @@ def total(logp: Tensor, entropy: Tensor, entropy_grad: bool) -> Tensor:
 TRANSFORMS = [HeadTransform(), HeadTransform(0.25), HeadTransform(1.0, 5.0), HeadTransform(0.5, 3.0)]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("transform", "biased"), [(HeadTransform(), False), *((transform, True) for transform in TRANSFORMS)]
+)
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize(("chunk", "keep_logits"), [(1, 0), (8, 0), (8, 1 << 30), (512, 0)])
 def test_values_and_gradients_are_those_of_autograd(
-    chunk: int, keep_logits: int, entropy_grad: bool, transform: HeadTransform
+    chunk: int, keep_logits: int, entropy_grad: bool, transform: HeadTransform, biased: bool
 ) -> None:
     """With gradients in buffers, and reported; in float64, and in float32 by the native kernels where they were built."""
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        inputs = case(dtype)
-        exact = tuple(part.detach().double().requires_grad_(part.requires_grad) for part in inputs[:3]) + inputs[3:]
-        expected = naive(exact, transform)
-        wanted = torch.autograd.grad(total(*expected, entropy_grad), exact[:3])
+        hidden, weight, bias, target, temperature = case(dtype)
+        leaves = [hidden, weight, bias] if biased else [hidden, weight]
+        exact = [part.detach().double().requires_grad_() for part in leaves]
+        expected = naive((*exact[:2], exact[2] if biased else None, target, temperature), transform)
+        wanted = torch.autograd.grad(total(*expected, entropy_grad), exact)
         options: dict[str, Any] = dict(
-            bias_V=inputs[2], transform=transform, chunk=chunk, keep_logits=keep_logits, entropy_grad=entropy_grad
-        )
-        hidden, weight, bias, target, temperature = inputs
+            bias_V=bias if biased else None, transform=transform, chunk=chunk, keep_logits=keep_logits,
+            entropy_grad=entropy_grad,
+        )  # fmt: skip
         found = token_logprobs(hidden, weight, target, temperature, **options)
+        assert found[1].requires_grad == entropy_grad
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=10 * bound)
-        reported = torch.autograd.grad(total(*found, entropy_grad), inputs[:3])
-        buffers = [torch.ones(V, E, dtype=dtype), torch.ones(V, dtype=dtype)]
+        reported = torch.autograd.grad(total(*found, entropy_grad), leaves)
+        buffers = [torch.ones(part.shape, dtype=dtype) for part in leaves[1:]]
         found = token_logprobs(
-            hidden, weight, target, temperature, **options, grad_buffer=buffers[0], bias_grad=buffers[1]
-        )
+            hidden, weight, target, temperature, **options, grad_buffer=buffers[0],
+            bias_grad=buffers[1] if biased else None,
+        )  # fmt: skip
         total(*found, entropy_grad).backward()
         assert weight.grad is None and bias.grad is None and hidden.grad is not None
-        for mine in (reported, (hidden.grad, buffers[0] - 1, buffers[1] - 1)):
+        for mine in (reported, (hidden.grad, *(buffer - 1 for buffer in buffers))):
             for ours, theirs in zip(mine, wanted, strict=True):
                 assert ((ours - theirs).abs().max() <= bound * theirs.abs().max() * 10).item()
 
 
-def test_bfloat16_is_transformed_and_summed_in_float32() -> None:
-    inputs, transform = case(torch.bfloat16), HeadTransform(0.5, 3.0)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("transform", [HeadTransform(), HeadTransform(0.5, 3.0)])
+def test_bfloat16_is_transformed_and_summed_in_float32(transform: HeadTransform) -> None:
+    inputs = case(torch.bfloat16)
     hidden, weight, bias, target, temperature = inputs
     buffer, total_bias = torch.zeros(V, E), torch.zeros(V)
     options: dict[str, Any] = dict(bias_V=bias, transform=transform, grad_buffer=buffer, bias_grad=total_bias, chunk=8)
@@ -340,3 +348,78 @@ def test_the_decoder_of_llama_4_is_found() -> None:
     )
     assert module.get_decoder() is module and decoder_of(module) is module.model
     assert head_transform(module) == HeadTransform()
+
+
+# -- memory, and other inputs -----------------------------------------------------------------------------------------------
+
+
+def test_temperature_is_per_row_and_large_logits_stay_finite() -> None:
+    hidden, weight, _, target, temperature = case()
+    logp, _ = token_logprobs(hidden * 1e4, weight, target, temperature)
+    assert torch.isfinite(logp).all()
+    half = token_logprobs(hidden, weight, target, temperature * 0.5)[0]
+    torch.testing.assert_close(half, token_logprobs(hidden * 2, weight, target, temperature)[0], rtol=0, atol=1e-12)
+
+
+def test_no_rows() -> None:
+    hidden, weight, _, target, temperature = case()
+    logp, entropy = token_logprobs(hidden[:0], weight, target[:0], temperature[:0])
+    (grad,) = torch.autograd.grad(logp.sum(), weight)
+    assert logp.shape == entropy.shape == (0,) and not grad.any()
+
+
+def test_never_more_logits_than_one_chunk_unless_all_of_them_fit() -> None:
+    hidden, weight, _, target, temperature = case()
+    for keep_logits, passes in ((0, 2), (S * V - 1, 2), (S * V, 1)):
+        rows: list[int] = []
+
+        def project(x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
+            rows.append(x.shape[0])
+            return x @ weight.detach().t()
+
+        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits, project=project)
+        logp.sum().backward()
+        assert max(rows) == 8 and sum(rows) == passes * S
+
+
+def test_logits_that_wait_never_share_memory() -> None:
+    """Two forwards before the first backward: the second finds the spare memory lent out. Afterwards it is used again."""
+    hidden, weight, _, target, temperature = (tensor.detach() for tensor in case())
+    spare = Spare()
+    inputs = [(hidden * scale).requires_grad_() for scale in (1.0, 2.0)]
+    losses = [token_logprobs(h, weight, target, temperature, spare=spare)[0].sum() for h in inputs]
+    for loss in losses:
+        loss.backward()
+    for h in inputs:
+        fresh = h.detach().requires_grad_()
+        token_logprobs(fresh, weight, target, temperature)[0].sum().backward()
+        assert torch.equal(h.grad, fresh.grad)
+    first = spare.take(S, V, weight)
+    spare.give(first)
+    assert spare.take(S, V, weight).data_ptr() == first.data_ptr()
+    assert spare.take(S, V, weight).data_ptr() != first.data_ptr()  # lent out
+
+
+@pytest.mark.parametrize("keep_logits", [0, 1 << 30])
+def test_backward_gives_the_memory_back(keep_logits: int) -> None:
+    """Chunks that are computed again use what once waited: the two never lie beside each other."""
+    hidden, weight, _, target, temperature = case()
+    spare = Spare()
+    memory = spare.take(S, V, weight)
+    place = memory.data_ptr()
+    spare.give(memory)
+    for _ in range(2):
+        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits, spare=spare)
+        logp.sum().backward()
+        again = spare.take(S, V, weight)
+        assert again.data_ptr() == place
+        spare.give(again)
+
+
+def test_targets_may_be_strided_and_narrow() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16), torch.randn(41, 16)
+    wide = torch.arange(0, 40, 5)
+    expected = token_logprobs(hidden, weight, wide[::2].clone(), torch.ones(4))[0]
+    assert torch.equal(token_logprobs(hidden, weight, wide[::2], torch.ones(4))[0], expected)
+    assert torch.equal(token_logprobs(hidden, weight, wide[::2].int(), torch.ones(4))[0], expected)
