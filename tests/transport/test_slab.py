@@ -157,7 +157,7 @@ async def test_items_are_tensors_that_keep_their_memory(name: str) -> None:
         frozen.flags.writeable = False
         await sender.put({"w": weights, "t": torch.arange(6).reshape(2, 3).T, "n": frozen, "s": np.float32([1.5])})
         item = await receiver.get()
-        assert torch.equal(item["w"], weights.detach()) and item.tensor("t").tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert torch.equal(item["w"], weights.detach()) and item["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
         assert item["n"].tolist() == [3, 2, 1, 0] and item["s"].dtype == torch.float32
         part = item["n"][1:3]
         del item

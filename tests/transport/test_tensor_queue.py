@@ -107,25 +107,14 @@ async def test_put_waits_for_room_and_refuses_what_can_never_fit(name: str) -> N
             await sender.put({"x": np.zeros(1 << 18, np.uint8)})
         with pytest.raises(ValueError, match="no place in shared memory"):
             await sender.put({"x": np.array(["text"])})
-        with pytest.raises(TypeError, match="'x' is a list"):
-            await sender.put({"x": [1]})
+        for strange in ([1], torch.zeros(1)):
+            with pytest.raises(TypeError, match=r"'x' is a (list|Tensor); expected a numpy array"):
+                await sender.put({"x": strange})
         with pytest.raises(ValueError, match="bytes of handles"):
             await sender.put({f"{i}": np.zeros(1, np.uint8) for i in range(1600)})
         assert sender.depth == 0
         await sender.put({"x": big})  # nothing of the refused ones is left in the slab
         (await receiver.get()).release()
-
-
-@both_loops
-async def test_torch_tensors_travel_bfloat16_too(name: str) -> None:
-    async with share_queue(name, 1, 1 << 16) as sender, await attach_queue(name) as receiver:
-        weights = torch.arange(6, dtype=torch.bfloat16, requires_grad=True)
-        await sender.put({"w": weights, "t": torch.arange(6).reshape(2, 3).T})
-        with await receiver.get() as item:
-            assert item.tensor("w").dtype == torch.bfloat16 and torch.equal(item.tensor("w"), weights.detach())
-            assert item.tensor("t").tolist() == [[0, 3], [1, 4], [2, 5]]
-        with pytest.raises(TypeError, match="lies on meta"):
-            await sender.put({"w": torch.zeros(1, device="meta")})
 
 
 @both_loops

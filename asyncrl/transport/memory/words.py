@@ -36,9 +36,6 @@ class Words:
     def __getitem__(self, index: int) -> int:
         return self.view[index]
 
-    def __len__(self) -> int:
-        return len(self.view)
-
     def store(self, index: int, value: int) -> None:
         """One aligned store, which other processes see whole or not at all."""
         if FAULT is None:

@@ -47,8 +47,6 @@ from .queue import wait_in
 from .tensor_queue import Received, TensorReceiver, TensorSender, attach, prepare, serve
 from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, item_message, number_of, release_message
 
-__all__ = ["ReceivedTensors", "attach_device_queue", "share_device_queue"]
-
 _TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # of an item: its slot, the fence behind which it is written
 # Memory that a receiver in another process may still look at after its queue ended here, and the line that says so.
 _kept: list[tuple[socket.socket, DeviceMemory]] = []
@@ -59,15 +57,6 @@ class _Piece:
     values: torch.Tensor
     dtype: str
     offset: int
-
-
-class ReceivedTensors(Received):
-    """An item: tensors by name, views of the slab that are the receiver's to read and write until the release."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the item by its name."""
-        found: torch.Tensor = self[name]
-        return found
 
 
 class _DeviceSender(TensorSender):
@@ -168,7 +157,7 @@ class _DeviceReceiver(TensorReceiver):
             self._items.clear()
             raise anyio.BrokenResourceError from error
         self._bound[number] = slot, stream
-        received = ReceivedTensors(self, number, handles)
+        received = Received(self, number, handles)
         self._items.popleft()
         return received
 

@@ -7,7 +7,7 @@
                        with item:                                                     # no copy: views of the slab
                            train(item["tokens"])
 
-An item is a mapping of names to numpy arrays or CPU tensors. Beside the contract of the queue in process:
+An item is a mapping of names to numpy arrays. Beside the contract of the queue in process:
 
 * Credits: `capacity` counts items that were put and not yet released. An item is released at the end of its `with`, by
   `release()`, or when the last of its arrays is collected; before that its memory is not used again. `put` waits for a
@@ -18,7 +18,7 @@ An item is a mapping of names to numpy arrays or CPU tensors. Beside the contrac
   that nobody meant is not the end. (For records that must survive a death there is `record_ring`.)
 * A put copies on the caller's thread: a few milliseconds for ten megabytes.
 
-The same for CUDA tensors, through CUDA IPC: `device_queue`.
+The same for tensors, on a CUDA device through CUDA IPC: `device_queue`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import anyio
 from ...concurrency.offload import offload
 from ...errors import OutOfMemory, RingDetached, TransportError
 from .. import rendezvous
-from ..memory.handles import BFLOAT16, Handle
+from ..memory.handles import Handle
 from ..memory.segment import Segment, parts_of
 from ..memory.slab import Slab
 from .queue import QueueEnd, wait_in, wake_all
@@ -246,7 +246,7 @@ class Received(Mapping[str, Any]):
 
     def __init__(self, receiver: TensorReceiver, number: int, handles: Mapping[str, Handle]) -> None:
         claim = _Claim()
-        self._receiver, self._number, self._handles = receiver, number, handles
+        self._receiver, self._number = receiver, number
         self._arrays = {name: receiver.look(handle, claim) for name, handle in handles.items()}
         self._finalizer = weakref.finalize(claim, receiver.release_later, number)
         self._finalizer.atexit = False
@@ -260,13 +260,6 @@ class Received(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-    def tensor(self, name: str) -> Any:
-        """The same as a torch tensor, bfloat16 too (its array holds the raw 16 bits)."""
-        import torch
-
-        found = torch.from_numpy(self._arrays[name])
-        return found.view(torch.bfloat16) if self._handles[name].dtype == BFLOAT16 else found
 
     def release(self) -> None:
         """The memory and the credit go back to the sender. Twice is fine."""

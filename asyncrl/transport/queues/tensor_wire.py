@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import math
 import socket
 import struct
 from collections import deque
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.handles import BFLOAT16, Handle, dtype_name, numpy_dtype
+from ..memory.handles import Handle, dtype_name
 
 LARGEST = 65_536  # bytes of a message: some 400 tensors an item
 ALIGNMENT = 64
@@ -89,31 +88,16 @@ class Piece:
 def lay_out(item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
     """The tensors of an item one after the other, 64-byte aligned; and the bytes they take.
 
-    Takes numpy arrays and torch tensors on the CPU. Errors: TypeError for anything else, ValueError for arrays of objects.
+    Errors: TypeError for what is no numpy array, ValueError for arrays of objects.
     """
     pieces: dict[str, Piece] = {}
     size = 0
     for name, value in item.items():
-        values, dtype = _as_array(name, value)
-        pieces[name] = Piece(values, dtype, size)
-        size += -(-(math.prod(values.shape) * numpy_dtype(dtype).itemsize) // ALIGNMENT) * ALIGNMENT
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{name!r} is a {type(value).__name__}; expected a numpy array (tensors: `device_queue`)")
+        pieces[name] = Piece(value, dtype_name(value.dtype), size)
+        size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
     return pieces, max(size, ALIGNMENT)
-
-
-def _as_array(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
-    if isinstance(value, np.ndarray):
-        return value, dtype_name(value.dtype)
-    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
-        raise TypeError(f"tensor {name!r} is a {type(value).__name__}; expected a numpy array or a torch tensor")
-    if value.device.type != "cpu":
-        raise TypeError(f"tensor {name!r} lies on {value.device}; a queue through shared memory carries CPU tensors")
-    dtype = dtype_name(value.dtype)
-    plain = value.detach()
-    if dtype == BFLOAT16:
-        import torch
-
-        plain = plain.contiguous().view(torch.uint16)
-    return plain.numpy(), dtype
 
 
 class Line:
