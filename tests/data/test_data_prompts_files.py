@@ -1,19 +1,16 @@
-"""Reading rows from JSONL, parquet and saved `datasets` directories; rendering through a real chat template."""
+"""Reading rows from JSONL, CSV, parquet and saved `datasets` directories."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts_files import open_rows
-from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.errors import DataError
 
 ROWS = [
@@ -21,32 +18,6 @@ ROWS = [
     {"prompt": "2+2=", "answer": "4", "info": {"kind": "sum"}},
     {"prompt": "ü?", "answer": None, "info": {"kind": "odd"}},
 ]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['tool_calls'] is defined %}!{% endif %}"
-    "{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
-    "{% if not loop.last or add_generation_prompt %}</>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """A real fast tokenizer, built here: one token per character, BOS before raw text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = {chr(c): c - 31 for c in range(32, 127)} | {"\n": 96, "[BOS]": 0, "[UNK]": 97}
-    inner = Tokenizer(models.WordLevel(alphabet, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 0)])
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", bos_token="[BOS]")
-    made.chat_template = TEMPLATE
-    return made
-
-
-def text_of(tokenizer: Any, prompt: Any, **options: Any) -> str:
-    return str(tokenizer.decode(encode_prompt(prompt, DataConfig(**options), tokenizer)))
 
 
 def test_jsonl_parquet_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
@@ -199,66 +170,6 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "dir.jsonl").symlink_to(tmp_path / "loop.jsonl")
     with pytest.raises(DataError, match="loop"):
         open_rows(tmp_path / "loop.jsonl")
-
-
-def test_strings_become_a_user_message_or_stay_raw(tokenizer: Any) -> None:
-    assert text_of(tokenizer, "hi") == "<user>hi</><assistant>"
-    assert text_of(tokenizer, "hi", system_prompt="be short") == "<system>be short</><user>hi</><assistant>"
-    assert text_of(tokenizer, "hi", template="raw") == "[BOS]hi"
-
-
-def test_messages_are_rendered(tokenizer: Any) -> None:
-    user = {"role": "user", "content": "q"}
-    own = {"role": "system", "content": "own"}
-    assert text_of(tokenizer, [user]) == "<user>q</><assistant>"
-    assert text_of(tokenizer, [own, user], system_prompt="other") == "<system>own</><user>q</><assistant>"
-    begun = {"role": "assistant", "content": "The answer is"}
-    assert text_of(tokenizer, [user, begun]) == "<user>q</><assistant>The answer is"
-
-
-def test_arguments_of_the_template(tokenizer: Any) -> None:
-    import copy
-
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}{{ tools[0].name }}"
-    tools = [{"name": "add"}]
-    assert text_of(own, "q", chat_template_kwargs={"tools": tools}) == "<user>q</><assistant>add"
-    both = {"enable_thinking": False, "tools": tools}
-    assert text_of(own, "q", chat_template_kwargs=both) == "<user>q</><assistant><think></think>add"
-    for prompt, arguments, message in [
-        ("q", {"enable_thinkng": True}, "which the chat template never reads; did you mean 'enable_thinking'"),
-        ("q", {"add_generation_prompt": False}, "which is set for every prompt"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            text_of(own, prompt, chat_template_kwargs=arguments)
-    with pytest.raises(DataError, match=r"data\.chat_template_kwargs is set but the prompt is plain text"):
-        text_of(own, "q", chat_template_kwargs=both, template="raw")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ([{"role": "user", "content": "q"}], {"template": "raw"}, "list of messages but data.template is raw"),
-        ("q", {"template": "raw", "system_prompt": "s"}, "data.system_prompt is set but the prompt is plain text"),
-        ([{"role": "bad", "content": "q"}], {}, "the chat template refused the conversation"),
-        ([{"role": "user"}], {}, "message 1 of the prompt"),
-    ],
-)
-def test_what_cannot_be_rendered(tokenizer: Any, prompt: Any, options: Any, message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        encode_prompt(prompt, DataConfig(**options), tokenizer)
-    assert message in str(caught.value)
-
-
-def test_without_a_template(tokenizer: Any) -> None:
-    import copy
-
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
-    assert text_of(bare, "hi") == "[BOS]hi"
-    for prompt, options in [([{"role": "user", "content": "q"}], {}), ("q", {"template": "chat"})]:
-        with pytest.raises(DataError, match="no chat template"):
-            encode_prompt(prompt, DataConfig(**options), bare)  # type: ignore[arg-type]
 
 
 def test_no_torch_at_import_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,74 @@ TALK = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "nam
 def with_arguments(arguments: Any, **more: Any) -> list[dict[str, Any]]:
     call = {**CALL, "function": {**CALL["function"], "arguments": arguments}}
     return [USER, {"role": "assistant", "tool_calls": [call], **more}, TALK[2]]
+
+
+PLAIN = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% if not loop.last or add_generation_prompt %}</>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SYSTEM, BEGUN = {"role": "system", "content": "own"}, {"role": "assistant", "content": "The answer"}
+THINKS = PLAIN + "{% if enable_thinking is false %}<think></think>{% endif %}{{ tools[0].name }}"
+ADD = [{"name": "add"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "wanted"),
+    [
+        ("q", {}, "<user>q</><assistant>"),
+        ("q", {"system_prompt": "be short"}, "<system>be short</><user>q</><assistant>"),
+        ("q", {"template": "raw"}, "q"),
+        ([USER], {}, "<user>how many?</><assistant>"),
+        ([SYSTEM, USER], {"system_prompt": "other"}, "<system>own</><user>how many?</><assistant>"),
+        ([USER, BEGUN], {}, "<user>how many?</><assistant>The answer"),
+        ("q", {"chat_template_kwargs": {"tools": ADD}}, "<user>q</><assistant>add"),
+        (
+            "q",
+            {"chat_template_kwargs": {"tools": ADD, "enable_thinking": False}},
+            "<user>q</><assistant><think></think>add",
+        ),
+    ],
+)
+def test_what_is_rendered(prompt: Any, options: Any, wanted: str) -> None:
+    tokenizer = tokenizer_of(QWEN, THINKS if "chat_template_kwargs" in options else PLAIN)
+    assert tokenizer.decode(ids(tokenizer, prompt, **options)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "options", "message"),
+    [
+        (PLAIN, [USER], {"template": "raw"}, "list of messages but data.template is raw"),
+        (
+            PLAIN,
+            "q",
+            {"template": "raw", "system_prompt": "s"},
+            "data.system_prompt is set but the prompt is plain text",
+        ),
+        (
+            THINKS,
+            "q",
+            {"template": "raw", "chat_template_kwargs": {"tools": ADD}},
+            "data.chat_template_kwargs is set but the",
+        ),
+        (
+            THINKS,
+            "q",
+            {"chat_template_kwargs": {"enable_thinkng": True}},
+            "never reads; did you mean 'enable_thinking'",
+        ),
+        (THINKS, "q", {"chat_template_kwargs": {"add_generation_prompt": False}}, "which is set for every prompt"),
+        (PLAIN, [{"role": "bad", "content": "q"}], {}, "the chat template refused the conversation"),
+        (PLAIN, [{"role": "user"}], {}, "message 1 of the prompt"),
+        ("", [USER], {}, "no chat template"),
+        ("", "q", {"template": "chat"}, "no chat template"),
+    ],
+)
+def test_what_cannot_be_rendered(template: str, prompt: Any, options: Any, message: str) -> None:
+    tokenizer = tokenizer_of(QWEN, template)
+    tokenizer.chat_template = template or None
+    with pytest.raises(DataError, match=re.escape(message)):
+        ids(tokenizer, prompt, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
