@@ -52,13 +52,6 @@ class Mean(Base):
         return ratio_S / max(len(ratio_S), 1)
 
 
-class Whitened(Base):
-    name = "whitened"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S - ratio_S.mean().detach() if len(ratio_S) else ratio_S
-
-
 class OfTheRest(Base):
     """The sum is right, its gradient is not."""
 
@@ -297,7 +290,6 @@ def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: st
     ("name", "words"),
     [
         ("Mean", "the sum of the batch cut into microbatches is not that of the whole"),
-        ("Whitened", "the sum of the batch cut into microbatches"),
         ("OfTheRest", "the gradient of the batch cut into microbatches"),
         ("NotFinite", "numbers of its gradient are not finite"),
         ("Sampler", "its sum is nan"),

@@ -43,36 +43,12 @@ def siblings(size: int, work: Callable[[ReplicaGroup], T]) -> list[T | BaseExcep
 
 
 class Table:
-    """A source and a sink: rows by column and id, as one process may hold them. Copies in and out."""
+    """Columns as one process may hold them: a source that counts its readers by thread, and a sink."""
 
     def __init__(self) -> None:
         self.columns: dict[str, tuple[ColumnForm, dict[str, Any]]] = {}
-        self.puts = 0
-
-    def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
-        self.puts += 1
-        for name, column in columns.items():
-            form, rows = split(column, len(ids), name)
-            self.columns[name] = form, {row: keep(form, value) for row, value in zip(ids, rows, strict=True)}
-        return BatchMeta(partition, tuple(ids), tuple(self.columns))
-
-    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
-        found: Columns = {}
-        for name in fields or meta.fields:
-            if name not in self.columns:
-                raise KeyError(f"column {name!r} of {meta.partition!r} is not there")
-            form, rows = self.columns[name]
-            found[name] = join(form, [rows[row] for row in meta.ids], name)
-        return found
-
-
-class Counting:
-    """A source that counts its reads by thread."""
-
-    def __init__(self) -> None:
-        self.table = Table()
-        self.reads: Counter[str] = Counter()
-        self.meta = self.table.put(
+        self.puts, self.reads = 0, Counter[str]()
+        self.meta = self.put(
             "p",
             ["a", "b", "c"],
             {
@@ -84,9 +60,23 @@ class Counting:
             },
         )
 
+    def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
+        self.puts += 1
+        for name, column in columns.items():
+            form, rows = split(column, len(ids), name)
+            self.columns[name] = form, {row: keep(form, value) for row, value in zip(ids, rows, strict=True)}
+        return BatchMeta(partition, tuple(ids), tuple(self.columns))
+
     def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
         self.reads[threading.current_thread().name] += 1
-        return self.table.get(meta, fields)
+        return self.here(meta, fields)
+
+    def here(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
+        """The same, and nobody reads."""
+        if missing := [name for name in fields or () if name not in self.columns]:
+            raise KeyError(f"column {missing[0]!r} of {meta.partition!r} is not there")
+        columns = {name: self.columns[name] for name in fields or meta.fields}
+        return {name: join(form, [rows[row] for row in meta.ids], name) for name, (form, rows) in columns.items()}
 
 
 def same(a: Columns, b: Columns) -> bool:
@@ -102,8 +92,8 @@ def same(a: Columns, b: Columns) -> bool:
 
 
 def test_leader_broadcast_gives_what_independent_reads_give_and_reads_once() -> None:
-    source = Counting()
-    expected = source.table.get(source.meta)
+    source = Table()
+    expected = source.here(source.meta)
 
     def together(group: ReplicaGroup) -> list[Columns]:
         return [
@@ -117,22 +107,22 @@ def test_leader_broadcast_gives_what_independent_reads_give_and_reads_once() -> 
     for result in results:
         assert isinstance(result, list), result
         assert same(result[0], expected) and same(result[1], expected)
-        assert same(result[2], source.table.get(source.meta.subset([2, 0]), ["reward", "text"]))
+        assert same(result[2], source.here(source.meta.subset([2, 0]), ["reward", "text"]))
     alone = siblings(3, lambda group: fetch(source, source.meta, group=group, policy="independent"))
     assert sum(source.reads.values()) == 6 and all(same(result, expected) for result in alone)  # type: ignore[arg-type]
 
 
 def test_received_columns_are_ones_own() -> None:
-    source = Counting()
+    source = Table()
     results = siblings(2, lambda group: fetch(source, source.meta, ["reward"], group=group)["reward"])
     for result in results:
         assert isinstance(result, np.ndarray)
         result[0] = 99
-    assert source.table.get(source.meta, ["reward"])["reward"][0] == 0.5  # type: ignore[index]
+    assert source.here(source.meta, ["reward"])["reward"][0] == 0.5  # type: ignore[index]
 
 
 def test_an_error_of_the_leader_is_heard_by_everybody_and_the_group_goes_on() -> None:
-    source = Counting()
+    source = Table()
 
     def work(group: ReplicaGroup) -> Columns:
         with pytest.raises(KeyError if group.leads else FetchFailed, match="'nothing' of 'p' is not there"):
@@ -142,19 +132,19 @@ def test_an_error_of_the_leader_is_heard_by_everybody_and_the_group_goes_on() ->
         return fetch(source, source.meta, group=group)
 
     for result in siblings(2, work):
-        assert isinstance(result, dict) and same(result, source.table.get(source.meta)), result
+        assert isinstance(result, dict) and same(result, source.here(source.meta)), result
 
 
 def test_siblings_that_ask_for_different_rows_are_told() -> None:
-    source = Counting()
+    source = Table()
     leader, sibling = siblings(2, lambda g: fetch(source, source.meta if g.leads else source.meta.slice(0, 2), group=g))
     assert isinstance(leader, dict)
     assert isinstance(sibling, DataError) and "the leader for 3 of 'p'" in str(sibling) and "for 2" in str(sibling)
 
 
 def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> None:
-    source = Counting()
-    assert same(fetch(source, source.meta), source.table.get(source.meta))
+    source = Table()
+    assert same(fetch(source, source.meta), source.here(source.meta))
     with pytest.raises(LifecycleError, match="leader_broadcast needs the replica's group"):
         fetch(source, source.meta, policy="leader_broadcast")
 
@@ -210,18 +200,18 @@ def test_every_replica_has_one_writer_whatever_its_shape(layout: RankLayout) -> 
 
 
 def test_write_back_writes_once_and_tells_every_rank_the_new_fields() -> None:
-    source, layout = Counting(), RankLayout(tp=2, pp=2)
-    before = source.table.puts
+    source, layout = Table(), RankLayout(tp=2, pp=2)
+    before = source.puts
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        sink = source.table if place.writes else None
+        sink = source if place.writes else None
         meta = write_back(sink, source.meta, {"old": np.arange(3.0)}, place)
         assert meta == source.meta.with_fields("old")
-    assert source.table.puts == before + 1
+    assert source.puts == before + 1
     for place in (Coordinates(), Coordinates(tp=1)):
         with pytest.raises(DataError, match="has 2 rows for 3 ids"):
-            write_back(source.table, source.meta, {"fine": np.arange(3), "short": np.arange(2)}, place)
-    assert "fine" not in source.table.columns
+            write_back(source, source.meta, {"fine": np.arange(3), "short": np.arange(2)}, place)
+    assert "fine" not in source.columns
     with pytest.raises(LifecycleError, match="writes for its replica and has no store"):
         write_back(None, source.meta, {}, Coordinates())
 
