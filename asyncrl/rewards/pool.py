@@ -44,7 +44,6 @@ import math
 import os
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -58,6 +57,7 @@ from anyio.abc import TaskGroup
 from asyncrl.concurrency.leftovers import kill_leftovers, mark_of
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.shield import wait_shielded
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.telemetry.recorder import Recorder
@@ -121,7 +121,9 @@ class RewardPool:
         self._concurrency = concurrency
         self._retries = retries
         self._jitter = random.Random()  # not the one that a user seeds
-        self._waiting: deque[Call] = deque()  # for a worker with room, in the order in which they asked
+        # Of the callers that wait for a worker with room: for coroutines, and for calls that run alone.
+        self._turns = (anyio.Lock(), anyio.Lock())
+        self._changed = anyio.Event()
         self.columns: Sequence[Sequence[str]] = ()  # of known rows, by source: a function that needs others is refused
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {
             "global_step": 0,
@@ -195,20 +197,13 @@ class RewardPool:
         return None
 
     async def _start_all(self) -> None:
-        errors: list[AsyncrlError | OSError] = []
-
         async def start_one() -> None:
-            try:
-                _, self._loaded = await self._start()
-            except (AsyncrlError, OSError) as error:
-                errors.append(error)
-                starters.cancel_scope.cancel()  # the others would say the same
+            _, self._loaded = await self._start()
 
-        async with anyio.create_task_group() as starters:
+        # The first error ends it: the others would say the same.
+        async with plain_task_group() as starters:
             for _ in range(self._workers):
                 starters.start_soon(start_one)
-        if errors:
-            raise errors[0]
         for name in (names := self.names):
             if names.count(name) > 1:
                 raise ConfigError(
@@ -221,7 +216,7 @@ class RewardPool:
             return
         self._state = _State.CLOSED
         try:
-            self._hand_out()
+            self._notify()
             for process in self._alive:
                 if process.usable and process.serving and not process.calls:
                     process.hang_up()
@@ -252,12 +247,13 @@ class RewardPool:
         """Keep one place filled."""
         while True:
             process.serving = True
-            self._hand_out()
+            self._notify()
             try:
                 successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
-                self._hand_out()  # nobody must wait for a worker that will never come
+                # Nobody must wait for a worker that will never come.
+                self._notify()
                 return
             if successor is None:
                 return
@@ -344,46 +340,25 @@ class RewardPool:
             raise
 
     async def _acquire(self, call: Call) -> RewardWorker:
-        """A worker with room for this call."""
-        self._waiting.append(call)
-        try:
-            # The loop hears of workers that ended before: none of them is given out.
-            await anyio.lowlevel.checkpoint()
-            self._hand_out()
-            return await call.given
-        except BaseException:
-            if call in self._waiting:
-                self._waiting.remove(call)
-            elif not call.given.cancelled() and call.given.exception() is None:  # cancelled just after it was given one
-                self._release(call.given.result(), call)
-            raise
+        """A worker with room for this call. Errors: LifecycleError where the pool is closed, RewardError where it is broken."""
+        # Callers of the same kind get workers in the order in which they asked.
+        async with self._turns[call.alone]:
+            while True:
+                # The loop is notified of workers that ended before: none of them is given out.
+                await anyio.lowlevel.checkpoint()
+                if self._state is _State.CLOSED:
+                    raise LifecycleError("the reward pool was closed while a group waited for a worker")
+                if self._broken is not None:
+                    raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
+                if (process := self._with_room(call)) is not None:
+                    process.calls.add(call)
+                    return process
+                await self._changed.wait()
 
-    def _hand_out(self) -> None:
-        """Give every caller that waits a worker with room, as far as there are some."""
-        full: set[bool] = set()
-        for call in list(self._waiting):
-            if call.given.done():  # cancelled, and its caller has not been told yet
-                continue
-            if self._state is _State.CLOSED:
-                found: RewardWorker | AsyncrlError | None = LifecycleError(
-                    "the reward pool was closed while a group waited for a worker"
-                )
-            elif self._broken is not None:
-                found = RewardError(f"reward workers cannot be replaced: {self._broken}")
-                found.__cause__ = self._broken
-            else:
-                found = None if call.alone in full else self._with_room(call)
-            if found is None:
-                full.add(call.alone)
-                if len(full) == 2:  # no kind of call finds room
-                    return
-                continue
-            self._waiting.remove(call)
-            if isinstance(found, AsyncrlError):
-                call.given.set_exception(found)
-            else:
-                found.calls.add(call)
-                call.given.set_result(found)
+    def _notify(self) -> None:
+        """A worker has room, or none will ever have."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def _with_room(self, call: Call) -> RewardWorker | None:
         """The one with the fewest calls. One that ended while it was idle is no longer usable; its keeper starts the next."""
@@ -402,7 +377,7 @@ class RewardPool:
         process.calls.discard(call)
         if not process.serving and not process.calls and process.usable:
             process.hang_up()
-        self._hand_out()
+        self._notify()
 
     # ---- scoring
 
@@ -418,7 +393,6 @@ class RewardPool:
             return list(trajectories)
         arguments = arguments_of(prompt, trajectories, self.generation_prompt(prompt.ids))
         with self._recorder.timed("time/reward"):
-            failures: list[AsyncrlError] = []
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]
             state = {**self.progress(), "epoch": float(prompt.epoch)}
@@ -426,17 +400,12 @@ class RewardPool:
             async def call(function: LoadedFunction) -> None:
                 request = {"function": function.index, "completions": len(members), "state": state}
                 request["arguments"] = function.select(arguments)
-                try:
-                    answers[function.name] = await self._as_configured(function, prompt.group_id, members, request)
-                except AsyncrlError as error:
-                    failures.append(error)
-                    calls.cancel_scope.cancel()  # fail fast: the other functions' answers are not needed any more
+                answers[function.name] = await self._as_configured(function, prompt.group_id, members, request)
 
-            async with anyio.create_task_group() as calls:
+            # The first error ends it: the answers of the other functions are not needed any more.
+            async with plain_task_group() as calls:
                 for function in self._loaded:
                     calls.start_soon(call, function)
-            if failures:
-                raise failures[0]
         scored = []
         for i, trajectory in enumerate(trajectories):
             scores = {name: answers[name].scores[i] for name in self.names}
@@ -493,7 +462,7 @@ class RewardPool:
         who, what = f"group {group_id}", f"reward {function.name!r}"
         alone, again = not function.asynchronous, False
         while True:
-            call = Call(f"{what} of {who}", alone, asyncio.get_running_loop().create_future())
+            call = Call(f"{what} of {who}", alone)
             with (
                 self._recorder.wait(who, what, on="a reward worker with room", cause="reward"),
                 self._recorder.timed("time/reward_queue"),

@@ -52,7 +52,6 @@ class Call:
 
     what: str
     alone: bool
-    given: asyncio.Future[RewardWorker]
     # Has its deadline.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 

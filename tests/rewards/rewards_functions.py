@@ -176,17 +176,6 @@ def alarmed(completions):
     return [1.0] * len(completions)
 
 
-def spawns(completions):
-    """Leaves a child behind that would outlive it."""
-    child = os.fork()
-    if child == 0:
-        time.sleep(120)
-        os._exit(0)
-    with open(completions[0], "w") as file:
-        file.write(str(child))
-    time.sleep(60)
-
-
 def report(completions):
     """Facts about the process."""
     return [

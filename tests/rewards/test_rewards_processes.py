@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -248,41 +247,6 @@ async def test_a_worker_killed_while_idle_is_replaced(refused, monkeypatch):
         before.send_signal(signal.SIGKILL)
         await until(lambda: not alive(before.pid))
         assert (await rewards.score(prompt(), trajectories("go")))[0].reward not in (None, float(before.pid))
-
-
-async def test_the_children_of_a_killed_worker_die_with_it(tmp_path):
-    note = tmp_path / "pid"
-    async with pool("spawns", timeout_s=1.0) as rewards:
-        with pytest.raises(RewardTimeout):
-            await rewards.score(prompt(), trajectories(str(note)))
-    await until(lambda: not alive(int(note.read_text())))
-
-
-PARENT = f"""
-import asyncio, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from rewards_helpers import pool, prompt, trajectories
-
-async def main():
-    async with pool("by_order", workers=2) as rewards:
-        async def tell():
-            await asyncio.sleep(0.1)
-            print(*[p.pid for p in rewards._alive], flush=True)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(rewards.score(prompt(), trajectories("sleep")))
-            group.create_task(tell())
-
-asyncio.run(main())
-"""
-
-
-def test_killing_the_parent_kills_its_workers_even_at_work():
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
-        workers = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(workers) == 2 and all(map(psutil.pid_exists, workers))
-        parent.kill()
-    asyncio.run(until(lambda: not any(map(alive, workers))))
 
 
 def alive(pid):
