@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,19 @@ TREE: dict[str, Any] = REAL | {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert main([str(write_yaml(folder, TREE)), f"run.dir={folder}/my runs"]) == 0
+    return folder
+
+
 @pytest.fixture
-def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def three(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The checkpoints of three steps, in a run directory whose path a shell would cut."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "my runs", "my runs", symlinks=True)
     write_yaml(tmp_path, TREE | {"run": {"dir": "my runs"}})
-    assert main(["run.yaml"]) == 0
     return tmp_path / "my runs/run/checkpoints"
 
 

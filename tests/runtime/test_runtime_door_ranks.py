@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from runtime_door import SECONDS, Waiting, blocked, door_of, group, in_shared_memory, post, running
+from runtime_door import SECONDS, Waiting, blocked, door_of, group, post, running
 from runtime_helpers import FED, metrics_of, scored, write_yaml
 
 from asyncrl.client import Client
@@ -18,16 +16,6 @@ from asyncrl.transport.inventory import clear
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 RANK = str(Path(__file__).with_name("runtime_rank.py"))
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    chosen = f"ranks-{os.getpid()}"
-    yield chosen
-    left = in_shared_memory(chosen)
-    for path in left:
-        os.unlink(f"/dev/shm/{path}")
-    assert not left
 
 
 def rewards_of(folder: Path) -> list[list[list[float]]]:
@@ -56,7 +44,6 @@ def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_par
     assert [len(rank) for rank in posted] == [2, 2]  # spread over both
     assert sorted(posted[0] + posted[1]) == [4, 5, 6, 7]
     assert [line["train/groups"] for line in metrics_of(tmp_path / "runs/run")] == [2, 2, 2, 2]
-    assert not in_shared_memory(name)
 
 
 def test_the_time_limit_ends_a_rank_that_has_a_group_and_one_that_has_none(tmp_path: Path, name: str) -> None:
@@ -66,7 +53,6 @@ def test_the_time_limit_ends_a_rank_that_has_a_group_and_one_that_has_none(tmp_p
             client.push(0, [scored(reward=0.5)])
         assert process.wait(300) == 0, process.output
     assert rewards_of(tmp_path) == [[[]], [[0.5]]]
-    assert not in_shared_memory(name)
 
 
 def test_torchrun_that_is_stopped_lets_the_producers_of_every_rank_go(tmp_path: Path, name: str) -> None:

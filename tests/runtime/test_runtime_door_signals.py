@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,16 +17,6 @@ from asyncrl.transport.inventory import inventory
 
 CONSOLE = ("-m", "asyncrl.cli.app", "run")
 ENDLESS = "train.max_steps=100000"
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    chosen = f"stopped-{os.getpid()}"
-    yield chosen
-    left = in_shared_memory(chosen)
-    for path in left:
-        os.unlink(f"/dev/shm/{path}")
-    assert not left
 
 
 def test_a_stopped_run_lets_its_producers_go_and_leaves_what_it_did_not_train_to_the_next(
@@ -81,7 +69,6 @@ def test_groups_that_are_posted_to_a_run_from_yaml_are_trained(tmp_path: Path, n
     assert "done: version 2" in process.output
     rows = rollouts_of(tmp_path / "runs/run")
     assert sorted(row["reward"] for row in rows) == [x / 8 for x in (2, 2, 3, 3, 4, 4, 5, 5, 6)]
-    assert not in_shared_memory(name)
 
 
 def test_a_run_that_is_interrupted_answers_who_posts_and_closes_its_port(tmp_path: Path, name: str) -> None:

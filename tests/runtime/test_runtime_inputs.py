@@ -19,12 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
     here: Path, capsys: pytest.CaptureFixture[str], more: list[str]
@@ -64,6 +58,12 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
             {"data": REAL["data"] | {"train": "other.jsonl"}},
             "other.jsonl row 1 has no column 'prompt'; found question",
         ),
+        (
+            {"data": REAL["data"] | {"train": "null.jsonl"}},
+            "null.jsonl row 2: the prompt is NoneType; expected a string",
+        ),
+        ({"data": REAL["data"] | {"train": "late.jsonl"}}, "late.jsonl row 2 has no column 'prompt'; found question"),
+        ({"data": REAL["data"] | {"train": "chat.jsonl"}}, "chat.jsonl row 2: message 1 of the prompt is"),
         ({"data": REAL["data"] | {"train": f"{MODEL}:row"}}, "has no 'row'; did you mean 'rows'"),
         ({"model": {"path": f"{MODEL}:buil"}}, "has no 'buil'; did you mean 'build'"),
     ],
@@ -71,8 +71,10 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
 def test_it_is_told_without_the_model(
     here: Path, capsys: pytest.CaptureFixture[str], setting: dict[str, Any], words: str, more: list[str]
 ) -> None:
-    (here / "empty.jsonl").write_text("")
-    (here / "other.jsonl").write_text('{"question": "?"}\n')
+    good, rows = '{"prompt": "a3="}\n', {"null": '{"prompt": null}', "chat": '{"prompt": [{"role": "user"}]}'}
+    rows = {name: f"{good}{row}\n" for name, row in (rows | {"late": '{"question": "?"}'}).items()}
+    for name, text in (rows | {"empty": "", "other": '{"question": "?"}\n'}).items():
+        (here / f"{name}.jsonl").write_text(text)
     assert main([str(write_yaml(here, REAL | {"model": NEVER} | setting)), *more]) == 2
     assert words in capsys.readouterr().err
 
@@ -144,27 +146,6 @@ def test_packages_that_settings_need_are_looked_for_first_and_told_together(
     ):
         assert words in said, said
     assert said.count("\n") == 8 and not (here / "runs").exists()
-
-
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (
-            '{"prompt": "a3="}\n{"prompt": null}\n',
-            "rows.jsonl row 2: the prompt is NoneType; expected a string or a list",
-        ),
-        ('{"prompt": "a3="}\n{"question": "?"}\n', "rows.jsonl row 2 has no column 'prompt'; found question"),
-        ('{"prompt": "a3="}\n{"prompt": [{"role": "user"}]}\n', "rows.jsonl row 2: message 1 of the prompt is"),
-    ],
-)
-def test_every_prompt_is_looked_at_without_the_model(
-    here: Path, capsys: pytest.CaptureFixture[str], row: str, words: str, more: list[str]
-) -> None:
-    (here / "rows.jsonl").write_text(row)
-    tree = REAL | {"model": NEVER, "data": REAL["data"] | {"train": "rows.jsonl"}}
-    assert main([str(write_yaml(here, tree)), *more]) == 2
-    assert words in capsys.readouterr().err
 
 
 REWARDS = """

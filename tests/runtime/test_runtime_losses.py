@@ -14,12 +14,6 @@ from asyncrl.algorithms.registry import LOSSES
 from asyncrl.main import main
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def run(
     folder: Path, algorithm: dict[str, Any], *overrides: str, steps: int = 2, **sections: Any
 ) -> list[dict[str, Any]]:

@@ -16,12 +16,6 @@ from asyncrl.errors import GenerationError, StallError
 from asyncrl.main import main, split_arguments
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_help_names_every_setting_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert console(["run", "--help"]) == 0
     text = capsys.readouterr().out

@@ -19,9 +19,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.embedded.sequences import Sequences
-from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import PACKED, PLAIN
-from asyncrl.models.policy import DTYPES
 from asyncrl.models.routing import RoutesShape
 from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
@@ -148,21 +146,6 @@ def test_the_path_and_the_device_are_part_of_a_prediction(tmp_path: Path) -> Non
     config = with_file(tmp_path, [3])
     sizes = [predicted(config, path=path)["activations"] for path in (None, PACKED, PLAIN[1])]
     assert sizes[0] < sizes[1] < sizes[2]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "more", "apart"),
-    [("float32", (), 0), ("bfloat16", (), 0), ("bfloat16", ("model.lora.rank=2",), 1)],
-)
-def test_beside_a_weight_board_only_adapters_have_a_working_copy(
-    tmp_path: Path, dtype: str, more: tuple[str, ...], apart: int
-) -> None:
-    config = with_file(tmp_path, [3], f"model.dtype={dtype}", "generation.placement=worker", *more)
-    device = torch.device("cpu")
-    alone, beside = predicted(config), predicted(config, placement=Placement((device,) * 2, 1, 1, "two workers"))
-    assert (alone["working_copy"] > 0) == (dtype == "bfloat16")
-    assert beside["working_copy"] == apart * alone["working_copy"]
-    assert beside["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
 
 
 def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) -> None:

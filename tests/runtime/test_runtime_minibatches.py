@@ -21,12 +21,6 @@ EPSILON, LR, ADAM = 0.05, 0.3, 1e-2  # such a large epsilon that rounding, in fl
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(Path(__file__).with_name("runtime_rank.py")))
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def tree(**algorithm: Any) -> dict[str, Any]:
     """float64, and nothing in the gradient but the loss."""
     rest = {"importance": {"cap": None}, "clip": {"epsilon": EPSILON}}

@@ -218,21 +218,19 @@ def test_settings_that_contradict_each_other_are_refused(
         resolve(config_of(tmp_path, *overrides, base=base))
 
 
-def test_memory_counts_the_board_and_every_worker(tmp_path: Path) -> None:
-    config = resolve(config_of(tmp_path, "generation.workers=2"))
-    shared, apart = predicted(config), predicted(config, placement=place(config, CPU, ONE))
-    assert apart["weight_board"] == 2 * shared["masters"]  # float32
-    assert apart["workers"] > 2 * shared["packed_weights"] and apart["kv_cache"] == shared["kv_cache"]
-
-
 @pytest.mark.parametrize(("dtype", "more"), [("float32", ()), ("bfloat16", ()), ("bfloat16", ("model.lora.rank=2",))])
-def test_on_gpus_memory_counts_what_lies_beside_the_trainer(tmp_path: Path, dtype: str, more: tuple[str, ...]) -> None:
+def test_memory_counts_the_board_and_what_lies_beside_the_trainer(
+    tmp_path: Path, dtype: str, more: tuple[str, ...]
+) -> None:
     config = resolve(config_of(tmp_path, "generation.workers=2", f"model.dtype={dtype}", *more))
     alone = predicted(config)
+    board, working = 2 * parameter_count(config.model) * DTYPES[dtype].itemsize, alone["working_copy"] if more else 0
+    parts = predicted(config, placement=place(config, CPU, ONE))
+    assert (parts["weight_board"], parts["working_copy"], parts["kv_cache"]) == (board, working, alone["kv_cache"])
+    assert parts["workers"] > 2 * alone["packed_weights"]
     for devices, here in (((0, 0), 1.0), ((0, 1), 0.5), ((1, 2), 0.0)):
         placement = Placement(tuple(torch.device("cuda", index) for index in devices), 1, 1, "", GPU)
         parts = predicted(config, placement=placement)
         assert parts["kv_cache"] == int(here * alone["kv_cache"])
-        assert parts["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
+        assert (parts["weight_board"], parts["working_copy"]) == (board, working)
         assert parts["workers"] == 2 * (600 << 20)  # each has a context there, whatever it computes on
-        assert parts["working_copy"] == (alone["working_copy"] if more else 0)

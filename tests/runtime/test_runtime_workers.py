@@ -80,7 +80,8 @@ DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]  # which 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_path: Path, dtype: str) -> None:
-    sync = ("preset=sync", f"model.dtype={dtype}", "telemetry.rollouts_per_step=64")
+    """And one that goes on samples from the restored weights, from the first token on."""
+    sync = ("preset=sync", f"model.dtype={dtype}", "telemetry.rollouts_per_step=64", "checkpoint.every=1")
     shared = await run(tmp_path / "shared", *sync, "train.max_steps=4", base=REAL)
     apart = await run(tmp_path / "apart", *sync, "train.max_steps=4", "generation.workers=1")
     assert apart.version == shared.version == 4
@@ -92,6 +93,9 @@ async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_
     ):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert mine["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-4)
+    await run(tmp_path / "parts", *sync, "train.max_steps=2", "generation.workers=1")
+    summary = await run(tmp_path / "parts", *sync, "train.max_steps=4", "generation.workers=1", "resume=true")
+    assert summary.version == 4 and rollouts_of(tmp_path / "parts/runs/run") == ours
     assert not left()
 
 
@@ -111,20 +115,6 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
     assert summary.version == 3 and not left()
     file, slab = (rollouts_of(tmp_path / name / "runs/run") for name in ("file", "slab"))
     assert len(file) == 3 * 16 and slab == file
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-async def test_a_run_that_goes_on_samples_from_the_restored_weights(tmp_path: Path, dtype: str) -> None:
-    """From the first token on, and what it writes is what a run that nobody stopped has written."""
-    sync = ("preset=sync", f"model.dtype={dtype}", "checkpoint.every=1", "generation.workers=1")
-    rollouts = "telemetry.rollouts_per_step=64"
-    await run(tmp_path / "whole", *sync, rollouts, "train.max_steps=4")
-    await run(tmp_path / "parts", *sync, rollouts, "train.max_steps=2")
-    summary = await run(tmp_path / "parts", *sync, rollouts, "train.max_steps=4", "resume=true")
-    assert summary.version == 4
-    whole, parts = (rollouts_of(tmp_path / name / "runs/run") for name in ("whole", "parts"))
-    assert len(whole) == 4 * 16 and parts == whole
-    assert not left()
 
 
 async def test_workers_turn_rows_past_the_original_context_as_the_trainer_does(tmp_path: Path) -> None:
