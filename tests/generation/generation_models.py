@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -137,10 +138,28 @@ async def opened(policy: PolicyModel, tokenizer: Any = None, **numbers: Any) -> 
         yield Opened(engine, lane, recorder)
 
 
-async def generate_all(engine: Any, requests: Sequence[GenerationRequest]) -> list[Generation]:
-    """All at once, answers in the order of the requests."""
-    import anyio
+def assert_plain(
+    plain: PreTrainedModel, requests: Sequence[GenerationRequest], answers: Sequence[Generation], atol: float = 1e-4
+) -> None:
+    """Each answer has the log-probs of one plain forward over its row."""
+    for asked, answer in zip(requests, answers, strict=True):
+        assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < atol
 
+
+async def answered(policy: PolicyModel, requests: Sequence[GenerationRequest], **numbers: Any) -> list[Generation]:
+    """By an engine of their own."""
+    async with opened(policy, **numbers) as run:
+        return await generate_all(run.engine, requests)
+
+
+async def nothing() -> None:
+    pass
+
+
+async def generate_all(
+    engine: Any, requests: Sequence[GenerationRequest], beside: Callable[[], Awaitable[object]] = nothing
+) -> list[Generation]:
+    """All at once, answers in the order of the requests. `beside`: runs while they do."""
     answers: dict[int, Generation] = {}
 
     async def one(index: int) -> None:
@@ -149,4 +168,5 @@ async def generate_all(engine: Any, requests: Sequence[GenerationRequest]) -> li
     async with anyio.create_task_group() as tasks:
         for index in range(len(requests)):
             tasks.start_soon(one, index)
+        await beside()
     return [answers[index] for index in range(len(requests))]

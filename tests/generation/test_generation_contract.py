@@ -99,15 +99,10 @@ async def bench(kind: str, **numbers: int) -> AsyncIterator[Bench]:
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-async def test_it_is_an_engine_and_a_weight_sink(kind: str) -> None:
-    async with bench(kind) as made:
-        assert isinstance(made.engine, Engine)
-        assert isinstance(made.engine, WeightSink)
-
-
 async def test_answers_have_their_form(kind: str) -> None:
     requests = [request(2 + seed, seed, max_tokens=1 + 4 * seed) for seed in range(9)]
     async with bench(kind) as made, made.engine:
+        assert isinstance(made.engine, Engine) and isinstance(made.engine, WeightSink)
         answers = await generate_all(made.engine, requests)
         statistics = made.engine.statistics()
     for asked, answer in zip(requests, answers, strict=True):

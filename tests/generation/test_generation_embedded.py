@@ -9,12 +9,13 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, policy_and_plain, request
+from generation_models import VOCABULARY, answered, assert_plain, generate_all, opened, policy_and_plain, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.errors import DivergenceError, GenerationError
+from asyncrl.generation.embedded import plans
 from asyncrl.generation.embedded.cache import CacheShape, KVCache, split_rows
 from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.embedded.stops import StopStrings
@@ -126,12 +127,12 @@ async def test_modes_are_set_in_the_closure_and_no_graph_is_kept() -> None:
     policy, plain = policy_and_plain("qwen3")
     async with opened(policy) as run:
         await run.lane.run(lambda: policy.module.train() and None, name="train/begin")
-        asked = request(4, 0)
-        answer = await run.engine.generate(asked)
+        asked = [request(4, 0)]
+        answers = await generate_all(run.engine, asked)
         assert not policy.module.training
         assert not run.engine.core.cache.data.requires_grad
         assert float(policy.flat.grad.abs().sum()) == 0.0
-    assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
+    assert_plain(plain, asked, answers)
 
 
 async def test_nothing_is_left_after_closing() -> None:
@@ -171,15 +172,10 @@ async def test_rows_of_very_different_length_are_cut_and_stay_exact(monkeypatch:
     monkeypatch.setattr("asyncrl.generation.embedded.cache.SPLIT_GAIN_BYTES", 1)
     policy, plain = policy_and_plain("qwen3")
     requests = [request(size, size, max_tokens=3 + size % 7) for size in (60, 58, 3, 2, 30, 5, 44)]
-    async with opened(policy, max_sequences=5) as run:
-        answers = await generate_all(run.engine, requests)
-    for asked, answer in zip(requests, answers, strict=True):
-        assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
+    assert_plain(plain, requests, await answered(policy, requests, max_sequences=5))
 
 
 def test_attention_of_a_decode_step_by_products_equals_the_kernel() -> None:
-    from asyncrl.generation.embedded import plans
-
     torch.manual_seed(0)
     attended = []
     lengths = np.array([3, 40, 41, 17, *range(20, 40)])

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation_models import VOCABULARY, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
+from generation_models import (
+    VOCABULARY,
+    answered,
+    assert_plain,
+    change_weights,
+    opened,
+    plain_copy,
+    plain_logprobs,
+    request,
+)  # fmt: skip
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, MambaConfig, MiniMaxConfig, PreTrainedModel
 
 from asyncrl.models.paths import PLAIN, ModelPath
@@ -57,11 +66,9 @@ async def sampled(engine: Any, tokens: int) -> None:
 async def test_sampled_logprobs_are_those_of_a_forward_over_the_whole_row(family: str, path: ModelPath) -> None:
     policy, plain = policy_and_plain(family, path)
     asked = requests()
-    async with opened(policy, max_sequences=5, max_context=32, prefill_tokens=16) as run:
-        answers = await generate_all(run.engine, asked)
-    for wanted, answer in zip(asked, answers, strict=True):
-        assert answer.token_ids.size == wanted.sampling.max_tokens
-        assert np.abs(answer.logprobs - plain_logprobs(plain, wanted, answer)).max() < 1e-4
+    answers = await answered(policy, asked, max_sequences=5, max_context=32, prefill_tokens=16)
+    assert [each.token_ids.size for each in answers] == [each.sampling.max_tokens for each in asked]
+    assert_plain(plain, asked, answers)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])
@@ -95,5 +102,4 @@ async def test_a_cancelled_request_leaves_its_cohort() -> None:
         tasks[1].cancel()
         kept = [await tasks[0], await tasks[2]]
         assert (await run.engine.generate(asked[1])).token_ids.size == 20
-    for wanted, answer in zip([asked[0], asked[2]], kept, strict=True):
-        assert np.abs(answer.logprobs - plain_logprobs(plain, wanted, answer)).max() < 1e-4
+    assert_plain(plain, [asked[0], asked[2]], kept)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from generation_models import VOCABULARY, generate_all, opened, policy_and_plain, request
+from generation_models import VOCABULARY, answered, generate_all, opened, policy_and_plain, request
 from test_generation_embedded import Characters
 from test_generation_plain import EAGER
 from test_generation_plain import policy_and_plain as plain_path
@@ -119,8 +119,7 @@ async def test_tokens_and_both_columns_are_those_of_transformers_processors(path
     policy, plain = policy_and_plain("llama") if path == "packed" else plain_path("lfm2", EAGER)
     asked = [request(6, seed, max_tokens=12, **way) for seed, way in enumerate(WAYS)]
     asked += [request(9, seed, prefix_key="shared", max_tokens=6, **way) for seed, way in enumerate(WAYS[::2], 100)]
-    async with opened(policy, max_sequences=16, prefill_tokens=64) as run:
-        answers = await generate_all(run.engine, asked)
+    answers = await answered(policy, asked, max_sequences=16, prefill_tokens=64)
     for wanted, answer in zip(asked, answers, strict=True):
         tokens, whole, drawn = expected(plain, wanted)
         assert answer.token_ids.tolist() == tokens, wanted.sampling
@@ -143,9 +142,9 @@ async def test_a_stop_string_ends_nothing_before_the_minimum() -> None:
     assert [answer.token_ids.size for answer in answers] == list(cases.values())
 
 
-@pytest.mark.parametrize(
-    ("sampling", "text"),
-    [
+async def test_what_cannot_be_drawn_is_refused() -> None:
+    policy, _ = policy_and_plain("qwen3")
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"min_p": 1.5}, "min_p is 1.5, expected 0 to 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected a number above 0"),
         ({"presence_penalty": 3.0}, "presence_penalty is 3.0, expected -2 to 2"),
@@ -156,13 +155,11 @@ async def test_a_stop_string_ends_nothing_before_the_minimum() -> None:
         ({"bad_words": ((3,), ())}, "bad_words is .* one token or more"),
         ({"bad_words": ((-1,),)}, r"token ids \[-1\]"),
         ({"min_tokens": 13}, "min_tokens is 13, expected 0 to max_tokens = 12"),
-    ],
-)
-async def test_what_cannot_be_drawn_is_refused(sampling: dict[str, Any], text: str) -> None:
-    policy, _ = policy_and_plain("qwen3")
+    ]
     async with opened(policy) as run:
-        with pytest.raises(GenerationError, match=text):
-            await run.engine.generate(request(4, 0, **sampling))
+        for sampling, text in cases:
+            with pytest.raises(GenerationError, match=text):
+                await run.engine.generate(request(4, 0, **sampling))
 
 
 def test_they_travel_to_a_worker() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation_models import generate_all, opened, picked, policy_and_plain, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,35 +172,6 @@ def test_logits_that_are_not_finite_raise(bad: float) -> None:
     logits[1, 7] = bad
     with pytest.raises(DivergenceError, match="diverged"):
         Sampler().sample(logits, params(3))
-
-
-async def test_columns_of_the_engine_under_filters() -> None:
-    """`sampled_logprobs` of whole generations is the renormalised column, `logprobs` the plain one."""
-    policy, plain = policy_and_plain("llama")
-    requests = [request(6, seed, temperature=0.8, top_k=6, top_p=0.85, max_tokens=10) for seed in range(6)]
-    async with opened(policy) as run:
-        answers = await generate_all(run.engine, requests)
-    for asked, answer in zip(requests, answers, strict=True):
-        tokens = torch.tensor(np.concatenate([asked.prompt_ids, answer.token_ids])[None].astype(np.int64))
-        with torch.no_grad():
-            logits = plain(input_ids=tokens, use_cache=False).logits[0, asked.prompt_ids.size - 1 : -1]
-        np.testing.assert_allclose(answer.logprobs, picked(logits.double(), asked, answer), atol=1e-4)
-        for row, token, seen in zip(logits.numpy(), answer.token_ids, answer.sampled_logprobs, strict=True):
-            _, filtered = reference(row, 0.8, 6, 0.85)
-            assert seen == pytest.approx(filtered[token], abs=1e-4)
-
-
-async def test_greedy_generation_is_the_argmax_chain() -> None:
-    policy, plain = policy_and_plain("qwen3")
-    asked = request(7, 5, temperature=0.0, max_tokens=9)
-    async with opened(policy) as run:
-        answer = await run.engine.generate(asked)
-    tokens = torch.tensor(np.concatenate([asked.prompt_ids, answer.token_ids])[None].astype(np.int64))
-    with torch.no_grad():
-        logits = plain(input_ids=tokens, use_cache=False).logits[0, asked.prompt_ids.size - 1 : -1]
-    assert answer.token_ids.tolist() == logits.argmax(-1).tolist()
-    assert (answer.sampled_logprobs == 0).all()
-    np.testing.assert_allclose(answer.logprobs, picked(logits.double(), asked, answer), atol=1e-4)
 
 
 class NoWaiting(TorchDispatchMode):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, request
+from generation_models import VOCABULARY, answered, assert_plain, request
 from ragged_reference import ReferenceKernel
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 HEADS, KV_HEADS = 6, 2
 
 
-def policy_and_plain(family: str, dtype: str = "float32") -> tuple[PolicyModel, PreTrainedModel]:
+def policy_and_plain(family: str) -> tuple[PolicyModel, PreTrainedModel]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=HEADS,
@@ -45,8 +45,8 @@ def policy_and_plain(family: str, dtype: str = "float32") -> tuple[PolicyModel, 
     for path, parameter in module.named_parameters():
         if "sinks" in path:
             torch.nn.init.normal_(parameter)
-    plain = copy.deepcopy(module).to(getattr(torch, dtype))
-    return PolicyModel(module, dtype), plain
+    plain = copy.deepcopy(module)
+    return PolicyModel(module), plain
 
 
 # -- the two plans --------------------------------------------------------------------------------------------------------
@@ -182,20 +182,6 @@ def ragged() -> list[Any]:
 async def test_sampled_logprobs_equal_the_eager_forward(family: str) -> None:
     policy, plain = policy_and_plain(family)
     requests = ragged()
-    async with opened(policy, max_sequences=5, prefill_tokens=15) as run:
-        answers = await generate_all(run.engine, requests)
-    for asked, answer in zip(requests, answers, strict=True):
-        assert answer.token_ids.size == asked.sampling.max_tokens
-        assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 5e-5
-
-
-async def test_bfloat16_is_close_to_the_eager_forward_of_that_dtype() -> None:
-    policy, plain = policy_and_plain("Mistral", "bfloat16")
-    requests = ragged()
-    async with opened(policy, max_sequences=5, prefill_tokens=15) as run:
-        answers = await generate_all(run.engine, requests)
-    differences = [
-        np.abs(answer.logprobs - plain_logprobs(plain, asked, answer))
-        for asked, answer in zip(requests, answers, strict=True)
-    ]
-    assert np.concatenate(differences).mean() < 0.03
+    answers = await answered(policy, requests, max_sequences=5, prefill_tokens=15)
+    assert [each.token_ids.size for each in answers] == [each.sampling.max_tokens for each in requests]
+    assert_plain(plain, requests, answers, atol=5e-5)

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 from generation_cores import KINDS, MIXTURES, MOST, OpenedCore, needs_vllm, opened_core, small_model
-from generation_models import cached_logprobs, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
+from generation_models import (
+    assert_plain,
+    cached_logprobs,
+    change_weights,
+    generate_all,
+    opened,
+    plain_copy,
+    plain_logprobs,
+    request,
+)  # fmt: skip
 
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -73,19 +82,14 @@ async def test_it_samples_what_the_embedded_engine_samples(kind: str, architectu
 
 async def flipped(made: OpenedCore, policy: PolicyModel, asked: list[GenerationRequest]) -> list[Generation]:
     """The weights change as soon as every request has a token."""
-    answers: dict[int, Generation] = {}
 
-    async def one(index: int) -> None:
-        answers[index] = await made.engine.generate(asked[index])
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(asked)):
-            tasks.start_soon(one, index)
+    async def flip() -> None:
         while made.engine.statistics()["tokens"] < 3 * len(asked):
             await anyio.lowlevel.checkpoint()
         version = change_weights(policy)
         await made.move(policy.weights.working.clone(), version)
-    return [answers[index] for index in range(len(asked))]
+
+    return await generate_all(made.engine, asked, flip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,29 +122,19 @@ async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them
 async def test_a_prompt_that_was_half_computed_starts_again_with_the_new_weights(kind: str) -> None:
     """A step computes 64 tokens: when the first request has a token, the others have none."""
     policy, plain = policy_and_plain("llama")
-    before = plain_copy(policy, plain)
     asked = [request(50, index, max_tokens=8, temperature=1.0) for index in range(5)]
-    answers: dict[int, Generation] = {}
     async with opened_core(kind, policy, copy.deepcopy(plain)) as made:
         version = await made.lane.run(lambda: change_weights(policy), name="train")
 
-        async def one(index: int) -> None:
-            answers[index] = await made.engine.generate(asked[index])
-
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(asked)):
-                tasks.start_soon(one, index)
+        async def move() -> None:
             while made.engine.statistics()["tokens"] < 1:
                 await anyio.lowlevel.checkpoint()
             await made.move(policy.weights.working.clone(), version)
-    models = {0: before, 1: plain_copy(policy, plain)}
-    late = [index for index, answer in answers.items() if (answer.versions == 1).all()]
+
+        answers = await generate_all(made.engine, asked, move)
+    late = [index for index, answer in enumerate(answers) if answer.versions[0] == 1]
     assert kind == "plain" or 0 < len(late) < len(asked)
-    for index in late:
-        expected = plain_logprobs(models[1], asked[index], answers[index])
-        np.testing.assert_allclose(answers[index].logprobs, expected, atol=SAME)
-    for index in answers.keys() - set(late):
-        assert answers[index].versions[0] == 0
+    assert_plain(plain_copy(policy, plain), [asked[index] for index in late], [answers[index] for index in late], SAME)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,9 +148,7 @@ async def test_a_shared_prompt_is_never_that_of_an_earlier_version(kind: str) ->
         await made.move(policy.weights.working.clone(), version)
         answers = await generate_all(made.engine, asked)
         assert kind == "plain" or 0 < spared < made.engine.statistics()["copied_tokens"]
-    now = plain_copy(policy, plain)
-    for each, answer in zip(asked, answers, strict=True):
-        np.testing.assert_allclose(answer.logprobs, plain_logprobs(now, each, answer), atol=SAME)
+    assert_plain(plain_copy(policy, plain), asked, answers, SAME)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,17 +157,14 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
     asked = [request(10, seed, max_tokens=50, temperature=1.0) for seed in range(8)]  # no row is free
     async with opened(policy, max_sequences=8) as embedded:
         expected = await generate_all(embedded.engine, asked)
-    answers: list[Generation] = []
     async with opened_core(kind, policy, plain) as made:
 
-        async def generate() -> None:
-            answers.extend(await generate_all(made.engine, asked))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
-            while made.engine.statistics()["tokens"] < 8 or len(answers) == 0:
+        async def compare_outputs() -> None:
+            while made.engine.statistics()["finished"] < 8:
                 found = await made.engine.outputs()
                 assert made.engine.bound.distance(found, fixed_logprobs(policy)) < SAME
+
+        answers = await generate_all(made.engine, asked, compare_outputs)
         change_weights(policy)
         wrong = made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
         assert wrong > made.engine.bound.once, "the engine still has the weights of before, and its outputs say so"

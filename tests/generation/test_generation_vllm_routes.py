@@ -113,26 +113,23 @@ async def test_a_prompt_of_an_earlier_version_leaves_no_routes(kind: str) -> Non
     policy, plain = policy_and_plain("qwen3_moe")
     asked = [request(70, seed, prefix_key="shared", max_tokens=6, temperature=1.0) for seed in range(4)]
     asked += [request(50, 30 + seed, max_tokens=6, temperature=1.0) for seed in range(3)]
-    answers: dict[int, Generation] = {}
     async with opened_core(kind, policy, copy.deepcopy(plain), routes=shape_of(policy)) as made:
         await generate_all(made.engine, asked[:4])
         before = made.engine.statistics()["tokens"]
         version = await made.lane.run(lambda: change_weights(policy), name="train")
 
-        async def one(index: int) -> None:
-            answers[index] = await made.engine.generate(asked[index])
-
-        async with anyio.create_task_group() as tasks:
-            for index in reversed(range(len(asked))):
-                tasks.start_soon(one, index)
+        async def move() -> None:
             while made.engine.statistics()["tokens"] < before + 1:
                 await anyio.lowlevel.checkpoint()
             await made.move(policy.weights.working.clone(), version)
+
+        asked.reverse()
+        answers = await generate_all(made.engine, asked, move)
     now = plain_copy(policy, plain)
-    late = [index for index, answer in answers.items() if (answer.versions == 1).all()]
+    late = [pair for pair in zip(asked, answers, strict=True) if (pair[1].versions == 1).all()]
     assert kind == "plain" or len(late) > 2
-    for index in late:
-        np.testing.assert_array_equal(known(asked[index], answers[index]), expected(now, asked[index], answers[index]))
+    for pair in late:
+        np.testing.assert_array_equal(known(*pair), expected(now, *pair))
 
 
 @needs_vllm

@@ -52,13 +52,8 @@ def test_one_goes_to_the_worker_with_the_fewest_reserved_tokens(two: Routed) -> 
 def test_members_of_a_group_go_where_the_first_is_and_wait_for_it(two: Routed) -> None:
     group = [two.add("a") for _ in range(6)]
     other = two.add("b")
-    assert two.assign() == {
-        0: 0,
-        1: 0,
-        2: 0,
-        3: 0,
-        other.number: 1,
-    }  # the home is full, and others need not wait for it
+    # The home is full, and others need not wait for it.
+    assert two.assign() == {0: 0, 1: 0, 2: 0, 3: 0, other.number: 1}
     two.router.end(group[0])
     assert two.assign() == {4: 0}
 
@@ -86,13 +81,6 @@ def test_what_a_lost_worker_had_goes_on_elsewhere_before_what_came_later(two: Ro
     assert list(two.assign()) == [0, 1, 2, 3]
     assert {job.worker for job in [*lost, later[0]]} == {1}
     assert two.router.waiting == 3 and two.router.close(0) == 0
-
-
-def test_nothing_is_assigned_where_nobody_serves() -> None:
-    routed = Routed(0)
-    routed.add()
-    assert routed.assign() == {} and routed.router.waiting == 1
-    routed.loop.close()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -34,7 +34,6 @@ name = pytest.fixture(own_name, name="name")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_version_lies_whole_in_the_half_that_nobody_read(kind: str, on_a_slab: bool, name: str) -> None:
     async with opened(kind, version=7, slab=name if on_a_slab else None) as case:
-        await case.start()
         expected = {7: case.weights()}
         for _ in range(4):
             version = await case.step()
@@ -48,7 +47,6 @@ async def test_every_version_lies_whole_in_the_half_that_nobody_read(kind: str, 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_the_policy_may_be_further_than_what_is_published_and_the_board_says_so(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         await case.step()
         await case.step()
         await case.sink.update_weights(1)
@@ -61,7 +59,6 @@ async def test_the_policy_may_be_further_than_what_is_published_and_the_board_sa
 async def test_a_reader_samples_what_the_trainer_would() -> None:
     """The whole way: trainer's modules -> board -> another policy's modules, which compute the same."""
     async with opened("lora bfloat16") as case:
-        await case.start()
         other = PolicyModel(module_of(seed=9), "bfloat16", served=True)
         for _ in range(2):
             await case.sink.update_weights(await case.step())
@@ -74,7 +71,6 @@ async def test_a_reader_samples_what_the_trainer_would() -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_a_cancelled_move_is_asked_for_again_before_anything_is_written(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         readers.second_waits = asyncio.Event()
         task = asyncio.create_task(case.sink.update_weights(await case.step()))
@@ -92,7 +88,6 @@ async def test_a_cancelled_move_is_asked_for_again_before_anything_is_written(ki
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_after_an_error_of_the_readers_nothing_is_written_until_they_have_moved(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         readers.error = RuntimeError("a worker died")
         for version in (1, 2):
@@ -111,7 +106,6 @@ async def test_after_an_error_of_the_readers_nothing_is_written_until_they_have_
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_cancelled_while_it_writes_nobody_was_told_and_the_half_is_written_again(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         await case.step()
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
         write = case.board.write
@@ -134,7 +128,6 @@ async def test_cancelled_while_it_writes_nobody_was_told_and_the_half_is_written
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_two_at_once_go_one_after_the_other(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         readers.second_waits = asyncio.Event()
         first = asyncio.create_task(case.sink.update_weights(await case.step()))
@@ -150,7 +143,6 @@ async def test_two_at_once_go_one_after_the_other(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_the_half_of_a_pinned_reader_is_not_free_and_the_third_version_waits_for_it(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         readers.pinned = end = asyncio.Event()
         await case.sink.update_weights(await case.step())  # into the other half: nobody waits
@@ -171,7 +163,6 @@ async def test_the_half_of_a_pinned_reader_is_not_free_and_the_third_version_wai
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_copies_nothing(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         await case.sink.settled()  # nobody is pinned
         readers.pinned = end = asyncio.Event()
@@ -194,7 +185,6 @@ async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_a_wait_for_a_pinned_reader_may_be_given_up(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         readers = case.readers
         readers.pinned = end = asyncio.Event()
         await case.sink.update_weights(await case.step())
@@ -215,7 +205,7 @@ async def test_a_wait_for_a_pinned_reader_may_be_given_up(kind: str) -> None:
 
 @pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
 async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied(on_a_slab: bool, name: str) -> None:
-    async with opened("bfloat16", slab=name if on_a_slab else None) as case:
+    async with opened("bfloat16", slab=name if on_a_slab else None, start=False) as case:
         private = StorageWeakRef(case.policy.weights.working.untyped_storage())
         await case.start()
         gc.collect()
@@ -234,7 +224,6 @@ async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied(on_a_sl
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bfloat16"])
 async def test_what_the_modules_read_in_other_ways_stays_out_of_the_board(kind: str) -> None:
     async with opened(kind) as case:
-        await case.start()
         for _ in range(3):
             await case.sink.update_weights(await case.step())
             assert case.place is None
@@ -242,7 +231,6 @@ async def test_what_the_modules_read_in_other_ways_stays_out_of_the_board(kind: 
 
 async def test_steps_while_a_move_is_under_way_touch_neither_half() -> None:
     async with opened("bfloat16") as case:
-        await case.start()
         readers = case.readers
         readers.second_waits = asyncio.Event()
         task = asyncio.create_task(case.sink.update_weights(await case.step()))
@@ -268,7 +256,6 @@ async def test_steps_while_a_move_is_under_way_touch_neither_half() -> None:
 async def test_a_step_that_waits_behind_the_write_does_not_touch_what_was_written() -> None:
     """It runs before the loop has heard that a version lies there, and so before anybody was told."""
     async with opened("bfloat16") as case:
-        await case.start()
         first, go_on = await case.step(), threading.Event()
         case.readers.second_waits = asyncio.Event()
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
@@ -308,7 +295,6 @@ async def test_the_trainer_computes_the_same_bits_with_a_board_and_without() -> 
 
     plain = trainer_of(trained("bfloat16").policy)
     async with opened("bfloat16") as case:
-        await case.start()
         ours = trainer_of(case.policy)
         for number in range(6):
             batch = batch_of(number)
@@ -327,7 +313,6 @@ async def test_the_trainer_computes_the_same_bits_with_a_board_and_without() -> 
 
 async def test_a_restored_trainer_lies_in_the_free_half_and_is_published_from_there() -> None:
     async with opened("bfloat16") as case:
-        await case.start()
         masters = {name: torch.full_like(master, 0.5) for name, master in case.policy.flat.named_masters()}
         await case.lane.run(lambda: case.policy.flat.load_masters(masters), name="restore")
         case.policy.version = 41
@@ -339,7 +324,6 @@ async def test_a_restored_trainer_lies_in_the_free_half_and_is_published_from_th
 
 async def test_after_the_end_the_modules_keep_their_half_and_go_on_in_it() -> None:
     async with opened("bfloat16") as case:
-        await case.start()
         await case.sink.update_weights(await case.step())
         case.sink.close()
         case.board.close()
@@ -427,7 +411,7 @@ async def test_a_worker_tells_the_node_of_weights_that_are_not_the_trainers(
 ) -> None:
     monkeypatch.setattr("asyncrl.weights.sync.OUTPUTS_SHARE", math.inf)
     on_a_slab = kind == "slab"
-    async with opened("bfloat16" if on_a_slab else kind, slab=name if on_a_slab else None) as case:
+    async with opened("bfloat16" if on_a_slab else kind, slab=name if on_a_slab else None, start=False) as case:
         worker = Worker(case)
         sink = WeightPublisher(case.policy, case.board, worker, case.lane)
         await worker.reader.move(*await sink.post_first())
@@ -446,7 +430,7 @@ async def test_a_worker_tells_the_node_of_weights_that_are_not_the_trainers(
 async def test_a_half_that_was_not_written_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and holds another version; where the trainer's modules read the half, their weights are not the masters'."""
     monkeypatch.setattr("asyncrl.weights.sync.OUTPUTS_SHARE", math.inf)
-    async with opened(kind) as case:
+    async with opened(kind, start=False) as case:
         worker = Worker(case)
         sink = WeightPublisher(case.policy, case.board, worker, case.lane)
         await worker.reader.move(*await sink.post_first())
@@ -506,7 +490,6 @@ async def test_modules_that_are_not_at_the_version_end_the_run_before_anybody_is
 ) -> None:
     """With an engine that shares them, and with a board, of which nothing changes."""
     async with opened(kind) as case:
-        await case.start()
         engine = Engine()
         shared = SharedWeights(case.policy, engine, case.lane)
         await case.step()
@@ -522,7 +505,7 @@ async def test_modules_that_are_not_at_the_version_end_the_run_before_anybody_is
 
 
 async def test_an_adapter_that_was_rebound_ends_the_run() -> None:
-    async with opened("lora float32") as case:
+    async with opened("lora float32", start=False) as case:
         parameter = case.policy.flat.parameters[3]
         parameter.data = parameter.data.clone()
         with pytest.raises(DivergenceError, match=r"lora_B.*no longer reads"):
@@ -530,7 +513,7 @@ async def test_an_adapter_that_was_rebound_ends_the_run() -> None:
 
 
 async def test_nothing_is_published_before_the_first_version_and_that_one_comes_once() -> None:
-    async with opened() as case:
+    async with opened(start=False) as case:
         with pytest.raises(LifecycleError, match="post_first"):
             await case.sink.update_weights(1)
         await case.start()
@@ -539,7 +522,7 @@ async def test_nothing_is_published_before_the_first_version_and_that_one_comes_
 
 
 async def test_a_board_of_another_layout_is_refused() -> None:
-    async with opened() as case:
+    async with opened(start=False) as case:
         other = trained("bfloat16")
         with pytest.raises(LifecycleError, match="layout"):
             WeightPublisher(other.policy, case.board, case.readers, case.lane)

@@ -220,14 +220,19 @@ def create(policy: PolicyModel, slab: str | None) -> Guarded:
 
 
 @asynccontextmanager
-async def opened(kind: str = "float32", *, version: int = 0, slab: str | None = None) -> AsyncIterator[Case]:
-    """`slab`: the name of one in which the halves are to lie."""
+async def opened(
+    kind: str = "float32", *, version: int = 0, slab: str | None = None, start: bool = True
+) -> AsyncIterator[Case]:
+    """`slab`: the name of one in which the halves are to lie. `start`: the first version lies there, and the workers read it."""
     case = trained(kind)
     case.policy.version = version
     board = await asyncio.to_thread(create, case.policy, slab)
     board.in_use, board.written = set(), {}
     try:
         async with own_lane() as lane:
-            yield Case(case, board, lane)
+            made = Case(case, board, lane)
+            if start:
+                await made.start()
+            yield made
     finally:
         await asyncio.to_thread(board.close)
