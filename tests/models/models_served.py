@@ -1,22 +1,17 @@
-"""What a policy computes, for comparing policies."""
+"""A weight board, as a node and its worker have it."""
 
 from __future__ import annotations
 
-import torch
+import os
 
-from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.head.logprobs import token_logprobs
 from asyncrl.models.policy import PolicyModel
+from asyncrl.transport.memory.board import Board
 
-COUNT = 17
 
-
-def logprobs(policy: PolicyModel) -> torch.Tensor:
-    tokens = torch.randint(1, 61, (COUNT,), generator=torch.Generator().manual_seed(11))
-    with torch.no_grad():
-        hidden = policy.hidden(tokens, torch.arange(COUNT), TreePlan([0], [COUNT]))
-        found, _ = token_logprobs(
-            hidden[:-1], policy.head.weight, tokens[1:], torch.ones(COUNT - 1), project=policy.project,
-            bias_V=policy.head.bias, transform=policy.transform,
-        )  # fmt: skip
-    return found
+def board_of(trainer: PolicyModel, boards: list[Board]) -> tuple[Board, Board]:
+    """The owner's, and a reader's, whose memory is read-only."""
+    weights = trainer.weights
+    owner = Board.create(weights.size, weights.working.dtype, weights.layout_digest())
+    reader = Board.attach(owner.description, os.dup(owner.fd), weights.layout_digest())
+    boards += [owner, reader]
+    return owner, reader

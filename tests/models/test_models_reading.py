@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from models_served import board_of
 from torch import nn
 
 from asyncrl.config.schema import ModelConfig
@@ -58,14 +58,6 @@ def directory_of(family: str, folder: Path) -> Path:
             tensor.add_(torch.rand_like(tensor))
     module.save_pretrained(folder)
     return folder
-
-
-def board_of(trainer: PolicyModel, boards: list[Board]) -> tuple[Board, Board]:
-    weights = trainer.weights
-    owner = Board.create(weights.size, weights.working.dtype, weights.layout_digest())
-    reader = Board.attach(owner.description, os.dup(owner.fd), weights.layout_digest())
-    boards += [owner, reader]
-    return owner, reader
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import os
 from typing import Any
 
 import pytest
 import torch
-from models_served import logprobs
+from models_served import board_of
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.models.parameters.flat import FlatWeights
+from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
 
@@ -30,52 +21,15 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def module_of(family: str, seed: int = 3) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if family == "llama":
-            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
-        if family == "gemma3":
-            return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, layer_types=["full_attention"] * 2))
-        module = Qwen2ForCausalLM(Qwen2Config(**SIZES))  # with biases, which are copied where they are joined
-        for name, parameter in module.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter)
-        return module
-
-
-def board_of(weights: FlatWeights, boards: list[Board]) -> tuple[Board, Board]:
-    """The owner's, and a reader's, whose memory is read-only."""
-    owner = Board.create(weights.size, weights.working.dtype, weights.layout_digest())
-    reader = Board.attach(owner.description, os.dup(owner.fd), weights.layout_digest())
-    boards += [owner, reader]
-    return owner, reader
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_each_move_the_numbers_are_those_of_a_fresh_policy(family: str, dtype: str, boards: list[Board]) -> None:
-    trainer = PolicyModel(module_of(family), dtype)
-    served = PolicyModel(module_of(family, seed=9), dtype, served=True)
-    assert served.weights.layout_digest() == trainer.weights.layout_digest()
-    owner, reader = board_of(trainer.weights, boards)
-    for version in range(1, 5):
-        trainer.flat.master.mul_(1.1).add_(0.01)
-        trainer.advance()
-        owner.write(version % 2, version, trainer.weights.working)
-        served.flat.move_to(reader.half(version % 2))
-        fresh = PolicyModel(copy.deepcopy(trainer.module), dtype)
-        assert torch.equal(logprobs(served), logprobs(fresh))
-        assert torch.equal(logprobs(served), logprobs(trainer))
-        assert served.weights.strays() == []
-        product = served._head_product
-        assert (product._packed is not None) == product._pack  # packed again, where that works at all
+def served_policy(dtype: str = "float32", **changed: Any) -> PolicyModel:
+    module = LlamaForCausalLM(LlamaConfig(**SIZES | changed, tie_word_embeddings=True))
+    return PolicyModel(module, dtype, served=True)
 
 
 def test_the_parameters_lie_on_the_board_and_the_old_storage_is_let_go(boards: list[Board]) -> None:
-    served = PolicyModel(module_of("llama"), "float32", served=True)
-    logprobs(served)
-    owner, reader = board_of(served.weights, boards)
+    served = served_policy()
+    fixed_logprobs(served)
+    owner, reader = board_of(served, boards)
     owner.write(0, 1, served.weights.working)
     before = StorageWeakRef(served.weights.working.untyped_storage())
     assert not before.expired()
@@ -88,7 +42,7 @@ def test_the_parameters_lie_on_the_board_and_the_old_storage_is_let_go(boards: l
 
 
 def test_another_buffer_is_refused_and_nothing_has_moved() -> None:
-    served = PolicyModel(module_of("llama"), "float32", served=True)
+    served = served_policy()
     for wrong in (torch.zeros(served.weights.size + 64), torch.zeros(served.weights.size, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="the modules read"):
             served.flat.move_to(wrong)
@@ -96,9 +50,8 @@ def test_another_buffer_is_refused_and_nothing_has_moved() -> None:
 
 
 def test_the_digest_tells_layouts_apart() -> None:
-    def digest(dtype: str = "float32", **changed: Any) -> str:
-        module = LlamaForCausalLM(LlamaConfig(**SIZES | changed, tie_word_embeddings=True))
-        return PolicyModel(module, dtype, served=True).weights.layout_digest()
+    def digest(*dtype: str, **changed: Any) -> str:
+        return served_policy(*dtype, **changed).weights.layout_digest()
 
     assert digest() == digest()
     others = [digest("bfloat16"), digest(hidden_size=96), digest(intermediate_size=64), digest(num_hidden_layers=1)]

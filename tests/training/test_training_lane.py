@@ -6,40 +6,23 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 import torch
-from training_helpers import MAX_LENGTH, make_group, tiny_policy
+from training_helpers import LOSS, make_trainer, microbatches
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
-from asyncrl.algorithms.registry import build_loss
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.config.schema import TrainConfig
-from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
 from asyncrl.ports import Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
-from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import Microbatch
-
-LOSS = build_loss("grpo")
-
-
-def microbatches() -> list[Microbatch]:
-    rng = np.random.default_rng(0)
-    return [m for i in range(3) for m in pack_groups([make_group(rng, i)], 1000)]
-
-
-def core() -> TorchTrainer:
-    return TorchTrainer(tiny_policy(), TrainConfig(lr=0.01), max_completion_length=MAX_LENGTH)
 
 
 @pytest.fixture
 async def trainer() -> AsyncIterator[LaneTrainer]:
     recorder = Recorder(nvtx=False)
     async with ThreadLane("cpu", recorder) as lane:
-        yield LaneTrainer(core(), lane, recorder)
+        yield LaneTrainer(make_trainer(), lane, recorder)
 
 
 async def test_a_step_over_the_lane_equals_a_direct_one(trainer: LaneTrainer) -> None:
@@ -49,7 +32,7 @@ async def test_a_step_over_the_lane_equals_a_direct_one(trainer: LaneTrainer) ->
         await port.train_microbatch(batch)
         assert (await port.compute_logprobs(batch)).shape == (batch.scored,)
     result = await port.finish_train_step()
-    direct = core()
+    direct = make_trainer()
     direct.begin_train_step(LOSS)
     for batch in microbatches():
         direct.train_microbatch(batch)
