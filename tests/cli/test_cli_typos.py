@@ -46,6 +46,12 @@ OTHERS = {
     "run broken.yaml": "broken.yaml line 2 column 1 is not valid YAML",
     "run run.yaml --dry-run data.train=nope.jsonl": "data.train: the prompt file nope.jsonl does not exist",
     "prompts run.yaml data.train=nope.jsonl": "data.train: the prompt file nope.jsonl does not exist",
+    "prompts": "usage: asyncrl prompts CONFIG.yaml",
+    "prompts run.yaml -n": "-n is ''; expected a number of prompts",
+    "prompts run.yaml -n 0": "-n is '0'; expected a number of prompts",
+    "prompts gone.yaml": "gone.yaml does not exist",
+    "prompts bare.yaml": "data.train is not set",
+    "prompts run.yaml data.chat_template_kwargs=3": "data.chat_template_kwargs is 3",
     "prompts run.yaml model.path=./modell": "model.path: there is no directory './modell'",
     "check-model ./modell": "model.path: there is no directory './modell'",
     "check nope": "nope is neither a run directory nor a checkpoint",
@@ -87,6 +93,7 @@ def test_a_typo_is_answered_before_anything_heavy_is_imported(tmp_path: Path) ->
     (tmp_path / "model.py").write_text("import torch\n\ndef build(seed): ...\ndef rows(): ...\nclass Play: ...\n")
     (tmp_path / "broken.py").write_text("def correct(completions:\n")
     (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "bare.yaml").write_text("model: {path: nowhere}\n")
     (tmp_path / "broken.yaml").write_text("train: {lr: [\n")
     typed = {"run nope.yaml": "", **{f"run run.yaml {each}": words for each, words in SETTINGS.items()}, **OTHERS}
     program = [sys.executable, "-c", PROGRAM]

@@ -23,6 +23,7 @@ from asyncrl.runtime.inputs import check_inputs
 from asyncrl.runtime.method_trial import try_loss
 
 OTHERS = '''
+import sys
 import numpy as np
 from dataclasses import dataclass
 from asyncrl import LossMethod, Normaliser, Surrogate, as_rewards, of_group, of_step, setting, token_ratio
@@ -38,64 +39,20 @@ class Base(LossMethod):
         return Surrogate(-inputs.advantage_S * self.factor(inputs, ratio_S), ratio_S)
 
 
-class Right(Base):
-    name, normaliser = "right", Normaliser.SEQUENCES
-
-    def factor(self, inputs, ratio_S):
-        return inputs.spread(inputs.sequence_mean(ratio_S))
+def loss(name, factor, **more):
+    return type(name, (Base,), {"name": name.lower(), "factor": factor, **more})
 
 
-class Mean(Base):
-    name = "mean"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S / max(len(ratio_S), 1)
-
-
-class OfTheRest(Base):
-    """The sum is right, its gradient is not."""
-
-    name = "of_the_rest"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S * len(ratio_S) - (ratio_S * (len(ratio_S) - 1)).detach()
-
-
-class NotFinite(Base):
-    name = "not_finite"
-
-    def factor(self, inputs, ratio_S):
-        return (ratio_S - 1).abs().sqrt()
-
-
-class Sampler(Base):
-    name = "sampler"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S - inputs.sampler_logp_S
-
-
-class Detached(Base):
-    name = "detached"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S.detach()
-
-
-class Reference(Base):
-    """Reads what it has not asked for."""
-
-    name = "undeclared"
-
-    def factor(self, inputs, ratio_S):
-        return ratio_S - inputs.reference_logp_S
-
-
-class Leaves(Base):
-    name = "leaves"
-
-    def factor(self, inputs, ratio_S):
-        raise SystemExit(0)
+Right = loss("Right", lambda _, inputs, r_S: inputs.spread(inputs.sequence_mean(r_S)), normaliser=Normaliser.SEQUENCES)
+Mean = loss("Mean", lambda _, inputs, r_S: r_S / max(len(r_S), 1))
+# The sum is right, its gradient is not.
+OfTheRest = loss("OfTheRest", lambda _, inputs, r_S: r_S * len(r_S) - (r_S * (len(r_S) - 1)).detach())
+NotFinite = loss("NotFinite", lambda _, inputs, r_S: (r_S - 1).abs().sqrt())
+Sampler = loss("Sampler", lambda _, inputs, r_S: r_S - inputs.sampler_logp_S)
+Detached = loss("Detached", lambda _, inputs, r_S: r_S.detach())
+# It reads what it has not asked for.
+Reference = loss("Undeclared", lambda _, inputs, r_S: r_S - inputs.reference_logp_S)
+Leaves = loss("Leaves", lambda _, inputs, r_S: sys.exit(0))
 
 
 class Nameless(LossMethod):
