@@ -1,12 +1,19 @@
-"""What the algorithm section refuses, each with its reason and a way out."""
+"""Methods in the configuration: what the algorithm section refuses, with its reason and a way out, and what nothing reads."""
 
 from __future__ import annotations
+
+import pickle
+from pathlib import Path
 
 import pytest
 
 from asyncrl.algorithms.registry import LOSSES
 from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.checks import SWITCHED
+from asyncrl.config.describe import help_text, to_yaml
+from asyncrl.config.fields import knobs, sections
 from asyncrl.config.load import load_config
+from asyncrl.config.methods import SETTINGS
 from asyncrl.config.resolve import resolve, warnings
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -24,13 +31,6 @@ def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as found:
         made(*overrides)
     return str(found.value)
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_every_loss_is_reachable_by_name(name: str) -> None:
-    config = made(f"algorithm.loss={name}", "preset=sync")
-    assert config.algorithm.loss == name
-    assert resolve(config) == config
 
 
 def test_a_local_denominator_is_refused_where_steps_are_streamed() -> None:
@@ -133,3 +133,44 @@ def test_what_is_seldom_meant_is_warned_of() -> None:
     assert "no term needs it" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
     assert "nothing corrects" in found("algorithm.importance.cap=null")
     assert "nothing corrects" not in found("algorithm.importance.cap=null", "algorithm.importance.veto=1e-4")
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_resolved_configuration_is_read_back_and_resolved_to_itself(loss: str, tmp_path: Path) -> None:
+    config = made("preset=sync", f"algorithm.loss={loss}")
+    assert config.algorithm.loss == loss and resolve(config) == config
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve(load_config([file])) == config == pickle.loads(pickle.dumps(config))
+
+
+def test_every_method_lies_in_a_section_of_its_own() -> None:
+    assert all(name in knobs() for name in SETTINGS)
+    assert all(section in sections() for section in SWITCHED)
+    losses = [loss for loss in LOSSES.values() if loss.settings()]
+    assert all(f"[algorithm.{loss.section}: settings of loss" in help_text() for loss in losses)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.lora.alpha=4"], "model.lora.rank is 0"),
+        (["reward.overlong.weight=2"], "reward.overlong.cache is not set"),
+        (["rollout.filter.max_refills=2"], "no filter is on"),
+        (["door.ring_mib=64"], "door.ring is not set"),
+        (["replay.max_age=2"], "replay.size is 0"),
+        (["reroll.attempts=2"], "reroll.start_fraction is 1"),
+        (["telemetry.profile.steps=2"], "telemetry.profile.from is not set"),
+        (
+            ["dry_run.finish_s=2", "engine.kind=embedded", "train.kind=torch"],
+            "neither engine.kind nor train.kind is dry_run",
+        ),
+    ],
+)
+def test_settings_of_what_is_off_are_refused(overrides: list[str], words: str) -> None:
+    said = refusal(*overrides)
+    assert f"{overrides[0].partition('=')[0]} is" in said and words in said
+
+
+def test_a_program_with_a_ring_of_its_own_has_the_settings_of_the_door() -> None:
+    assert resolve(load_config([], [*BASE, "door.timeout_s=5"]), embedding=True).door.timeout_s == 5
