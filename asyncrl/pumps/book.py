@@ -1,7 +1,7 @@
 """The book of the groups that are live on this rank, and their rows in the store.
 
-    open ──▶ put ──▶ scored ──claimed──▶ in the open step ──trained──▶ cleared
-      `─────── end ───────▶ cleared   ◀──reopen (aborted)──'
+    open ──▶ put into the store ──▶ scored ──claimed──▶ in the open step ──trained──▶ cleared
+      `────────────── end ───────────────▶ cleared   ◀──reopen (aborted)──'
 
 It is the one place that gives a group's slot back before training. So every admitted group ends exactly once (invariant 2),
 whichever pump notices first that it cannot be trained. Used from the loop thread only.
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from asyncrl.data.store import Column, Lease, Rows, Store
+from asyncrl.data.store import Column, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
@@ -45,7 +45,9 @@ class GroupBook:
         self._tickets: dict[int, Ticket] = {}
         self._on_ready: list[Callable[[], None]] = []
         self._on_end: list[Callable[[Sequence[int]], None]] = []
-        self.over = False  # no step can come any more
+        # No step can come any more. The groups that end from then on were not trained: the memory that was lent for them stays
+        # with its owner, for another run.
+        self.over = False
         # Held while a step moves the weights, and by an evaluation that needs them to stay.
         self.moving = asyncio.Lock()
         self.ended = 0  # groups, and steps
@@ -64,10 +66,6 @@ class GroupBook:
         """The ledger admitted this group."""
         self._tickets[ticket.group_id] = ticket
 
-    def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
-        """Put the rows of a whole group into the store; it can be claimed once it is scored. Errors: DataError."""
-        return self.store.put(group, leases)
-
     def write(self, group_id: int, column: str, values: Column) -> None:
         """Write a column of the group's rows. Does nothing where the group has ended."""
         if group_id in self.store:
@@ -79,10 +77,6 @@ class GroupBook:
             self.store.score(group)
             for callback in self._on_ready:
                 callback()
-
-    def ready(self) -> list[Ticket]:
-        """Tickets of the groups that can be claimed, in the order in which they became ready."""
-        return self.store.ready()
 
     def claimed(self, ticket: Ticket) -> Rows:
         """Returns the rows of a group to which the ledger gave a place in the open step."""
@@ -117,20 +111,15 @@ class GroupBook:
         self._notify_end((group_id,))
         return True
 
-    async def end_all(self, reason: str) -> int:
-        """Drop every group that is left; how many."""
-        ended = [await self.end(group_id, "dropped", reason) for group_id in list(self._tickets)]
-        return sum(ended)
+    async def end_all(self, reason: str) -> None:
+        """Drop every group that is left."""
+        for group_id in list(self._tickets):
+            await self.end(group_id, "dropped", reason)
 
     def _notify_end(self, group_ids: Sequence[int]) -> None:
         self.ended += 1
         for callback in self._on_end:
             callback(group_ids)
-
-    def no_more_steps(self) -> None:
-        """The groups that end from here on were not trained: the memory that was lent for them stays with its owner, for another
-        run."""
-        self.over = True
 
     def live(self) -> list[int]:
         """Ids of the groups that no step has claimed, ascending."""

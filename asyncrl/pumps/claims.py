@@ -53,11 +53,11 @@ class Claims:
         """Every group that may have a place now. FULL: the step gets no more."""
         ports = self._ports
         while True:
-            state, ticket = await ports.ledger.claim(ports.book.ready())
+            state, ticket = await ports.ledger.claim(ports.store.ready())
             if ticket is None:
                 return state
             step.rows.append(ports.book.claimed(ticket))
-            ports.recorder.gauge("queue/groups/depth", len(ports.book.ready()))
+            ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
 
     @property
     def too_few(self) -> bool:

@@ -18,7 +18,7 @@ reported, so a run that goes on from it misses none. One evaluation at a time.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -29,7 +29,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import ConfigError
-from asyncrl.ports import Engine, Generate, PinnedVersion, PinsVersions
+from asyncrl.ports import Engine, PinnedVersion, PinsVersions
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 from .metrics import logged
@@ -69,11 +69,22 @@ class EvaluatePump:
         """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means, the mean length in tokens, and `missing`
         where episodes failed: the number of completions that are in none of the others. `pin` samples at this version while the
         engine goes on; None: the engine samples, and its weights stay meanwhile."""
-        samples, recorder = self._settings.samples, self._ports.recorder
+        ports, samples, recorder = self._ports, self._settings.samples, self._ports.recorder
+        sampler = ports.engine if pin is None else pin
+        priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
         scored: dict[tuple[int, int], Trajectory] = {}
         self.progress = 0, len(self._prompts) * samples
-        generate = partial(self._generate, self._ports.engine.generate if pin is None else pin.generate)
-        priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
+
+        async def generate(request: GenerationRequest) -> Generation:
+            if (temperature := self._settings.temperature) is not None:
+                request = replace(request, sampling=replace(request.sampling, temperature=temperature))
+            return await sampler.generate(request)
+
+        async def play(prompt: Prompt, sample: int) -> Trajectory:
+            # An engine that is cancelled with this task would raise EngineClosed, which hides the reason.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            return await self._episodes.play(prompt, sample, samples, generate, priority)
+
         who, what = "evaluate pump", "held-out rollouts"
         # Beside steps the device is not idle for it.
         waits: AbstractContextManager[object] = recorder.watch(who, what, on="engine")
@@ -83,7 +94,6 @@ class EvaluatePump:
             with recorder.span("evaluate", track="evaluate", version=version), waits:
                 async with plain_task_group() as tasks:
                     for row, prompt in enumerate(self._prompts):
-                        play = partial(self._play, prompt, generate, priority)
                         spawn(tasks, f"evaluation of row {row}", self._row, row, prompt, play, scored)
         finally:
             self.progress = None
@@ -94,9 +104,10 @@ class EvaluatePump:
         self,
         row: int,
         prompt: Prompt,
-        play: Callable[[int], Awaitable[Trajectory]],
+        play: Callable[[Prompt, int], Awaitable[Trajectory]],
         scored: dict[tuple[int, int], Trajectory],
     ) -> None:
+        """Play and score the completions of one prompt; those that failed are missing in `scored`."""
         ports, samples = self._ports, self._settings.samples
         played: dict[int, Trajectory] = {}
 
@@ -109,29 +120,16 @@ class EvaluatePump:
             self.progress = len(scored), len(self._prompts) * samples
 
         async def one(sample: int) -> None:
-            try:
-                played[sample] = await play(sample)
-            except EpisodeFailed:
-                return  # a missing completion; `Episodes` has logged why
-            if not ports.score_groups:
-                await score([sample])
+            with suppress(EpisodeFailed):  # `Episodes` has logged why
+                played[sample] = await play(prompt, sample)
+                if not ports.score_groups:
+                    await score([sample])
 
         async with plain_task_group() as members:
             for sample in range(samples):
                 spawn(members, f"evaluation of row {row}", one, sample)
         if ports.score_groups and played:
             await score(sorted(played))
-
-    async def _play(self, prompt: Prompt, generate: Generate, priority: int, sample: int) -> Trajectory:
-        # An engine that is cancelled with this task would raise EngineClosed, which hides the reason.
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        return await self._episodes.play(prompt, sample, self._settings.samples, generate, priority)
-
-    async def _generate(self, generate: Generate, request: GenerationRequest) -> Generation:
-        temperature = self._settings.temperature
-        if temperature is not None:
-            request = replace(request, sampling=replace(request.sampling, temperature=temperature))
-        return await generate(request)
 
     def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
         rows = len(self._prompts)

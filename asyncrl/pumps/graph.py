@@ -119,7 +119,7 @@ class Graph:
             self._trained_out = True
         finally:
             self._feed(False)
-            self._ports.book.no_more_steps()
+            self._ports.book.over = True
             self.intake.close("the training ended")
         self._generation_scope.cancel()  # what is still generated or scored can be in no step
 

@@ -64,12 +64,12 @@ class Intake:
 
     async def take(self, item: Scoring) -> None:
         """Score one played trajectory, or all of a group in member order. The last member makes its group whole."""
-        ticket, book = item.ticket, self._ports.book
+        ticket, book, store = item.ticket, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # a sibling failed meanwhile
             return
         if len(item.trajectories) == item.trajectories[0].group_size:
-            await self._enter(book.put(Group(ticket, item.prompt, item.trajectories)))
+            await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
             self.scored += len(item.trajectories)
             return
         scored = await self._rewarded(Group(ticket, item.prompt, item.trajectories))
@@ -81,7 +81,7 @@ class Intake:
         if len(members) == scored[0].group_size:
             del self._members[ticket.group_id]
             whole = tuple(members[place] for place in sorted(members))
-            await self._filter(book.put(Group(ticket, item.prompt, whole)))
+            await self._filter(store.put(Group(ticket, item.prompt, whole)))
 
     @property
     def incomplete(self) -> int:
@@ -134,7 +134,7 @@ class Intake:
         try:
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
-            await self._enter(ports.book.put(Group(ticket, prompt, members), leases), leased=bool(leases))
+            await self._enter(ports.store.put(Group(ticket, prompt, members), leases), leased=bool(leases))
             self.scored += len(members)
             self._remember(group_id)
         except BaseException:
@@ -217,7 +217,7 @@ class Intake:
         reason = self._screen.refuses(group)
         if reason is None:
             ports.book.scored(group)
-            ports.recorder.gauge("queue/groups/depth", len(ports.book.ready()))
+            ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
             ports.counters[f"filter/{reason}"] += 1
             self._reroll.group_ended(group)
