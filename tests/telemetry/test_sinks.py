@@ -1,10 +1,12 @@
-"""Sinks: metrics.jsonl and its resume, wandb and TensorBoard where chosen, rollouts, the live view."""
+"""Sinks: metrics.jsonl and its resume, TensorBoard, rollouts, the live view."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import os
+import pty
 import re
 import sys
 import time
@@ -113,16 +115,12 @@ def test_every_sink_is_closed_even_if_one_fails(tmp_path: Path) -> None:
     assert sorted(closed) == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=rf"pip install -e '.*\[{name}\]'"):
-        open_sinks([name], tmp_path, name="run", config={})
-
-
-def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("wandb", "tensorboard.summary", "mlflow"):
+        monkeypatch.setitem(sys.modules, module, None)
+        name = module.partition(".")[0]
+        with pytest.raises(ConfigError, match=rf"pip install -e '.*\[{name}\]'"):
+            open_sinks([name], tmp_path, name="run", config={})
     with pytest.raises(ConfigError, match="'neptune'; known are wandb, tensorboard, mlflow"):
         open_sinks(["neptune"], tmp_path, name="run", config={})
 
@@ -250,9 +248,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_a_bar_on_a_terminal() -> None:
     stream = Terminal()
     with LiveView("auto", 20, start=3, stream=stream) as live:
         live.note("[not markup]")
@@ -272,7 +274,6 @@ def last_frame(shown: str) -> str:
 def test_a_narrow_terminal_loses_numbers_and_never_the_step_or_the_time_left(
     monkeypatch: pytest.MonkeyPatch, columns: int, total: int, step: int
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     with LiveView("auto", total, stream=stream) as live:
@@ -288,8 +289,6 @@ def test_a_narrow_terminal_loses_numbers_and_never_the_step_or_the_time_left(
 
 
 def test_the_time_left_of_slow_steps_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
     now = 1000.0
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     stream = Terminal()
@@ -321,18 +320,15 @@ def test_what_goes_on_before_the_first_step_is_few_lines(monkeypatch: pytest.Mon
     ]
 
 
-def test_what_goes_on_before_the_first_step_stands_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
-    stream = Terminal()
-    with LiveView("auto", 20, stream=stream) as live:
-        live.status("loading the model: [2] GiB")
-    assert "loading the model: [2] GiB" in last_frame(stream.getvalue())
-    stream = Terminal()
-    with LiveView("auto", 20, stream=stream) as live:
-        live.status("loading the model: [2] GiB")
-        live.step(1, METRICS)
-    assert "loading" not in (frame := last_frame(stream.getvalue())) and "reward 0.510" in frame
+def test_what_goes_on_before_the_first_step_stands_beside_the_bar() -> None:
+    for steps in (0, 1):
+        stream = Terminal()
+        with LiveView("auto", 20, stream=stream) as live:
+            live.status("loading the model: [2] GiB")
+            for step in range(steps):
+                live.step(step + 1, METRICS)
+        frame = last_frame(stream.getvalue())
+        assert ("loading the model: [2] GiB" in frame) == (not steps) and ("reward 0.510" in frame) == bool(steps)
 
 
 def test_off_prints_nothing() -> None:
@@ -342,3 +338,35 @@ def test_off_prints_nothing() -> None:
         live.step(1, METRICS)
         live.note("x")
     assert stream.getvalue() == ""
+
+
+# -- a live view that cannot be written to raises nothing ------------------------------------------------------------
+
+
+def test_a_pipe_that_nobody_reads() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream, LiveView("plain", 3, stream=stream) as view:
+        for version in range(3):
+            view.step(version, {"loss": 1.0})
+            view.note("a note")
+
+
+def test_a_terminal_that_is_closed() -> None:
+    master, slave = pty.openpty()
+    with open(slave, "w") as stream, LiveView("auto", 3, stream=stream) as view:
+        os.close(master)
+        for version in range(3):
+            view.step(version, {"loss": 1.0})
+            view.note("a note")
+
+
+def test_a_stream_that_is_closed_and_one_that_lacks_characters() -> None:
+    closed = io.StringIO()
+    closed.close()
+    with LiveView("plain", stream=closed) as view:
+        view.note("nobody")
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with LiveView("plain", stream=narrow) as view:
+        view.step(1, {"reward/mean": 0.5, "reward/std": 0.25, "own/turns": 3})
+    assert "reward 0.500?0.250  own/turns 3.000" in narrow.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""report.html: self-contained, safe against what models write, and complete, for short, long and broken runs."""
+"""The report: curves of long runs, steps whose rewards teach nothing, and the page itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import orjson
 import pytest
 
 from asyncrl.telemetry.budget import RunBudget
+from asyncrl.telemetry.curves import MOST_NAMES, Curves, lines_by_step
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import collect, render, write_report
+from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, left_out, warnings
 from asyncrl.telemetry.trace import write_trace
 
 EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
@@ -266,13 +269,6 @@ def test_one_step_with_nan_and_a_broken_line(tmp_path: Path) -> None:
     assert data["weights"] == [0.0]
 
 
-def test_of_a_step_written_twice_the_later_line_counts(tmp_path: Path) -> None:
-    lines = [{"step": s, "time": t, "loss": v} for s, t, v in ((1, 1.0, 0.1), (2, 2.0, 0.2), (2, 5.0, 0.3))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    data = collect(tmp_path)
-    assert (data["steps"], data["series"]["loss"]) == ([1, 2], [0.1, 0.3])
-
-
 def test_lanes_are_accounted_apart_and_by_the_lines_that_have_them(tmp_path: Path) -> None:
     """A second lane comes with step 3; a cause that a line does not name took none of its time."""
     one = {"busy/decode": 0.5, "idle/group": 0.5, "idle/unexplained": 0.0}
@@ -368,3 +364,185 @@ def test_long_texts_are_shortened(tmp_path: Path) -> None:
     ((shown,),) = [each["rows"] for each in collect(tmp_path)["rollouts"]]
     assert len(shown["completion"]) < 7000 and shown["completion"].endswith("z")
     assert "44,001 characters left out" in shown["completion"]
+
+
+# -- curves of long runs: bounded, and the same as those of all lines where these are averaged -----------------------
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 64, 1000])
+def test_a_point_is_the_mean_of_as_many_lines(count: int) -> None:
+    draw = random.Random(count)
+    rows = [
+        {"step": n, "time": float(n), "a": draw.random(), **({"b": float(n)} if n % 3 == 0 else {}), "c": float("nan")}
+        for n in range(1, count + 1)
+    ]
+    for row in rows:  # a cause that is rare, and large where it is
+        waited = 0.9 * (row["step"] % 5 == 0)
+        row |= {"idle/unexplained": 0.0, "busy/train": 1 - waited} | ({"idle/evaluate": waited} if waited else {})
+    seconds = [draw.random() for _ in rows]
+    curves = Curves(most=8)
+    for row, took in zip(rows, seconds, strict=True):
+        curves.add(row, took)
+    each = curves.lines_per_point
+    assert each == 1 if count <= 8 else len(curves.steps) in range(4, 9)
+    parts = [slice(begin, begin + each) for begin in range(0, count, each)]
+    assert curves.steps == [rows[part][-1]["step"] for part in parts]
+    assert curves.weights == pytest.approx([sum(seconds[part]) for part in parts])
+    series = curves.series()
+    assert [name for name in series if "/" not in name] == (["a", "b"] if count >= 3 else ["a"])
+    assert series["a"] == pytest.approx([sum(row["a"] for row in rows[part]) / len(rows[part]) for part in parts])
+    for part, mean in zip(parts, series.get("b", []), strict=False):
+        there = [row["b"] for row in rows[part] if "b" in row]
+        assert mean == (pytest.approx(sum(there) / len(there)) if there else None)
+    evaluated = series.get("idle/evaluate", [0.0] * len(curves.steps))
+    assert [sum(shares) for shares in zip(series["busy/train"], evaluated, strict=True)] == pytest.approx(  # type: ignore[arg-type]
+        [1.0] * len(curves.steps)
+    )
+    trained = sum(row["busy/train"] * took for row, took in zip(rows, seconds, strict=True))
+    assert curves.seconds("busy/train") == pytest.approx(trained)
+
+
+def test_lines_come_by_step_and_of_two_the_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "from": 0} for step in range(6)] + [{"step": step, "from": 1} for step in (3, 4)]
+    path.write_text("\n".join(["not json", *map(json.dumps, lines), '{"time": 1}', '["step"]', '{"step": 9, "fro']))
+    assert [(row["step"], row["from"]) for row in lines_by_step(path)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 1),
+        (4, 1),
+        (5, 0),
+    ]
+    assert list(lines_by_step(tmp_path / "none")) == []
+
+
+def test_there_are_no_more_curves_than_a_page_can_hold(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(MOST_NAMES + 100):
+            file.write(json.dumps({"step": step, "time": float(step), "loss": 1.0, f"reward/{step}/mean": 1.0}) + "\n")
+    found = collect(tmp_path)
+    assert len(found["series"]) == MOST_NAMES and found["series"]["loss"][-1] == 1.0
+    assert any(f"the first is reward/{MOST_NAMES - 1}/mean" in each for each in found["warnings"])
+
+
+def test_the_report_of_a_long_run_is_no_larger_than_that_of_a_shorter_one(tmp_path: Path) -> None:
+    sizes, peaks = [], []
+    for count in (8_000, 16_000):
+        run = tmp_path / str(count)
+        run.mkdir()
+        with (run / "metrics.jsonl").open("w") as file:
+            for step in range(1, count + 1):
+                metrics = {f"some/metric_{name}": (step * name % 97) / 7 for name in range(5)}
+                file.write(json.dumps({"step": step, "time": float(step), "time/step": 1.0, **metrics}) + "\n")
+        tracemalloc.start()
+        page = write_report(run)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        sizes.append(page.stat().st_size)
+        assert f"is the mean of {count // 4_000} steps" in page.read_text()
+    assert sizes[1] < 1.2 * sizes[0]
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+# -- steps whose rewards teach nothing -------------------------------------------------------------------------------
+
+
+NONE = {"reward/applicable": 0.0, "completions/max_length": 9.0, "completions/clipped_ratio": 0.0}
+LENGTHS = {"completions/max_length": 9.0, "completions/clipped_ratio": 0.5}
+ONE = {"reward/applicable": 1.0, "reward/min": 1.0, "reward/max": 1.0, "frac_reward_zero_std": 1.0, **LENGTHS}
+ZERO = ONE | {"reward/min": 0.0, "reward/max": 0.0}
+APART = ONE | {"reward/min": 0.0}  # groups differ from each other, completions of a group do not
+GOOD = APART | {"frac_reward_zero_std": 0.5}
+
+
+def counts(watch: SignalWatch, *steps: dict[str, float]) -> list[float | None]:
+    return [watch.step(metrics).get(COUNT) for metrics in steps]
+
+
+def test_what_counts() -> None:
+    assert counts(SignalWatch("grpo", 4), NONE, ONE, {}, APART, GOOD, ZERO) == [1, 2, None, 3, 0, 1]
+    assert counts(SignalWatch("none", 4), APART, ONE, GOOD) == [0, 1, 0]  # raw rewards teach across groups
+    assert counts(SignalWatch("grpo_verl", 1), APART, ZERO) == [0, 1]  # a group of one differs from nobody
+
+
+def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
+    watch = SignalWatch("grpo", 4)
+    lines = [ZERO | watch.step(ZERO) for _ in range(30)]
+    assert [int(line[COUNT]) for line in lines if list(warnings(line))] == [3, 6, 12, 24]
+    assert not list(warnings(GOOD)) and not list(warnings(GOOD | {COUNT: 0.0}))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_completions_that_are_cut_are_a_warning_of_their_own_also_where_rewards_differ(ends: bool) -> None:
+    """Unless every completion is to have the same length (`rollout.ignore_eos`)."""
+    watch, ratios = SignalWatch("grpo", 4, ends), [0.95, 0.9, 0.89, 0.95, 0.9, 1.0]
+    steps = [GOOD | {"completions/clipped_ratio": ratio} for ratio in ratios]
+    lines = [step | watch.step(step) for step in steps]
+    assert [line[CLIPPED] for line in lines] == ([1, 2, 0, 1, 2, 3] if ends else [0] * 6)
+    said = [list(warnings(line, ["turns end with <|stop|>"])) for line in lines]
+    assert said[:5] == [[]] * 5 and len(said[5]) == ends
+    if ends:
+        assert "every completion was cut at rollout.max_tokens" in said[5][0] and "<|stop|>" in said[5][0]
+
+
+def test_what_texts_lack_is_said_once_with_its_count() -> None:
+    said: set[str] = set()
+    assert list(left_out(GOOD, said)) == []
+    [line] = left_out(GOOD | {"text/special_tokens_left_out": 98.0}, said)
+    assert "98 special tokens (reward.text.special_tokens=true" in line
+    [line] = left_out(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
+    assert "5 sampled ids" in line and "special tokens" not in line
+    assert list(left_out(GOOD | {"text/ids_without_text": 6.0}, said)) == []
+
+
+@pytest.mark.parametrize(
+    ("queued", "words"), [(9.0, "raise reward.workers (1 now), or"), (0.0, "the functions themselves")]
+)
+def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None:
+    watch = WaitWatch(workers=1, concurrency=64)
+    slow = {"idle/reward": 0.62, "time/step": 4.0, "time/reward": 20.0, "time/reward_queue": queued}
+    lines = [watch.step(slow) for _ in range(7)]
+    assert [step for step, line in enumerate(lines, 1) if line] == [3, 6]
+    said = str(lines[2])
+    assert (
+        "for 3 steps in a row the device stood still for rewards, 62% of the last step's 4.0 s" in said
+        and words in said
+    )
+    assert watch.step({"idle/reward": 0.1}) is watch.step(slow) is None  # it counts anew
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (NONE, "no completion had a reward for 3 steps in a row (every reward function returned None)"),
+        (NONE, "the functions find nothing that they apply to"),
+        (NONE | {"reward/f/errors": 8.0}, "calls of f failed"),
+        (ZERO | {"completions/clipped_ratio": 1.0}, "cut at rollout.max_tokens"),
+        (ZERO | {"completions/clipped_ratio": 0.92}, "92% of the completions were cut at rollout.max_tokens"),
+        (ZERO | {"completions/max_length": 1.0}, "ends with its first token"),
+        (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, as <think>, of 8 completions"),
+        (ZERO | {"text/stops_left_out": 7.0}, "the stop string or token that ended 7 completions (reward.text.stop=true"),
+        (ZERO | {"text/special_tokens_left_out": 6.0}, "lacks 6 special tokens"),
+        (ZERO | {"text/ids_without_text": 5.0}, "lacks 5 sampled ids that are no token of the tokenizer"),
+        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "the end of an answer: raise it, or"),
+        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "; or the text that the functions read"),
+        (ZERO, "every reward was 0 for 3 steps in a row, so nothing is learned from them; likely reason: the prompts are too"),
+        (ONE, "the prompts are solved already, or the function gives the same"),
+        (APART, "no group had two different rewards for 3 steps in a row"),
+        (APART, "all completions of a prompt are alike"),
+    ],
+)  # fmt: skip
+def test_what_is_blamed(metrics: dict[str, float], words: str) -> None:
+    assert words in describe(metrics | {COUNT: 3.0})
+
+
+def test_the_report_names_each_row_of_such_steps_once(tmp_path: Path) -> None:
+    watch = SignalWatch("grpo", 4)
+    steps = [ZERO, ZERO, GOOD, NONE, NONE, NONE, NONE, GOOD, ONE, ONE, ONE]
+    rows = [{"step": 0, "eval/avg": 1.0}]
+    rows += [{"step": step, **metrics, **watch.step(metrics)} for step, metrics in enumerate(steps, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = collect(tmp_path)["warnings"]
+    assert first.startswith("Until step 7: no completion had a reward for 4 steps in a row")
+    assert second.startswith("Until step 11: every reward was 1 for 3 steps in a row")

@@ -1,4 +1,4 @@
-"""The ranks' own store: where it listens, where its secret comes from, what is refused, and who waits for whom at the end."""
+"""The ranks of a run: their environment and collectives, their own store, and signs of life."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -16,19 +20,97 @@ import torch
 import torch.distributed as dist
 import warm
 from ports import reserved_port
-from test_distributed_world import two_ranks
 
 from asyncrl.distributed import hosting, world
+from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.hosting import Place, RanksStore, open_store
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.world import World
-from asyncrl.errors import PlatformError, RankLost, StoreForged
+from asyncrl.errors import LifecycleError, PlatformError, RankLost, StoreForged
+
+# -- the environment, one rank, and two real ranks over gloo ---------------------------------------------------------
+
 
 ROOT = Path(__file__).resolve().parents[2]
-SECRET = "a secret of many letters"
-PATIENCE = timedelta(seconds=20)
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 
-LISTENS = """
+
+def test_without_torchrun_it_is_one_rank() -> None:
+    world = World.from_env({})
+    assert (world.rank, world.world_size, world.is_first) == (0, 1, True)
+
+
+def test_torchruns_variables() -> None:
+    world = World.from_env(TORCHRUN)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 1, 2)
+    assert (world.master_addr, world.master_port, world.restart, world.is_first) == ("node0", 29500, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MASTER_PORT": None}, "MASTER_PORT"),
+        ({"RANK": None}, "RANK"),
+        ({"RANK": "4"}, "contradict"),
+        ({"RANK": "x"}, "not numbers"),
+    ],
+)
+def test_half_an_environment_is_an_error(change: dict[str, str | None], text: str) -> None:
+    env = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
+    with pytest.raises(PlatformError, match=text):
+        World.from_env(env)
+
+
+def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
+    world = World()
+    with world.open(torch.device("cpu")):
+        sums = torch.tensor([1.5, 2.0], dtype=torch.float64)
+        flat = torch.arange(4.0)
+        assert world.all_reduce_sum_(sums) is sums and sums.tolist() == [1.5, 2.0]
+        assert world.reduce_gradients_(flat) is flat
+        assert flat.tolist() == [0, 1, 2, 3]
+        assert world.all_gather_bytes(b"a") == [b"a"]
+        assert not torch.distributed.is_initialized()
+        with pytest.raises(LifecycleError, match="twice"):
+            world.open(torch.device("cpu"))
+        with pytest.raises(LifecycleError, match="more than one rank"):
+            world.store("ledger")
+    world.close()
+
+
+def test_a_second_world_of_a_process_is_refused_until_the_first_is_closed() -> None:
+    with World().open(torch.device("cpu"), alone=True):
+        for other in (World(), World(world_size=2)):
+            with pytest.raises(LifecycleError, match="a Runtime of this process holds its process group"):
+                other.open(torch.device("cpu"), alone=other.world_size == 1)
+            other.close()
+        assert dist.is_initialized()
+        World().open(torch.device("cpu"))  # it needs no group
+    assert not dist.is_initialized()
+
+
+def test_sums_over_ranks_are_float64() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        World().all_reduce_sum_(torch.zeros(2))
+
+
+def test_a_collective_before_open_is_an_error() -> None:
+    world = World.from_env(TORCHRUN)
+    with pytest.raises(LifecycleError, match="not open"):
+        world.reduce_gradients_(torch.zeros(2))
+    with pytest.raises(LifecycleError, match=r"world\.open"), world:
+        pass
+
+
+PROGRAM = """
 import os, psutil, torch
 from asyncrl.distributed.world import World
 world = World.from_env()
@@ -39,15 +121,102 @@ with world.open(torch.device("cpu"), timeout_s=60):
     everywhere = [ip for ip in listening if ip in ("0.0.0.0", "::")]
     assert listening and not everywhere, listening
     assert world.notes == []
-    world.store("x").set(f"hello{world.rank}", "x")
-    assert world.store("x").get(f"hello{1 - world.rank}") == b"x"
+    sums = world.all_reduce_sum_(torch.tensor([world.rank + 1.0, 0.5], dtype=torch.float64))
+    assert sums.tolist() == [3.0, 1.0], sums
+    flat = world.reduce_gradients_(torch.full((5,), 10.0 ** world.rank))
+    assert flat.tolist() == [11.0] * 5, flat
+    assert world.all_gather_bytes(b"%d" % world.rank) == [b"0", b"1"]
+    assert world.all_gather_bytes(b"") == [b"", b""]
+    store = world.store("ledger")
+    store.set(f"hello{world.rank}", "x")
+    assert store.get(f"hello{1 - world.rank}") == b"x"
+    # torch counts time in which the job was suspended, and the watchdog does not
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert min(store._store.timeout, group.options._timeout).days >= 1, (store._store.timeout, group.options._timeout)
+    world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
+assert not torch.distributed.is_initialized()
 print("rank", world.rank, "ok", flush=True)
 """
 
 
-def test_nothing_of_a_rank_listens_on_every_interface() -> None:
-    two_ranks(LISTENS)
+def start_rank(program: str, rank: int, size: int, port: int) -> subprocess.Popen[str]:
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+    }
+    return warm.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
+
+def two_ranks(program: str) -> None:
+    """Both run it to its end, and say so."""
+    with reserved_port() as port:
+        ranks = [start_rank(program, rank, 2, port) for rank in range(2)]
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            assert f"rank {rank} ok" in out
+
+
+LEAVES = """
+import torch
+from asyncrl.distributed.world import World
+world = World.from_env()
+with world.open(torch.device("cpu"), timeout_s=60):
+    assert world.all_gather_bytes(b"x" * world.rank * 1000) == [b"", b"x" * 1000]
+    if world.rank == 0:
+        try:
+            world.all_gather_bytes(b"step")
+        except RuntimeError as error:
+            print("rank 0 ok", type(error).__name__, flush=True)
+    else:
+        world.leave()
+        print("rank 1 ok", flush=True)
+"""
+
+
+def test_a_rank_whose_partner_is_gone_hears_of_it_in_a_gathering() -> None:
+    two_ranks(LEAVES)
+
+
+def test_two_ranks() -> None:
+    """Their collectives and their store; and nothing of them listens on every interface."""
+    two_ranks(PROGRAM)
+
+
+def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:
+    """Else the others would wait for it in a collective until their time-out."""
+
+    def fails() -> None:
+        raise RuntimeError("cannot let go")
+
+    world = World().open(torch.device("cpu"), alone=True)
+    assert dist.is_initialized()
+    world.before_leaving(fails)
+    with pytest.raises(RuntimeError, match="cannot let go"):
+        world.leave()
+    assert not dist.is_initialized()
+    world.close()
+
+
+# -- the ranks' own store: where it listens, its secret, what is refused, who waits for whom at the end --------------
+
+
+SECRET = "a secret of many letters"
+PATIENCE = timedelta(seconds=20)
 
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
 
@@ -56,7 +225,7 @@ ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-end
 def test_under_torchrun_too(tmp_path: Path, kind: str) -> None:
     """Its own store does listen everywhere, unless it is started as docs/design/ranks.md says."""
     script = tmp_path / "rank.py"
-    script.write_text(LISTENS)
+    script.write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options: tuple[str, ...] = ("--standalone",)
     if kind != "usual":
@@ -246,3 +415,65 @@ def test_nothing_that_ranks_exchange_is_pickled() -> None:
     package = ROOT / "asyncrl"
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if words.search(path.read_text())}
     assert found <= allowed, found - allowed
+
+
+# -- signs of life ---------------------------------------------------------------------------------------------------
+
+
+EVERY_S = 0.25  # after three of these a rank is silent: no thread should have to wait so long, on a busy machine either
+
+Said = TypeVar("Said")
+
+
+def until(true: Callable[[], Said]) -> Said:
+    """What it said when that was true for the first time: asked again, it may say something else."""
+    deadline = time.monotonic() + 20
+    while not (said := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # signs of life are heard on a thread that tells nobody
+    return said
+
+
+def one_each(*found: list[str]) -> list[str]:
+    """What each of them names, once each names one."""
+    return [said for each in found for said in each] if all(len(each) == 1 for each in found) else []
+
+
+def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+
+    def connect() -> SealedStore:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        return SealedStore(store, "alive/", b"secret")
+
+    first, second = Heartbeat(connect(), 0, 3, EVERY_S), Heartbeat(connect(), 1, 3, EVERY_S)
+    with first, second:
+        time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
+        assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
+        connect().set("2", "1")  # and never again
+        until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
+        for said in until(lambda: one_each(first.silent(), second.silent())):
+            assert said.startswith("rank 2 has given no sign of life for ")
+        assert until(lambda: first.silent(1.0))[0].startswith("rank 2 has given no sign of life for ")
+        assert first.silent(100.0) == []
+        with Heartbeat(connect(), 2, 3, EVERY_S):
+            until(lambda: first.silent() == second.silent() == first.silent(1.0) == [])
+        until(lambda: first._heard[2] == b"bye")
+        time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
+        assert first.silent() == second.silent() == first.silent(EVERY_S) == []
+    assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    class Deaf:
+        def set(self, key: str, value: str) -> None:
+            until(lambda: released)
+
+        def check(self, keys: list[str]) -> bool:
+            return False
+
+    released = False
+    with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
+        assert until(heartbeat.silent)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
+        assert until(lambda: heartbeat.silent(1.0)) and heartbeat.silent(100.0) == []
+        released = True

@@ -187,11 +187,6 @@ def test_drop_mode_bounds_the_age_too_and_ends_every_group() -> None:
     assert late > 0, "no group was ever late: the schedules test nothing"
 
 
-def test_a_schedule_is_the_same_every_time() -> None:
-    first, second = Run(17).execute(), Run(17).execute()
-    assert first.trained == second.trained and first.steps == second.steps and first.ages == second.ages
-
-
 # -- the books alone, by hypothesis: every order of events, shrunk to the shortest that fails ---------------------------
 
 
