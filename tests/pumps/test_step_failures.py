@@ -159,31 +159,6 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
     assert house.book.reasons["dropped: incomplete at the end of the rollouts"] == 1
 
 
-def test_a_failed_finish_keeps_version_and_rows_until_the_run_is_over() -> None:
-    seen: dict[str, object] = {}
-
-    class Watching(Exception):
-        pass
-
-    plan = Plan(groups_per_step=2, prompts=4, max_staleness=0, trainer_fails={("finish", 2): Watching("lost a rank")})
-
-    async def body(house: House, supervisor: object) -> None:
-        try:
-            await house.graph.run(supervisor)  # type: ignore[arg-type]
-        finally:  # the train pump is gone, nobody has cleaned up yet
-            seen["rows"] = house.store.statistics().rows
-            seen["books"] = house.books
-            seen["version"] = house.trainer.version
-
-    house = live(plan, body=body)
-
-    assert isinstance(house.error, Watching)
-    assert house.names("finish", "abort", "clear")[-2:] == ["finish", "abort"]
-    assert seen["version"] == 1 and house.trainer.version == 1
-    assert seen["rows"] == 2 * house.config.rollout.group_size
-    assert len(house.events("clear")) == 1
-
-
 @pytest.mark.parametrize("where", ["advantage", "logprobs", "begin"])
 def test_a_failure_before_begin_leaves_no_open_step(where: str) -> None:
     def broken(rewards: object) -> object:
