@@ -125,15 +125,10 @@ def random_batch(
     advantage_B = normal(sequences)
     advantage_B[sequences // 2] = 0.0
     return PaddedBatch(
-        logp_BT=logp_BT,
-        old_BT=old_BT,
-        sampler_BT=sampler_BT,
-        reference_BT=logp_BT + shift * normal(sequences, width),
-        entropy_BT=normal(sequences, width).abs(),
-        advantage_B=advantage_B,
-        completion_mask_BT=completion_mask_BT,
+        logp_BT=logp_BT, old_BT=old_BT, sampler_BT=sampler_BT, reference_BT=logp_BT + shift * normal(sequences, width),
+        entropy_BT=normal(sequences, width).abs(), advantage_B=advantage_B, completion_mask_BT=completion_mask_BT,
         tool_mask_BT=tool_mask_BT,
-    )
+    )  # fmt: skip
 
 
 def value_and_grad(

@@ -152,18 +152,11 @@ async def test_grpo_async_equals_trls_rollout_worker(trl: Any) -> None:
                 return reward
 
             group = SimpleNamespace(
-                completions=["c"] * GROUP,
-                prompts=["p"] * GROUP,
-                completions_ids=[[1]] * GROUP,
-                completions_sequences=[[row]] * GROUP,
-                reward_kwargs={},
-                env_rewards=[None] * GROUP,
-                rollout_rewards=[None] * GROUP,
-                tool_call_counts=[0] * GROUP,
-                tool_failure_counts=[0] * GROUP,
-                model_version=0,
-                group_id=0,
-            )
+                completions=["c"] * GROUP, prompts=["p"] * GROUP, completions_ids=[[1]] * GROUP,
+                completions_sequences=[[row]] * GROUP, reward_kwargs={}, env_rewards=[None] * GROUP,
+                rollout_rewards=[None] * GROUP, tool_call_counts=[0] * GROUP, tool_failure_counts=[0] * GROUP,
+                model_version=0, group_id=0,
+            )  # fmt: skip
             stub = SimpleNamespace(
                 reward_funcs=[function(index) for index in range(len(NAMES))],
                 reward_func_names=list(NAMES),

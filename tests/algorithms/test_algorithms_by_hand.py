@@ -111,14 +111,10 @@ def one_token(logp: float, old: float | None, advantage: float, sampler: float |
         return torch.tensor([x], dtype=torch.float64)
 
     return LossInputs(
-        logp_S=column(logp).requires_grad_(),
-        entropy_S=None,
-        sampler_logp_S=column(logp if sampler is None else sampler),
-        advantage_S=column(advantage),
-        sequence_S=torch.tensor([0]),
-        sequences=1,
+        logp_S=column(logp).requires_grad_(), entropy_S=None, sampler_logp_S=column(logp if sampler is None else sampler),
+        advantage_S=column(advantage), sequence_S=torch.tensor([0]), sequences=1,
         old_logp_S=None if old is None else column(old),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLIPPED)

@@ -75,14 +75,10 @@ def test_one_sided_clip_is_the_clip() -> None:
 def test_dual_clip_by_hand(ratio: float, advantage: float, value: float, gradient: float) -> None:
     logp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(
-        logp_S=logp,
-        entropy_S=None,
-        sampler_logp_S=logp.detach(),
-        advantage_S=torch.tensor([advantage], dtype=torch.float64),
-        sequence_S=torch.tensor([0]),
-        sequences=1,
+        logp_S=logp, entropy_S=None, sampler_logp_S=logp.detach(),
+        advantage_S=torch.tensor([advantage], dtype=torch.float64), sequence_S=torch.tensor([0]), sequences=1,
         old_logp_S=logp.detach() - math.log(ratio),
-    )
+    )  # fmt: skip
     total = build_loss("ppo_clip", dual_clip=3.0, importance_cap=None)(inputs).total
     total.backward()
     assert logp.grad is not None

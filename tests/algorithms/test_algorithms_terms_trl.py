@@ -35,14 +35,9 @@ def compare(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Value and both gradients equal to 1e-9; `(our metrics, TRL's)`."""
     stub = stand_in(
-        batch,
-        random_rewards(1, SIZE),
-        loss=loss,
-        scale_rewards="group",
-        cap=numbers.get("importance_cap"),
-        beta=beta,
+        batch, random_rewards(1, SIZE), loss=loss, scale_rewards="group", cap=numbers.get("importance_cap"), beta=beta,
         epsilon_high=0.28,
-    )
+    )  # fmt: skip
     if "importance_floor" in numbers:
         stub.use_vllm = stub.vllm_importance_sampling_correction = True
     for name, value in stub_changes.items():
@@ -146,13 +141,8 @@ def test_the_controlled_entropy_coefficient_equals_trls(grpo_trainer: Any, loss:
     """Six steps through both sides of the target, both ends of the range included."""
     begin, target, delta = 0.006, 1.0, 0.005
     bound = build_loss(
-        loss,
-        epsilon_high=0.28,
-        importance_cap=None,
-        entropy_coef=begin,
-        entropy_target=target,
-        entropy_coef_delta=delta,
-    )
+        loss, epsilon_high=0.28, importance_cap=None, entropy_coef=begin, entropy_target=target, entropy_coef_delta=delta,
+    )  # fmt: skip
     control, applied = bound.control, []
     assert control is not None
     limits = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": delta, "entropy_target": target}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,22 +19,15 @@ import torch
 from algorithms_batches import MAX_LENGTH, PaddedBatch, random_batch, value_and_grad
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import combine_components
-from asyncrl.algorithms.registry import build_advantage, build_loss
+from asyncrl.algorithms.registry import build_loss
 
 GROUP = 4
 WEIGHTS = (1.0, 0.5, 2.0)
 TRL_SPELLING = {
-    "grpo": ("grpo", "token"),
-    "dapo": ("dapo", "token"),
-    "dr_grpo": ("dr_grpo", "token"),
-    "gspo": ("grpo", "sequence"),
-    "bnpo": ("bnpo", "token"),
-    "cispo": ("cispo", "token"),
-    "sapo": ("sapo", "token"),
-    "luspo": ("luspo", "sequence"),
+    "grpo": ("grpo", "token"), "dapo": ("dapo", "token"), "dr_grpo": ("dr_grpo", "token"), "gspo": ("grpo", "sequence"),
+    "bnpo": ("bnpo", "token"), "cispo": ("cispo", "token"), "sapo": ("sapo", "token"), "luspo": ("luspo", "sequence"),
     "vespo": ("vespo", "token"),
-}
+}  # fmt: skip
 CISPO_HIGH = 1.2  # TRL calls it epsilon_high, and takes it as an absolute bound
 
 
@@ -186,24 +180,7 @@ def random_rewards(seed: int, sequences: int) -> Tensor:
     return rewards_BF
 
 
-def our_advantages(rewards_BF: Tensor, name: str) -> Tensor:
-    estimator = build_advantage(name)
-    rewards = [
-        combine_components(dict(zip("abc", row, strict=True)), dict(zip("abc", WEIGHTS, strict=True)))
-        for row in rewards_BF.tolist()
-    ]
-    groups = [rewards[i : i + GROUP] for i in range(0, len(rewards), GROUP)]
-    return torch.cat([torch.from_numpy(estimator(group)) for group in groups])
-
-
-CASES = [
-    (loss, kl, cap, high, old)
-    for loss in TRL_SPELLING
-    for kl in (0.0, 0.07)
-    for cap in (None, 1.3)
-    for high in (None, 0.28)
-    for old in (False, True)
-]
+CASES = list(product(TRL_SPELLING, (0.0, 0.07), (None, 1.3), (None, 0.28), (False, True)))
 
 
 @pytest.mark.parametrize(("loss", "kl", "cap", "high", "old"), CASES)
@@ -213,18 +190,13 @@ def test_value_gradient_and_metrics_equal_trl(
     seed = CASES.index((loss, kl, cap, high, old))
     batch = random_batch(seed, sequences=3 * GROUP, old=old, nan_share=0.1)
     rewards_BF = random_rewards(seed, 3 * GROUP)
-    scale, estimator = ("none", "dr_grpo") if loss == "dr_grpo" else ("group", "grpo")
+    scale = "none" if loss == "dr_grpo" else "group"
     stub = stand_in(batch, rewards_BF, loss=loss, scale_rewards=scale, cap=cap, beta=kl, epsilon_high=high)
     value, grad_BT, metrics, advantage_B = trl_step(grpo_trainer, batch, stub)
-
-    ours_B = our_advantages(rewards_BF, estimator)
-    torch.testing.assert_close(ours_B, advantage_B, rtol=1e-9, atol=1e-13)
-    assert ours_B[2] == 0 and ours_B.count_nonzero() >= 2 * GROUP
-
     bound = build_loss(loss, epsilon=0.2, epsilon_high=high, cispo_high=CISPO_HIGH, importance_cap=cap, kl_coef=kl)
     rows = list(range(3 * GROUP))
     ours, our_grad_BT, our_metrics = value_and_grad(
-        batch.with_advantages(ours_B), bound, [rows] if loss == "bnpo" else [rows[:5], rows[5:6], rows[6:]]
+        batch.with_advantages(advantage_B), bound, [rows] if loss == "bnpo" else [rows[:5], rows[5:6], rows[6:]]
     )
     torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(our_grad_BT, grad_BT, rtol=1e-9, atol=1e-15)

@@ -30,16 +30,8 @@ SIZES: dict[str, Any] = dict(
 # They have attention of their own: packed rows would see each other, and transformers only logs a warning.
 OUTSIDE: tuple[str, ...] = ("gpt_neo", "falcon", "bloom", "mpt", "openai-gpt", "xglm", "gpt_neox_japanese", "xlm")
 INSIDE: tuple[str, ...] = (
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "ctrl",
-    "biogpt",
-    "persimmon",
-    "gemma3_text",
-    "starcoder2",
-)
+    "llama", "gpt2", "gpt_neox", "opt", "ctrl", "biogpt", "persimmon", "gemma3_text", "starcoder2",
+)  # fmt: skip
 MOVED = ("codegen", "gptj")  # attend through the interface from transformers 5.24 on
 if GPTJForCausalLM._supports_attention_backend:
     INSIDE += MOVED

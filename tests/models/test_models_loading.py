@@ -36,16 +36,9 @@ from asyncrl.models.paths import PLAIN
 from asyncrl.models.policy import PolicyModel
 
 SHAPE = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def save_tokenizer(directory: Path) -> None:
@@ -59,6 +52,12 @@ def directory(tmp_path: Path) -> Path:
     LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     return tmp_path
+
+
+def configure(directory: Path, **changes: object) -> None:
+    """In the model's configuration there."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3 with windows"])
@@ -94,9 +93,7 @@ def test_random_init_is_keyed_by_the_seed_and_leaves_the_global_state_alone(dire
 def test_parameter_count_allocates_nothing_and_is_right(directory: Path) -> None:
     config = ModelConfig(path=str(directory), dtype="float32")
     assert parameter_count(config) == load_policy(config)[0].flat.numel
-    shape = json.loads((directory / "config.json").read_text())
-    shape |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 60, "vocab_size": 128000}
-    (directory / "config.json").write_text(json.dumps(shape))
+    configure(directory, hidden_size=16384, intermediate_size=65536, num_hidden_layers=60, vocab_size=128000)
     assert parameter_count(config) > 10**11  # 400 GB of float32: would not fit here
 
 
@@ -122,9 +119,8 @@ def test_errors_accuse_precisely(directory: Path, tmp_path_factory: pytest.TempP
 
 def test_code_beside_a_model_is_neither_run_nor_asked_about(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """transformers asks at the terminal whether it may, and runs it on a yes."""
-    shape = json.loads((directory / "config.json").read_text())
     code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
-    (directory / "config.json").write_text(json.dumps(shape | {"model_type": "own", "auto_map": code}))
+    configure(directory, model_type="own", auto_map=code)
     (directory / "own.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(
         ConfigError, match=r"brings code of its own .* which is not run; load it in a function of yours"
@@ -133,19 +129,18 @@ def test_code_beside_a_model_is_neither_run_nor_asked_about(directory: Path, cap
     assert "[y/N]" not in "".join(capfd.readouterr())
 
 
-def test_weights_of_another_size_than_the_configuration_says_are_named(directory: Path) -> None:
-    shape = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(shape | {"num_key_value_heads": 4}))
-    with pytest.raises(
-        ConfigError, match=r"k_proj.weight as \[16, 16\], where the configuration says \[32, 16\] \(4 such"
-    ):
-        load_policy(ModelConfig(path=str(directory), dtype="float32"))
-
-
-def test_missing_weights_are_refused_not_left_random(directory: Path) -> None:
-    shape = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match=r"layers\.2"):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_key_value_heads": 4}, r"k_proj.weight as \[16, 16\], where the configuration says \[32, 16\] \(4 such"),
+        ({"num_hidden_layers": 3}, r"layers\.2"),
+    ],
+)
+def test_weights_that_are_missing_or_of_another_size_are_named(
+    directory: Path, change: dict[str, int], words: str
+) -> None:
+    configure(directory, **change)
+    with pytest.raises(ConfigError, match=words):
         load_policy(ModelConfig(path=str(directory), dtype="float32"))
 
 
@@ -164,8 +159,7 @@ def test_a_configuration_of_something_else_is_refused_with_a_sentence(
     directory: Path, change: dict, words: str, random: bool
 ) -> None:
     """Also where only the form of the model is asked for: memory and `--dry-run` come before the weights."""
-    shape = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(shape | change))
+    configure(directory, **change)
     config = ModelConfig(path=str(directory), random_init=random, dtype="float32")
     with pytest.raises(ConfigError, match=words):
         describe_module(config)

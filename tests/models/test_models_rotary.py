@@ -99,18 +99,8 @@ def trajectory(row: np.ndarray, group: int, member: int, members: int) -> Trajec
     scored, nothing = np.arange(row.size) >= PROMPT, np.zeros(row.size, np.float32)
     versions = np.where(scored, 0, -1).astype(np.int32)
     return Trajectory(
-        group,
-        member,
-        members,
-        PROMPT,
-        row.astype(np.int32),
-        scored,
-        nothing,
-        nothing,
-        versions,
-        1.0,
-        FinishReason.LENGTH,
-    )
+        group, member, members, PROMPT, row.astype(np.int32), scored, nothing, nothing, versions, 1.0, FinishReason.LENGTH,
+    )  # fmt: skip
 
 
 @torch.no_grad()

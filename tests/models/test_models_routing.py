@@ -28,12 +28,10 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": dict(num_experts=5, norm_topk_prob=True),
-    "Qwen2Moe": dict(num_experts=5, shared_expert_intermediate_size=16),
-    "Mixtral": dict(num_local_experts=5),
-    "Olmoe": dict(num_experts=5),
-    "GptOss": dict(num_local_experts=5, max_position_embeddings=131072),
+    "Qwen2Moe": dict(num_experts=5, shared_expert_intermediate_size=16), "Mixtral": dict(num_local_experts=5),
+    "Olmoe": dict(num_experts=5), "GptOss": dict(num_local_experts=5, max_position_embeddings=131072),
     "GraniteMoe": dict(num_local_experts=5),
-}
+}  # fmt: skip
 TOKENS = torch.arange(12) * 7 % 61
 POSITIONS = torch.arange(12)
 

@@ -190,15 +190,10 @@ def sampled(core: TorchTrainer, lengths: tuple[int, ...]) -> Group:
             logprobs = np.zeros(size, np.float32)
             logprobs[mask] = generation.logprobs
             found[slots.index(slot)] = replace(
-                group.trajectories[slots.index(slot)],
-                tokens=np.concatenate([prompt, generation.token_ids]),
-                mask=mask,
-                logprobs=logprobs,
-                sampled_logprobs=logprobs,
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                temperature=1.0,
-                routed_experts=generation.routed_experts,
-            )
+                group.trajectories[slots.index(slot)], tokens=np.concatenate([prompt, generation.token_ids]), mask=mask,
+                logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
+                temperature=1.0, routed_experts=generation.routed_experts,
+            )  # fmt: skip
             engine.remove(slot, keep_prefix=False)
     return replace(group, trajectories=tuple(found[i] for i in range(len(slots))))
 

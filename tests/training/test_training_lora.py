@@ -133,16 +133,10 @@ def experts_of(family: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         shape = {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "intermediate_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "num_experts_per_tok": 2,
+            "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts_per_tok": 2,
             "initializer_range": 0.3,
-        }
+        }  # fmt: skip
         if family == "qwen":
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, moe_intermediate_size=8, num_experts=4))
         return GptOssForCausalLM(GptOssConfig(**shape, num_local_experts=4, layer_types=["full_attention"] * 2))

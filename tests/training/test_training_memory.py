@@ -27,13 +27,8 @@ SIZES: dict[str, Any] = dict(
 TRAIN, SHORT = TrainConfig(tokens_per_microbatch=100), Lengths(4, 6)
 # Layers without experts, and others with them.
 MIXED: dict[str, Any] = dict(
-    num_hidden_layers=4,
-    head_dim=16,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=48,
-    mlp_only_layers=[1, 2],
-)
+    num_hidden_layers=4, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1, 2],
+)  # fmt: skip
 
 
 def saved(folder: Path, kind: str, dtype: str = "float32", **settings: Any) -> ModelConfig:

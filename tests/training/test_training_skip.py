@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from training_helpers import MAX_LENGTH, make_group, tiny_policy
+from training_helpers import MAX_LENGTH, make_group, make_trainer, tiny_policy, train_step, weights
 
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.config.schema import TrainConfig
@@ -26,20 +26,17 @@ def step(name: str, skip: bool, **numbers: float) -> tuple[StepResult, torch.Ten
         batches.append(counted_only(silent))
     policy = tiny_policy()
     trainer = TorchTrainer(policy, TrainConfig(lr=0.1, grad_clip=0.01), max_completion_length=MAX_LENGTH)
-    trainer.begin_train_step(build_loss(name, **numbers))
-    for batch in batches:
-        trainer.train_microbatch(batch)
-    result = trainer.finish_train_step()
+    result = train_step(trainer, batches, build_loss(name, **numbers))
     return result, policy.flat.grad.clone(), policy.flat.master.clone()
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"bnpo"}))
 @pytest.mark.parametrize("numbers", [{}, {"off_policy_mask_threshold": 0.1, "negative_scale": 0.5}])
 def test_not_run_is_as_good_as_run(name: str, numbers: dict[str, float]) -> None:
-    run, gradient, weights = step(name, skip=False, **numbers)
-    skipped, gradient_, weights_ = step(name, skip=True, **numbers)
+    run, gradient, moved = step(name, skip=False, **numbers)
+    skipped, gradient_, moved_ = step(name, skip=True, **numbers)
     torch.testing.assert_close(gradient_, gradient, rtol=0, atol=1e-12)
-    torch.testing.assert_close(weights_, weights, rtol=0, atol=1e-10)
+    torch.testing.assert_close(moved_, moved, rtol=0, atol=1e-10)
     assert gradient.abs().max() > 1e-4
     assert (skipped.tokens, skipped.sequences) == (run.tokens, run.sequences) == (run.tokens, 16)
     assert skipped.loss == pytest.approx(run.loss, abs=1e-12)
@@ -57,10 +54,7 @@ def test_means_are_over_what_was_run() -> None:
     rng = np.random.default_rng(4)
     groups = [make_group(rng, i, masked=(1,) if i == 2 else ()) for i in range(4)]
     trainer = TorchTrainer(tiny_policy(), TrainConfig(lr=0.1), max_completion_length=MAX_LENGTH)
-    trainer.begin_train_step(build_loss("grpo"))
-    for batch in pack_groups([groups[0], groups[3]], 60):
-        trainer.train_microbatch(batch)
-    alone = trainer.finish_train_step().metrics
+    alone = train_step(trainer, pack_groups([groups[0], groups[3]], 60)).metrics
     beside = step("grpo", skip=True)[0].metrics
     for name in ("entropy", "mismatch_kl/mean", "importance/ratio_mean"):
         assert beside[name] == pytest.approx(alone[name], rel=1e-12), name
@@ -69,11 +63,8 @@ def test_means_are_over_what_was_run() -> None:
 def test_a_step_in_which_nothing_runs_still_counts() -> None:
     """As it would if its groups had run: the gradient is 0, and what the optimizer does then is the optimizer's affair."""
     rng = np.random.default_rng(0)
-    policy = tiny_policy()
-    before = policy.flat.master.clone()
-    trainer = TorchTrainer(policy, TrainConfig(lr=0.1), max_completion_length=MAX_LENGTH)
-    trainer.begin_train_step(build_loss("grpo"))
-    trainer.train_microbatch(counted_only([make_group(rng, 0)[0]]))
-    result = trainer.finish_train_step()
+    trainer = make_trainer()
+    before = weights(trainer)
+    result = train_step(trainer, [counted_only([make_group(rng, 0)[0]])])
     assert result.version == 1 and result.tokens > 0 and result.grad_norm == 0
-    assert torch.equal(policy.flat.master, before)
+    assert torch.equal(weights(trainer), before)

@@ -70,19 +70,11 @@ CALLS: dict[str, Callable[[TorchTrainer], object]] = {
 }
 NO_STEP = "no train step open; begin_train_step must be called first"
 TABLE = [
-    (closed, "begin", None, True),
-    (closed, "micro", NO_STEP, False),
-    (closed, "finish", NO_STEP, False),
-    (closed, "abort", None, False),
-    (opened, "begin", "already open", True),
-    (opened, "micro", None, True),
-    (opened, "finish", None, False),
-    (opened, "abort", None, False),
-    (committed, "begin", "already open", True),
-    (committed, "micro", "was applied", True),
-    (committed, "finish", "was applied", True),
-    (committed, "abort", None, False),
-]
+    (closed, "begin", None, True), (closed, "micro", NO_STEP, False), (closed, "finish", NO_STEP, False),
+    (closed, "abort", None, False), (opened, "begin", "already open", True), (opened, "micro", None, True),
+    (opened, "finish", None, False), (opened, "abort", None, False), (committed, "begin", "already open", True),
+    (committed, "micro", "was applied", True), (committed, "finish", "was applied", True), (committed, "abort", None, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("state", "call", "error", "open_after"), TABLE, ids=lambda x: getattr(x, "__name__", None))

@@ -34,16 +34,9 @@ MAX_LENGTH = 12
 EXPERTS = 5
 
 _SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
+}  # fmt: skip
 # What a model may do around its head: soft-capped logits, logits that are divided, a bias.
 _HEADS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "capped": (
