@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,10 +36,11 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
-from asyncrl.generation.worker.server import Server
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+from asyncrl.weights.sync import WeightReader
 
 VOCABULARY = 97
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")  # models with experts
@@ -203,20 +206,35 @@ class OpenedCore:
         await self.lane.run(lambda: self.engine.move_to(buffer, version), name="engine/bind", priority=1)
 
 
-class Worker:
-    """The end of a worker's control line that moves its engine, asked without the line between."""
+class Workers:
+    """One worker's end of the board, as `WeightPublisher` asks it."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, reader: WeightReader) -> None:
+        self.reader = reader
 
     async def update_weights(self, version: int, half: int, outputs: Any) -> None:
-        await self.server.weights.move(version, half, outputs)
+        await self.reader.move(version, half, outputs)
 
     def reads(self, half: int) -> bool:
         return False
 
     async def left(self, half: int) -> None:
         raise AssertionError("nobody is pinned")
+
+
+@asynccontextmanager
+async def board_of(policy: PolicyModel) -> AsyncIterator[tuple[Board, Board]]:
+    """The node's end and a worker's."""
+    weights = policy.weights
+
+    def make() -> tuple[Board, Board]:
+        owner = Board.create(weights.size, policy.dtype, weights.layout_digest())
+        return owner, Board.attach(owner.description, os.dup(owner.fd), owner.layout)
+
+    both = await asyncio.to_thread(make)
+    yield both
+    for each in both:
+        each.close()
 
 
 @asynccontextmanager

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-import torch
-from generation_cores import Worker, needs_vllm, opened_core, small_model
+from generation_cores import Workers, board_of, needs_vllm, opened_core, small_model
 from generation_models import generate_all, request
 from test_generation_vllm_engine import SAME, greedy
 
 from asyncrl.algorithms.registry import build_loss
-from asyncrl.concurrency.channel import Channel
 from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.generation.worker.server import Server
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.snapshot import Snapshot, take
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.transport.memory.board import Board
 from asyncrl.types import Generation, GenerationRequest, Group, Microbatch, Prompt, Ticket, Trajectory
-from asyncrl.weights.sync import WeightPublisher
+from asyncrl.weights.sync import WeightPublisher, WeightReader
 
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -40,15 +33,6 @@ def trainer_and_plain(request: pytest.FixtureRequest) -> tuple[TorchTrainer, Any
     plain = copy.deepcopy(module)
     policy = PolicyModel(module, "float32", lora=LoraConfig(rank=4, alpha=8), seed=5)
     return TorchTrainer(policy, TrainConfig(lr=0.2, grad_clip=None), max_completion_length=24), plain
-
-
-@pytest.fixture
-def boards(trainer_and_plain: tuple[TorchTrainer, Any]) -> Iterator[tuple[Board, Board]]:
-    """The node's end and the worker's."""
-    weights = trainer_and_plain[0].policy.weights
-    with Board.create(weights.size, torch.float32, weights.layout_digest()) as owner:
-        with Board.attach(owner.description, os.dup(owner.fd), owner.layout) as reader:
-            yield owner, reader
 
 
 def batch_of(asked: list[GenerationRequest], answers: list[Generation]) -> Microbatch:
@@ -87,34 +71,26 @@ def fresh_of(saved: Snapshot, folder: Path, prompts: list[list[int]]) -> list[li
 
 
 async def test_after_an_update_with_adapters_it_samples_what_a_fresh_vllm_samples(
-    tmp_path: Path, trainer_and_plain: tuple[TorchTrainer, Any], boards: tuple[Board, Board]
+    tmp_path: Path, trainer_and_plain: tuple[TorchTrainer, Any]
 ) -> None:
-    """Trained on its own tokens, published on a board, moved to by a worker's server; the fresh one reads the merged model."""
-    (core, plain), (owner, reader) = trainer_and_plain, boards
-    policy = core.policy
-    node, worker = socket.socketpair()
-    ours, theirs = Channel(node, "worker 0"), Channel(worker, "the node")
-    producer: Any = None  # nothing is asked for over the line
+    """Trained on its own tokens, published on a board, moved to by a worker; the fresh one reads the merged model."""
+    core, plain = trainer_and_plain
+    policy, sent = core.policy, list[Any]()
     sampled = [request(9, seed, prefix_key="shared", max_tokens=24, temperature=1.0) for seed in range(4)]
     asked = [request(8 + index, index, max_tokens=24, temperature=0.0) for index in range(6)]
-    try:
-        async with opened_core("vllm", policy, plain) as made:
-            server = Server(theirs, made.engine, made.lane, reader, producer)
-            posted = WeightPublisher(policy, owner, Worker(server), made.lane)
-            await server.weights.move(*await posted.post_first())
-            before = await generate_all(made.engine, asked)
-            batch = batch_of(sampled, await generate_all(made.engine, sampled))
-            await made.lane.run(lambda: train(core, batch), name="train")
-            assert policy.version == 2
-            await posted.update_weights(2)
-            after = await generate_all(made.engine, asked)
-            assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
-            saved = await made.lane.run(lambda: take(core), name="checkpoint")
-        theirs.send({"last": 0})
-        assert [await ours.receive() for _ in range(3)] == [{"bound": 0}, {"bound": 2}, {"last": 0}]
-    finally:
-        ours.close()
-        theirs.close()
+    async with opened_core("vllm", policy, plain) as made, board_of(policy) as (owner, board):
+        reader = WeightReader(board, made.engine, made.lane, sent.append)
+        publisher = WeightPublisher(policy, owner, Workers(reader), made.lane)
+        await reader.move(*await publisher.post_first())
+        before = await generate_all(made.engine, asked)
+        batch = batch_of(sampled, await generate_all(made.engine, sampled))
+        await made.lane.run(lambda: train(core, batch), name="train")
+        assert policy.version == 2
+        await publisher.update_weights(2)
+        after = await generate_all(made.engine, asked)
+        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
+        saved = await made.lane.run(lambda: take(core), name="checkpoint")
+    assert sent == [{"bound": 0}, {"bound": 2}]
     prompts = [each.prompt_ids.tolist() for each in asked]
     fresh = await anyio.to_thread.run_sync(fresh_of, saved, tmp_path, prompts)
     assert [each.token_ids.tolist() for each in after] == fresh

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from generation_cores import needs_vllm, opened_core
+from generation_cores import board_of, needs_vllm, opened_core
 from generation_models import change_weights
 from test_generation_vllm_engine import policy_and_plain
 
-from asyncrl.concurrency.channel import Channel
-from asyncrl.generation.worker.server import Server
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
-from asyncrl.transport.memory.board import Board
+from asyncrl.weights.sync import WeightReader
 
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -51,37 +46,17 @@ def made_policy(request: pytest.FixtureRequest) -> tuple[PolicyModel, Any]:
     return policy_and_plain(request.param)
 
 
-@pytest.fixture
-def boards(made_policy: tuple[PolicyModel, Any]) -> Iterator[tuple[Board, Board]]:
-    """The node's end and the worker's."""
-    weights = made_policy[0].weights
-    with Board.create(weights.size, torch.float32, weights.layout_digest()) as owner:
-        with Board.attach(owner.description, os.dup(owner.fd), owner.layout) as reader:
-            yield owner, reader
-
-
-Boards = tuple[Board, Board]
-
-
-async def said_of(way: Callable[[Any, PolicyModel], None], policy: PolicyModel, plain: Any, boards: Boards) -> Any:
-    """What the node hears of a move to new weights that arrive in this way, after its answer."""
-    owner, reader = boards
-    node, worker = socket.socketpair()
-    ours, theirs = Channel(node, "worker 0"), Channel(worker, "the node")
-    producer: Any = None  # nothing is generated
-    try:
-        async with opened_core("vllm", policy, plain) as made:
-            server = Server(theirs, made.engine, made.lane, reader, producer)
-            made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
-            version = change_weights(policy)
-            owner.write(version % 2, version, policy.weights.working)
-            await server.weights.move(version, version % 2, fixed_logprobs(policy))
-            theirs.send({"last": 0})
-            assert await ours.receive() == {"bound": version}
-            return await ours.receive()
-    finally:
-        ours.close()
-        theirs.close()
+async def sent_after(way: Callable[[Any, PolicyModel], None], policy: PolicyModel, plain: Any) -> list[Any]:
+    """What the node gets of a move to new weights that arrive in this way, after the answer."""
+    sent = list[Any]()
+    async with opened_core("vllm", policy, plain) as made, board_of(policy) as (owner, board):
+        reader = WeightReader(board, made.engine, made.lane, sent.append)
+        made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
+        version = change_weights(policy)
+        owner.write(version % 2, version, policy.weights.working)
+        await reader.move(version, version % 2, fixed_logprobs(policy))
+    assert sent.pop(0) == {"bound": version}
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -96,17 +71,15 @@ async def said_of(way: Callable[[Any, PolicyModel], None], policy: PolicyModel, 
     indirect=["made_policy"],
 )
 async def test_weights_that_do_not_all_arrive_are_told_to_the_node(
-    way: Callable[[Any, PolicyModel], None], right: bool, made_policy: tuple[PolicyModel, Any], boards: Boards
+    way: Callable[[Any, PolicyModel], None], right: bool, made_policy: tuple[PolicyModel, Any]
 ) -> None:
-    said = await said_of(way, *made_policy, boards)
-    if right:
-        assert said == {"last": 0}
-    else:
-        assert "it computes log-probs of a fixed row that are" in said["wrong"]
+    sent = await sent_after(way, *made_policy)
+    assert len(sent) == (not right)
+    assert all("it computes log-probs of a fixed row that are" in message["wrong"] for message in sent)
 
 
 @pytest.mark.parametrize("made_policy", ["llama", "olmoe"], indirect=True)
-async def test_a_reload_is_an_error(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
+async def test_a_reload_is_an_error(made_policy: tuple[PolicyModel, Any]) -> None:
     """Whatever it makes of the parameters first."""
     with pytest.raises(RuntimeError, match="must match the size"):
-        await said_of(reload_weights, *made_policy, boards)
+        await sent_after(reload_weights, *made_policy)
