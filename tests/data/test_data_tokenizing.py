@@ -201,11 +201,13 @@ def test_keys_that_arrow_added_are_gone_at_every_depth(family: str, tmp_path: Pa
         {"prompt": with_arguments({"page": 2}), "tools": [{"type": "function", "function": other}]},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    tokenizer = tokenizer_of(family)
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(tmp_path / "saved")
+    tokenizer, config = tokenizer_of(family), DataConfig(shuffle=False)
     for source in (
-        PromptSource.open(tmp_path / "a.parquet", tokenizer, DataConfig(shuffle=False)),
-        PromptSource.open(tmp_path / "saved", tokenizer, DataConfig(shuffle=False)),
+        PromptSource.open(tmp_path / "a.parquet", tokenizer, config),
+        PromptSource.open(tmp_path / "saved", tokenizer, config),
+        PromptSource(as_rows(made.to_iterable_dataset(), "rows"), tokenizer, config),
     ):
         for row in rows:
             prompt = source.next()
@@ -389,12 +391,3 @@ def test_a_date_stays() -> None:
         "data.date (here 2024-07-26;" in line
         for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
     )
-
-
-def test_a_streamed_data_set_has_arrows_keys_too() -> None:
-    import datasets
-
-    rows = datasets.Dataset.from_list([{"prompt": TALK}, {"prompt": with_arguments({"page": 2})}]).to_iterable_dataset()
-    tokenizer = tokenizer_of(QWEN)
-    prompt = PromptSource(as_rows(rows, "rows"), tokenizer, DataConfig(shuffle=False)).next()
-    assert prompt is not None and prompt.ids.tolist() == oracle(tokenizer, TALK)
