@@ -62,7 +62,8 @@ class Graph:
         catch_up: Callable[[bool], Awaitable[None]],
         evaluated: int = -1,
     ) -> None:
-        """`catch_up(last)`: what is due before the first step, or is missing after the `last`; `evaluated`: of `EvaluatePump`."""
+        """`at_version` and `on_step`: of the publish and the train pump. `catch_up(last)` does what is due before the first step or,
+        with `last`, what is missing after the last one. `evaluated`: of `EvaluatePump`."""
         self._ports = ports
         self._prompts = prompts
         reroll = Reroll(ports, prompts)
@@ -70,7 +71,8 @@ class Graph:
         self._catch_up = catch_up
         self._publish = PublishPump(ports, at_version, partial(catch_up, False))
         self._claims = Claims(ports)
-        self._trained_out = False  # no step can come any more, and that is right
+        # The train pump ended by itself: every step was made.
+        self._trained_out = False
         self._train = TrainPump(ports, self._claims, reroll, self._publish.published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         evaluate = EvaluatePump(ports, held_out, environment, evaluated) if held_out else None
@@ -90,12 +92,12 @@ class Graph:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self, supervisor: Supervisor) -> None:
-        """Begin to train; what is trained comes by `run` or `submit`."""
+        """Begin to train the groups that `run` generates or `submit` brings."""
         self._feed(True)
         supervisor.start("training", self._training)
 
     def _feed(self, fed: bool) -> None:
-        """Whether a program or producers may bring groups: the next move is theirs while nothing is sampled here."""
+        """While a program or producers may bring groups, idle time is booked to them where nothing is sampled here."""
         self._ports.recorder.pass_on("the program" if self._fed else "", "the program" if fed else "")
         self._fed = fed
 
@@ -121,7 +123,8 @@ class Graph:
             self._feed(False)
             self._ports.book.over = True
             self.intake.close("the training ended")
-        self._generation_scope.cancel()  # what is still generated or scored can be in no step
+        # Groups that are still generated or scored can be in no step.
+        self._generation_scope.cancel()
 
     def when_finished(self, callback: Callable[[], None]) -> None:
         """Call back once no step can come any more; at once if that is so."""
@@ -133,8 +136,8 @@ class Graph:
     async def run(self, supervisor: Supervisor) -> None:
         """Generate, score and train the configured prompts until the end. Groups left over are dropped and counted.
 
-        Without prompts: train what is submitted meanwhile. The time limit then trains what is here: the next group may
-        never come.
+        Without prompts: train the groups that are submitted meanwhile. The time limit then trains those that are here: the next
+        one may never come.
         """
         await self._publish.published(self._ports.ledger.turn)
         if self._prompts is None:
@@ -155,15 +158,17 @@ class Graph:
             await self._finished.wait()
         if not self._trained_out:
             if supervisor.failure is not None:
-                await anyio.sleep_forever()  # it is being cancelled, and that is why
+                # The supervisor cancels this task and raises its failure.
+                await anyio.sleep_forever()
             turn = self._ports.ledger.turn
             raise LifecycleError(f"the training ended after step {turn}, neither at its end nor with an error")
-        await self._generated.wait()  # else a group could be admitted after the others were ended
+        # Otherwise a group could be admitted after `end_all`.
+        await self._generated.wait()
         self._generating = False
         await self._ports.book.end_all("the run ended first")
 
     def stop_at(self, turn: int) -> None:
-        """Begin no step of this turn or a later one. Every rank says the same turn, none that has begun anywhere."""
+        """Begin no step of this turn or a later one. Every rank has to give the same turn, one that no rank has begun."""
         self._claims.stop_at(turn)
 
     async def _generation(self) -> None:
@@ -183,7 +188,7 @@ class Graph:
             self._generated.set()
 
     async def drain(self) -> None:
-        """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
+        """No more groups will be submitted: train those that are here, then end. Returns when the training half ended."""
         if not self._finished.is_set():
             self._draining = True
             self._feed(False)

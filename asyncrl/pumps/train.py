@@ -129,7 +129,8 @@ class TrainPump:
         """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
         claims, least = self._claims, self._streams_from
         while True:
-            changed = claims.changed  # taken before the claim: a change during it is not missed
+            # Taken before the claim: a change during it is not missed.
+            changed = claims.changed
             full = await claims.claim_ready(step) is ClaimState.FULL
             if least is not None and (full or len(step.untrained()) >= least):
                 await self._train_new(step)
@@ -153,7 +154,7 @@ class TrainPump:
             await self._train(step, batches)
 
     async def _join_rounds(self, step: Step) -> None:
-        """Also where the step turns out to be full: every rank joins the same number of rounds."""
+        """Join every round that is due, also where the step turns out to be full: every rank joins the same number of them."""
         ports = self._ports
         while self._every and ports.ledger.statistics().claimed >= (step.rounds + 1) * self._every:
             await self._last_published()
@@ -254,7 +255,7 @@ class TrainPump:
             step.applied |= trainer.version > before  # also where it failed only afterwards
 
     async def _commit(self, step: Step) -> tuple[Group, ...]:
-        """Its groups, which outlive their rows."""
+        """The ledger's next turn; the rows are cleared. Returns the groups, which outlive their rows."""
         ports = self._ports
         groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
         if step.begun:  # a later update of the same batch was cut off
@@ -271,7 +272,7 @@ class TrainPump:
         return groups
 
     def _report(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
-        """Of a step that was committed, once each. `every`: the parts of all ranks, or of those that there are."""
+        """Report a committed step, once. `every`: the parts of all ranks, or of those that are not gone."""
         result = self._result(step)
         metrics = step_metrics(every, step.version, result, anyio.current_time() - step.started)
         if len(every) < self._ports.ranks:
@@ -280,7 +281,7 @@ class TrainPump:
         self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """Of its last pass over the batch; of the optimizer steps that there are of that pass, where it was cut off."""
+        """The result of the last pass over the batch, or of its part that was applied where the pass was cut off."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
         if not done:  # applied, and then the trainer failed
