@@ -62,8 +62,8 @@ class Graph:
         catch_up: Callable[[bool], Awaitable[None]],
         evaluated: int = -1,
     ) -> None:
-        """`at_version` and `on_step`: of the publish and the train pump. `catch_up(last)` does what is due before the first step or,
-        with `last`, what is missing after the last one. `evaluated`: of `EvaluatePump`."""
+        """`at_version`: of `PublishPump`; `on_step`: of `TrainPump`; `evaluated`: of `EvaluatePump`. `catch_up(last)` does what is
+        due before the first step or, with `last`, what is missing after the last one."""
         self._ports = ports
         self._prompts = prompts
         reroll = Reroll(ports, prompts)
