@@ -235,7 +235,7 @@ def test_a_program_runs(desk: Desk, block: Block) -> None:
 
 def test_rows_a_reward_and_five_lines_are_a_run(desk: Desk) -> None:
     reward, settings, *others = blocks("own data")
-    assert reward.page.name == "README.md" and all(block.text.splitlines() for block in others)
+    assert reward.page.name == "README.md" and others
     (desk.folder / "rewards.py").write_text(reward.text)
     (desk.folder / "x.yaml").write_text(settings.text)
     (desk.folder / "train.jsonl").write_text(
@@ -246,7 +246,7 @@ def test_rows_a_reward_and_five_lines_are_a_run(desk: Desk) -> None:
     assert "done: version 2" in output and (desk.folder / "runs").exists()
     for block in others:
         (desk.folder / "x.yaml").write_text(block.text)
-        assert load_config([desk.folder / "x.yaml"]).rollout == load_config([desk.folder / "x.yaml"]).rollout
+        assert str(load_config([desk.folder / "x.yaml"]).data.train).endswith("train.jsonl")
 
 
 def test_every_line_of_doors_is_a_configuration(desk: Desk) -> None:
@@ -271,16 +271,6 @@ def test_a_loss_an_advantage_and_an_environment_of_ones_own_train(desk: Desk) ->
     words = ["examples/quickstart.yaml", "examples/my.yaml", "train.max_steps=2", "algorithm.clip.epsilon_high=null"]
     desk.finish(desk.terminal(shlex.join(["asyncrl", "run", *words])))
     assert [line["step"] for line in read_jsonl(desk.folder / "runs" / "quickstart" / "metrics.jsonl")] == [1, 2]
-
-
-def test_hooks_of_a_file_are_called(desk: Desk) -> None:
-    code, setting = blocks("hooks")
-    (desk.folder / "examples" / "hooks.py").write_text(code.text)
-    (desk.folder / "examples" / "hooks.yaml").write_text(setting.text)
-    files = ["examples/quickstart.yaml", "examples/hooks.yaml"]
-    desk.finish(desk.terminal(shlex.join(["asyncrl", "run", *files, "train.max_steps=2"])))
-    rows = read_jsonl(desk.folder / "runs" / "quickstart" / "rollouts" / "step_1.jsonl")
-    assert max(row["reward"] for row in rows) == 0.5  # without the hook it is 1
 
 
 def test_two_terminals_make_a_run(desk: Desk) -> None:
