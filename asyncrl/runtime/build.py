@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
@@ -34,7 +34,9 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.training.dry_run import DryRunTrainer
 
 from .inputs import check_components, columns_of, import_code, known_columns
-from .opened import OpenRun
+
+if TYPE_CHECKING:
+    from .opened import OpenRun
 
 
 async def open_ports(run: OpenRun) -> None:

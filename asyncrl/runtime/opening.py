@@ -6,10 +6,6 @@ Everything that has to be closed goes on one exit stack, so that the run is clos
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import time
-from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -29,7 +25,7 @@ from .inputs import load_prompts
 from .journal import Journal
 from .opened import OpenRun
 from .performance import StepProfiler
-from .progress import Listeners, Stages
+from .progress import Listeners, Stages, collections_between_steps
 from .saving import Checkpointer, SavedRun
 
 
@@ -133,36 +129,3 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
     device, rank = run.decided.device, run.world.rank
     run.profiler = StepProfiler(config, run.lanes[0], device, folder, rank, journal.live.note)
     await run.profiler.at(run.ports.trainer.version)
-
-
-@contextlib.contextmanager
-def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Freeze what start-up made, and yield a function that makes a full collection where one is due: call it between two steps.
-
-    A full collection holds the GIL, once transformers is loaded for 0.2 to 0.4 s, and Python makes one wherever an allocation
-    happens to make it due. It takes at most a hundredth of the time here. A program that disabled the collector, or froze its own
-    objects, keeps that; nothing is changed then.
-    """
-    found, due = gc.get_threshold(), 0.0
-    if not gc.isenabled() or gc.get_freeze_count():
-        yield lambda: None
-        return
-
-    def collect() -> None:
-        nonlocal due
-        began = time.perf_counter()
-        if gc.isenabled() and gc.get_count()[2] > found[2] and began > due:
-            with recorder.work("event loop", "collect garbage"):
-                gc.collect()
-            due = time.perf_counter() + 100 * (time.perf_counter() - began)
-
-    # Else garbage would be frozen, too, and the memory that it holds.
-    gc.collect()
-    gc.freeze()
-    # Without steps, as in a program that only generates, Python collects by itself, later.
-    gc.set_threshold(found[0], found[1], 100 * found[2])
-    try:
-        yield collect
-    finally:
-        gc.set_threshold(*found)
-        gc.unfreeze()

@@ -36,7 +36,7 @@ from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.records.check import Limits
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.embedding import as_group
-from asyncrl.runtime.opening import collections_between_steps
+from asyncrl.runtime.progress import collections_between_steps
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Microbatch, StepResult, Trajectory
 
