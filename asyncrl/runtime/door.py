@@ -138,9 +138,7 @@ def ring_of(config: Config) -> RecordRing:
     return RecordRing(
         ring_name(config, World.from_env().rank),
         RingSettings(
-            size=settings.ring_mib << 20,
-            slots=settings.producer_records,
-            ring_bytes=settings.producer_mib << 20,
+            size=settings.ring_mib << 20, slots=settings.producer_records, ring_bytes=settings.producer_mib << 20
         ),
     )
 

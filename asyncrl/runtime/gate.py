@@ -251,12 +251,7 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
 
 
 def _verdict(
-    module: PreTrainedModel,
-    trial: Trial,
-    results: list[Result],
-    started: float,
-    longest: int | None,
-    notes: list[str],
+    module: PreTrainedModel, trial: Trial, results: list[Result], started: float, longest: int | None, notes: list[str]
 ) -> Verdict:
     return Verdict(
         name=type(module).__name__,

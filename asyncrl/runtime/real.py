@@ -206,10 +206,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
 
 def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
     """What the embedded engine needs to know of the model beside its weights, as JSON takes it."""
-    return {
-        "rest": describe_rest(policy),
-        "stop_ids": eos_token_ids(policy.module, tokenizer),
-    }
+    return {"rest": describe_rest(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
 
 
 def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:

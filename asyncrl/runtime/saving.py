@@ -348,10 +348,7 @@ class Checkpointer:
             if snapshot is None:
                 return
             self._saved_version = version
-            with (
-                self._recorder.span("checkpoint", track="checkpoint", version=version),
-                anyio.CancelScope(shield=True),
-            ):
+            with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
                 self._require_sound(await offload(snapshot.unsound, "checkpoint-check"), version)
                 lost = await self._find_place(store)
                 await store.save_in_thread(

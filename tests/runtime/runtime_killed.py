@@ -1,11 +1,8 @@
-"""One rank of a run of which one is killed at an exact moment of a step (for the tests). KILLED: "RANK STEP MOMENT"; KILLED_N: in
-the start after N restarts alone.
+"""One rank of a run of which one is killed at an exact moment of a step (for the tests). KILLED: "RANK STEP MOMENT".
 
 commit      before the shared ledger hears of its commit: the other rank makes that
 committed   when it has made it: the other rank waits for that before its own
-say         both have committed, and it does not come to say where it is; the other one waits for groups, in no collective
-line        it has committed, and its line is about to be written
-checkpoint  that of this step is written, and about to get its name
+say         both have committed, and it does not announce where it is; the other one waits for groups, in no collective
 """
 
 from __future__ import annotations
@@ -13,21 +10,16 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-from pathlib import Path
 from typing import Any
 
 import anyio
 
-from asyncrl.checkpoint import store
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.runtime import positions
-from asyncrl.telemetry.sinks import JsonlSink
 
-restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-rank, step, moment = os.environ.get(f"KILLED_{restarts}", os.environ.get("KILLED", "no 0 never")).split()
+rank, step, moment = os.environ.get("KILLED", "no 0 never").split()
 dies = os.environ.get("RANK", "0") == rank
-claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce, JsonlSink.write
-put_in_place = store.put_in_place
+claim, commit, say = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce
 
 
 def reached(now: str, number: int) -> None:
@@ -55,18 +47,6 @@ def saying(self: positions.Positions, version: int, *books: object, **more: obje
     return say(self, version, *books, **more)  # type: ignore[arg-type]
 
 
-def writing(sink: JsonlSink, version: int, *line: Any) -> None:
-    reached("line", version)
-    write(sink, version, *line)
-
-
-def putting(temporary: Path, place: Path, aside: Path) -> None:
-    reached("checkpoint", int(place.name.removeprefix("step_")))
-    put_in_place(temporary, place, aside)
-
-
-store.put_in_place = putting
-JsonlSink.write = writing  # type: ignore[method-assign]
 StoreLedger.claim = claiming  # type: ignore[method-assign]
 StoreLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.announce = saying  # type: ignore[assignment,method-assign]

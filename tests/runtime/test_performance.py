@@ -145,8 +145,7 @@ async def test_where_there_is_nothing_to_profile_it_is_refused(tmp_path: Path) -
 
 BODY, HEAD, PROMPT = 1000, 300, 5
 POLICY = cast(
-    PolicyModel,
-    SimpleNamespace(matmul_parameters=BODY + HEAD, head=SimpleNamespace(weight=torch.zeros(30, 10))),
+    PolicyModel, SimpleNamespace(matmul_parameters=BODY + HEAD, head=SimpleNamespace(weight=torch.zeros(30, 10)))
 )
 
 

@@ -40,7 +40,6 @@ from asyncrl.runtime.plan import print_plan
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.telemetry.sinks import read_jsonl
 
-KILLED = str(Path(__file__).with_name("runtime_killed.py"))
 SLOW = DRY | {"dry_run": {"decode_step_s": 0.02}, "train": DRY["train"] | {"max_steps": 100_000}}
 
 
@@ -159,10 +158,7 @@ async def test_a_restart_of_the_same_job_goes_on_and_moves_nothing_aside(
             await anyio.to_thread.run_sync(print_plan, config_of(tmp_path, base=tree))
             assert "restart 2 of this job by torchrun" in capsys.readouterr().out
         with contextlib.suppress(Crash):
-            async with (
-                Runtime(config_of(tmp_path, base=tree)) as runtime,
-                anyio.create_task_group() as tasks,
-            ):
+            async with Runtime(config_of(tmp_path, base=tree)) as runtime, anyio.create_task_group() as tasks:
                 tasks.start_soon(runtime.run)
                 async for report in runtime.steps():
                     if report.version == crash_at:
@@ -190,22 +186,6 @@ async def test_a_restart_of_the_same_job_goes_on_and_moves_nothing_aside(
     for resume, goes_on in (("auto", True), ("true", True), ("false", False)):  # who wants new runs alone says so
         found = await anyio.to_thread.run_sync(RunDirectory, config_of(tmp_path, f"resume={resume}", base=tree))
         assert (found.goes_on, found.restart is not None) == (goes_on, resume == "auto")
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_run_again_that_was_killed(tmp_path: Path) -> None:
-    """The first life is killed before a checkpoint, the second while one is written, the third after it."""
-    tree = REAL | {"run": {"overwrite": True}, "checkpoint": {"every": 2}, "telemetry": {"live": "plain"}}
-    tree["train"] = tree["train"] | {"max_steps": 6}
-    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", KILLED)
-    moments = {"KILLED_0": "0 1 line", "KILLED_1": "0 4 checkpoint", "KILLED_2": "0 5 line"}
-    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), program=program, start=subprocess.Popen, **moments)
-    assert process.wait(300) == 0, process.output
-    starts = [line for line in process.output.splitlines() if "of this job by torchrun" in line]
-    assert ["version 0" in line for line in starts] == [True, False, False], starts
-    assert process.output.count("resume: runs/run/checkpoints/step_") == 2
-    assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == list(range(1, 7))
-    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/run"])

@@ -54,10 +54,7 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
         ),
         ({"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinkin"}}, "did you mean 'Thinking'"),
         ({"data": REAL["data"] | {"train": "empty.jsonl"}}, "empty.jsonl holds no rows"),
-        (
-            {"data": REAL["data"] | {"train": "other.jsonl"}},
-            "other.jsonl row 1 has no column 'prompt'; found question",
-        ),
+        ({"data": REAL["data"] | {"train": "other.jsonl"}}, "other.jsonl row 1 has no column 'prompt'; found question"),
         (
             {"data": REAL["data"] | {"train": "null.jsonl"}},
             "null.jsonl row 2: the prompt is NoneType; expected a string",

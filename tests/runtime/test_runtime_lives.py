@@ -12,8 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # An INT of two ranks runs nightly: test_runtime_signals stops them with each push.
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [("1", "KILL all"), pytest.param("2", "INT", marks=pytest.mark.slow), ("2", "KILL launcher")],
+    ("kind", "how"), [("1", "KILL all"), pytest.param("2", "INT", marks=pytest.mark.slow), ("2", "KILL launcher")]
 )
 def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

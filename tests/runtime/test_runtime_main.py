@@ -118,12 +118,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "environment that stands still behind its last token": (
         DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Pondering"}, "watchdog": {"stall_timeout_s": 3.0}},
-        [
-            "nothing was generated",
-            " waits for its episode from the environment since",
-            "runtime_model.py",
-            " a_tool",
-        ],
+        ["nothing was generated", " waits for its episode from the environment since", "runtime_model.py", " a_tool"],
     ),
     "evaluation before the first step": (
         DRY

@@ -1,0 +1,75 @@
+"""Two ranks: `preset: sync` trains the weights of one rank bit by bit; what a stranger writes into their store ends a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ports import reserved_port
+from runtime_helpers import REAL, Process, config_of, equal_weights, lines_at_least, start_two, weights_of, write_yaml
+
+from asyncrl import Runtime
+
+DUMP = str(Path(__file__).with_name("runtime_rank.py"))
+SYNC: dict[str, Any] = REAL | {
+    "preset": "sync",
+    "model": REAL["model"] | {"dtype": "float64"},
+    "rollout": REAL["rollout"] | {"groups_per_step": 5},
+    "train": REAL["train"] | {"max_steps": 3},
+    "telemetry": {"live": "off", "trace": False, "report": False},
+}
+
+
+async def test_two_ranks_train_their_ordinals_of_each_step_and_the_weights_of_one_rank(tmp_path: Path) -> None:
+    """Five groups a step: three and two, then two and three. Again, with an equal command: every bit."""
+    ended: list[list[dict[str, Any]]] = []
+    for name in ("first", "again"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with start_two(folder, SYNC, program=(DUMP,), RANK_WEIGHTS=str(folder)) as ranks:
+            assert [each.wait(120) for each in ranks] == [0, 0], [each.output for each in ranks]
+        ended.append([torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)])
+    (one, other), again = ended
+    assert one["groups"] == [[0, 2, 4], [6, 8], [10, 12, 14]] and other["groups"] == [[1, 3], [5, 7, 9], [11, 13]]
+    for rank in (0, 1):
+        assert equal_weights(again[rank]["weights"], one["weights"]) and again[rank]["rows"] == ended[0][rank]["rows"]
+    async with Runtime(config_of(tmp_path, base=SYNC)) as runtime:
+        await runtime.run()
+    expected = weights_of(tmp_path / "runs/run", 3)
+    for name, weight in weights_of(tmp_path / "first/runs/run", 3).items():
+        assert weight.dtype == torch.float64
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
+
+
+ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
+
+
+def store_of_the_ranks(port: int) -> dist.TCPStore:
+    """As anybody finds it who can reach torchrun's."""
+    launchers = dist.TCPStore("127.0.0.1", port, is_master=False)
+    [key] = [key for key in launchers.list_keys() if key.endswith("asyncrl/0/store")]  # type: ignore[attr-defined]
+    said = json.loads(launchers.get(key)[32:])
+    assert said["address"] == "127.0.0.1"
+    return dist.TCPStore(said["address"], said["port"], is_master=False)
+
+
+def test_a_ledger_that_somebody_overwrites_ends_the_run_with_the_name_of_the_key(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+    with reserved_port() as port:
+        program = (*torchrun, str(port), "-m", "asyncrl.main")
+        process = Process(tmp_path, str(write_yaml(tmp_path, ENDLESS)), program=program)
+        try:
+            process.wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
+            attacker = store_of_the_ranks(port)
+            [books] = [key for key in attacker.list_keys() if key.endswith("ledger/books")]  # type: ignore[attr-defined]
+            there = attacker.get(books)
+            attacker.set(books, (there[:32] + there[32:].replace(b'"turn":', b'"turn":1')).decode())
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+    assert (
+        "StoreForged: the value of ranks/0/ledger/books in the ranks' store was not written by a rank" in process.output
+    )
