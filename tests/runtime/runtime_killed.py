@@ -3,6 +3,7 @@
 commit      before the shared ledger hears of its commit: the other rank makes that
 committed   when it has made it: the other rank waits for that before its own
 say         both have committed, and it does not announce where it is; the other one waits for groups, in no collective
+line        it has committed, and its line is about to be written
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import anyio
 
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.runtime import positions
+from asyncrl.telemetry.sinks import JsonlSink
 
 rank, step, moment = os.environ.get("KILLED", "no 0 never").split()
 dies = os.environ.get("RANK", "0") == rank
-claim, commit, say = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce
+claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce, JsonlSink.write
 
 
 def reached(now: str, number: int) -> None:
@@ -47,6 +49,12 @@ def saying(self: positions.Positions, version: int, *books: object, **more: obje
     return say(self, version, *books, **more)  # type: ignore[arg-type]
 
 
+def writing(sink: JsonlSink, version: int, *line: Any) -> None:
+    reached("line", version)
+    write(sink, version, *line)
+
+
+JsonlSink.write = writing  # type: ignore[method-assign]
 StoreLedger.claim = claiming  # type: ignore[method-assign]
 StoreLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.announce = saying  # type: ignore[assignment,method-assign]
