@@ -221,19 +221,16 @@ PATIENCE = timedelta(seconds=20)
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
 
 
-@pytest.mark.parametrize("kind", ["usual", "as documented"])
-def test_under_torchrun_too(tmp_path: Path, kind: str) -> None:
-    """Its own store does listen everywhere, unless it is started as docs/design/ranks.md says."""
+def test_under_torchrun_too(tmp_path: Path) -> None:
+    """torchrun's own store does listen everywhere, unless it is started as docs/design/ranks.md says."""
     script = tmp_path / "rank.py"
     script.write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options: tuple[str, ...] = ("--standalone",)
-    if kind != "usual":
-        options = (*ALONE, str(tmp_path / "rendezvous"))
-        environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LAUNCHER_TOO": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
-    start = warm.Popen if kind == "usual" else subprocess.Popen  # the parent of a warm rank is not its launcher
-    with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as launcher:
+    environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LAUNCHER_TOO": "1"}
+    options = (*ALONE, str(tmp_path / "rendezvous"), "--nproc-per-node", "2")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+    # The parent of a warm rank is not its launcher.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as launcher:
         try:
             out, err = launcher.communicate(timeout=120)
         finally:
@@ -330,15 +327,19 @@ def test_an_address_that_others_cannot_reach_leaves_the_launchers_store() -> Non
     assert other.store.get("a") == b"1"
 
 
-@pytest.mark.parametrize("environs", [({"ASYNCRL_SECRET": SECRET}, {}), ({}, {"ASYNCRL_SECRET": SECRET})])
-def test_a_secret_on_one_node_alone_is_told(environs: tuple[dict[str, str], dict[str, str]]) -> None:
-    error = opened(*environs)[1]
-    assert isinstance(error, PlatformError) and "set ASYNCRL_SECRET to the same value on every node" in str(error)
-
-
-def test_different_secrets_are_told() -> None:
-    error = opened({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET + "s"})[1]
-    assert isinstance(error, StoreForged) and "set ASYNCRL_SECRET to the same value on all nodes" in str(error)
+@pytest.mark.parametrize(
+    ("first", "other", "kind", "nodes"),
+    [
+        (SECRET, None, PlatformError, "every node"),
+        (None, SECRET, PlatformError, "every node"),
+        (SECRET, SECRET + "s", StoreForged, "all nodes"),
+    ],
+)
+def test_a_secret_that_is_not_the_same_on_every_node_is_told(
+    first: str | None, other: str | None, kind: type[Exception], nodes: str
+) -> None:
+    error = opened(*({"ASYNCRL_SECRET": each} if each else {} for each in (first, other)))[1]
+    assert isinstance(error, kind) and f"set ASYNCRL_SECRET to the same value on {nodes}" in str(error)
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:

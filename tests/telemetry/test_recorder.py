@@ -331,13 +331,6 @@ def test_worked_example() -> None:
     assert account.shares()["idle/unexplained"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("deeper", range(len(DEPTH) - 1))
-def test_the_deepest_cause_wins_whatever_the_order_of_recording(deeper: int) -> None:
-    both = [Interval(DEPTH[deeper], None, 0.0, 10.0), Interval(DEPTH[deeper + 1], None, 0.0, 10.0)]
-    for idle in (both, both[::-1]):
-        assert lane_budget(window(busy=[], idle=idle), "cpu").idle == {DEPTH[deeper]: 10.0}
-
-
 def test_of_nested_closures_the_inner_one_names_the_time() -> None:
     nested = [Interval("decode", "cpu", 0.0, 10.0), Interval("prefill", "cpu", 2.0, 3.0)]
     assert lane_budget(window(busy=nested, idle=[]), "cpu").busy == {"decode": 9.0, "prefill": 1.0}
