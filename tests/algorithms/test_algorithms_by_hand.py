@@ -223,7 +223,8 @@ def test_kl_values_and_gradients(estimator: Callable[..., torch.Tensor]) -> None
 
 
 def test_expected_gradients_of_kl_estimators() -> None:
-    """The module's claims, exactly, over five tokens: k1 has none, k2 the reverse KL's, k3 the forward KL's."""
+    """The module's claims, exactly, over five tokens: k1 has none, k2 the reverse KL's, k3 the forward KL's; times the ratio k1 and
+    k3 both have that of the reverse KL."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -238,6 +239,9 @@ def test_expected_gradients_of_kl_estimators() -> None:
     torch.testing.assert_close(gradient((p * kl.k1(logp, reference)).sum()), torch.zeros(5, dtype=torch.float64))
     torch.testing.assert_close(gradient((p * kl.k2(logp, reference)).sum()), reverse)
     torch.testing.assert_close(gradient((p * kl.k3(logp, reference)).sum()), forward)
+    ratio = (logp - logp.detach()).exp()
+    for estimator in (kl.k1, kl.k3):
+        torch.testing.assert_close(gradient((p * estimator(logp, reference) * ratio).sum()), reverse)
 
 
 def test_k3_keeps_its_digits_in_float32() -> None:

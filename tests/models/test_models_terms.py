@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from ragged_reference import ReferenceKernel
-from test_models_tree_attention import TREES, build, inputs
+from test_models_tree_attention import TREES, build, dense, inputs
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -98,23 +98,6 @@ def gradients(policy: PolicyModel) -> dict[str, Tensor]:
 
 
 # -- the formula ----------------------------------------------------------------------------------------------------------
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, terms: AttentionTerms) -> Tensor:
-    """All scores at once. `mask` [T, T]: of the tree; a token's position is the number of tokens that it sees, less one."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = torch.einsum("thd,shd->hts", query, key) * scale
-    if terms.softcap is not None:
-        scores = terms.softcap * torch.tanh(scores / terms.softcap)
-    if terms.window is not None:
-        position = mask.sum(1) - 1
-        mask = mask & (position[:, None] - position[None] < terms.window)
-    exponents = scores.masked_fill(~mask, float("-inf")).exp()
-    total = exponents.sum(-1, keepdim=True)
-    if terms.sinks is not None:
-        total = total + terms.sinks.exp()[:, None, None]
-    return torch.einsum("hts,shd->thd", exponents / total, value)
 
 
 TERMS = [(1, None, False), (4, None, False), (9, 0.7, True), (None, 0.7, False), (None, None, True), (5, None, True)]

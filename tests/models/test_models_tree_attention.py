@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 from ragged_reference import ReferenceKernel
+from torch import Tensor
 
+from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.rows import share_out
 from asyncrl.models.attention.tree import TreePlan
 
+PLAIN = AttentionTerms()
 TREES = {
     "ragged with an empty suffix": [(6, [5, 0, 7, 3, 9, 1]), (11, [4, 4, 2])],
     "prompts alone": [(3, []), (8, []), (1, [])],
@@ -18,7 +21,7 @@ TREES = {
 }
 
 
-def build(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, torch.Tensor]:
+def build(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, Tensor]:
     """The plan, and the dense mask [T, T] that it stands for."""
     starts, lengths, suffixes, cursor = [], [], [], 0
     for index, (prefix, members) in enumerate(trees):
@@ -39,7 +42,7 @@ def build(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, torch.Tensor]:
     return TreePlan(starts, lengths, table[:, 0], table[:, 1], table[:, 2]), mask
 
 
-def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
     query, kv, size = heads
     generator = torch.Generator().manual_seed(1)
     return [
@@ -49,12 +52,22 @@ def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list
 
 
 def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, terms: AttentionTerms = PLAIN
+) -> Tensor:
+    """All scores at once. `mask` [T, T]: of the tree; a token's position is the number of tokens that it sees, less one."""
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("thd,shd->hts", query, key) * scale
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    if terms.window is not None:
+        position = mask.sum(1) - 1
+        mask = mask & (position[:, None] - position[None] < terms.window)
+    exponents = scores.masked_fill(~mask, float("-inf")).exp()
+    total = exponents.sum(-1, keepdim=True)
+    if terms.sinks is not None:
+        total = total + terms.sinks.exp()[:, None, None]
+    return torch.einsum("hts,shd->thd", exponents / total, value)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (2, 2, 16)], ids=str)
@@ -103,7 +116,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
     truth = dense(*(x.double() for x in qkv), mask, 0.25)
     weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
-    def errors(out: torch.Tensor) -> list[float]:
+    def errors(out: Tensor) -> list[float]:
         assert out.dtype == torch.bfloat16
         found = [out, *torch.autograd.grad(out, qkv, weights.bfloat16())]
         right = [truth, *torch.autograd.grad(truth, qkv, weights, retain_graph=True)]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_helpers import EXPERTS, LOSS, MAX_LENGTH, make_group, tiny_module, tiny_policy, with_routes
+from training_helpers import EXPERTS, LOSS, MAX_LENGTH, make_group, tiny_module, tiny_policy, train_step, with_routes
 from training_partition import SEQUENCES, SIZE, groups
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -44,10 +44,7 @@ def trainer(dtype: str = "float64", balance: bool = True, path: ModelPath = PACK
 def gradient(
     core: TorchTrainer, loss: Loss, batches: list[Microbatch]
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    core.begin_train_step(loss)
-    for batch in batches:
-        core.train_microbatch(batch)
-    result = core.finish_train_step()
+    result = train_step(core, batches, loss)
     return {name: grad.clone() for name, grad in core.policy.flat.named_grads()}, {
         **result.metrics,
         "loss": result.loss,

@@ -8,7 +8,7 @@ import fnmatch
 import numpy as np
 import pytest
 import torch
-from training_helpers import LOSS, MAX_LENGTH, make_group, oracle_gradient, tiny_module
+from training_helpers import LOSS, MAX_LENGTH, make_group, oracle_gradient, tiny_module, train_step
 
 from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
@@ -60,13 +60,9 @@ def steps_of_torch(frozen: str, steps: int, config: TrainConfig = SETTINGS) -> t
 
 
 def run(core: TorchTrainer, steps: int) -> float:
-    norms = []
-    for _ in range(steps):
-        core.begin_train_step(LOSS)
-        for group in groups():
-            for batch in pack_groups([group], 1000):
-                core.train_microbatch(batch)
-        norms.append(core.finish_train_step().grad_norm)
+    """Norm of the first gradient."""
+    batches = [batch for group in groups() for batch in pack_groups([group], 1000)]
+    norms = [train_step(core, batches).grad_norm for _ in range(steps)]
     return norms[0]
 
 

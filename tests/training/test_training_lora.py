@@ -73,10 +73,7 @@ def test_split_step_gives_the_adapters_the_gradient_of_pefts_own_forward(
     expected, gradients = oracle_gradient(oracle, groups, loss)
     pieces = [m for i in (2, 0, 3, 1) for m in pack_groups([groups[i]], 25)]
     assert len(pieces) > 4
-    core.begin_train_step(loss)
-    for piece in pieces:
-        core.train_microbatch(piece)
-    result = core.finish_train_step()
+    result = train_step(core, pieces, loss)
     assert result.loss == pytest.approx(expected, rel=1e-10, abs=1e-10)
     found = dict(core.policy.flat.named_grads())
     compared = {own.replace(".default.", "."): g for own, g in gradients.items() if "lora_" in own}

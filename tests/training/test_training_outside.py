@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training_helpers import EXPERTS, MAX_LENGTH, VOCABULARY, make_group, tiny_policy
+from training_helpers import EXPERTS, MAX_LENGTH, VOCABULARY, make_group, tiny_policy, train_step
 
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
@@ -44,9 +44,7 @@ def test_such_a_step_is_not_applied_and_its_group_is_named(place: int, token: in
         with pytest.raises(DataError, match=said) as raised:
             ask(spoiled)
         assert raised.value.groups == (1,)
-    trainer.begin_train_step(build_loss("grpo"))
-    trainer.train_microbatch(batch)
-    assert trainer.finish_train_step().version == 1
+    assert train_step(trainer, [batch]).version == 1
 
 
 def test_a_route_to_no_expert_is_laid_to_its_microbatch() -> None:
@@ -59,8 +57,6 @@ def test_a_route_to_no_expert_is_laid_to_its_microbatch() -> None:
     with pytest.raises(DataError, match="a route names no expert of the model") as raised:
         trainer.compute_logprobs(replace(batch, routes=routes))
     assert raised.value.groups == (3, 8)
-    trainer.begin_train_step(build_loss("grpo"))
-    trainer.train_microbatch(replace(batch, routes=routes))
     with pytest.raises(DataError, match="a route names no expert of the model"):
-        trainer.finish_train_step()
+        train_step(trainer, [replace(batch, routes=routes)])
     assert trainer.version == 0

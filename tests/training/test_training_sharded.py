@@ -14,7 +14,7 @@ import torch
 import training_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
+from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module, train_step
 from training_partition import SEQUENCES
 from training_ranks import Ranks, ranks_in
 from training_sharded import Case
@@ -226,22 +226,15 @@ def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:
         core.abort_train_step()
     assert core.version == 0 and not core.sharded.parameters.grad.any()
     assert all(torch.equal(before[name], master) for name, master in core.sharded.parameters.named_masters())
-    core.begin_train_step(LOSS)
-    for batch in microbatches(3):
-        core.train_microbatch(batch)
-    result = core.finish_train_step()
+    result = train_step(core, microbatches(3))
     assert result.version == core.version == 1 and result.grad_norm > 0
 
 
 def test_the_first_step_of_all_may_have_nothing_to_run(core: ShardedTrainer) -> None:
     """All its groups are skipped: weights are gathered before any forward."""
-    core.begin_train_step(LOSS)
-    core.train_microbatch(counted_only([make_group(np.random.default_rng(0), 3)[0]]))
-    result = core.finish_train_step()
+    result = train_step(core, [counted_only([make_group(np.random.default_rng(0), 3)[0]])])
     assert (result.version, result.grad_norm) == (1, 0.0) and result.tokens > 0
-    core.begin_train_step(LOSS)
-    core.train_microbatch(microbatches()[0])
-    assert core.finish_train_step().grad_norm > 0
+    assert train_step(core, microbatches()[:1]).grad_norm > 0
 
 
 def test_token_ids_that_the_model_lacks_end_the_step_by_the_name_of_their_group(core: ShardedTrainer) -> None:
@@ -258,33 +251,24 @@ def test_token_ids_that_the_model_lacks_end_the_step_by_the_name_of_their_group(
 
 
 def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: ShardedTrainer) -> None:
-    class Failing:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(LOSS, name)
+    def fails(inputs: Any) -> Any:
+        if inputs.logp_S.numel():
+            raise FloatingPointError("this loss does not like the microbatch")
+        return LOSS(inputs)
 
-        def __call__(self, inputs: Any) -> Any:
-            if inputs.logp_S.numel():
-                raise FloatingPointError("this loss does not like the microbatch")
-            return LOSS(inputs)
-
-    core.begin_train_step(Failing())  # type: ignore[arg-type]  # a stand-in that raises
+    core.begin_train_step(replace(LOSS, fn=fails))
     core.train_microbatch(microbatches()[0])
     with pytest.raises(FloatingPointError):
         core.train_round()
     with pytest.raises(TrainStepError, match="already open"):
         core.begin_train_step(LOSS)
     core.abort_train_step()
-    core.begin_train_step(LOSS)
-    core.train_microbatch(microbatches()[0])
-    assert core.finish_train_step().version == 1
+    assert train_step(core, microbatches()[:1]).version == 1
 
 
 def test_state_goes_there_and_back(core: ShardedTrainer) -> None:
     for seed in (1, 2):
-        core.begin_train_step(LOSS)
-        for batch in microbatches(seed):
-            core.train_microbatch(batch)
-        core.finish_train_step()
+        train_step(core, microbatches(seed))
     state = core.state_dict()
     assert state["shard"] == {"rank": 0, "ranks": 1}
     policy = PolicyModel(tiny_module(seed=5), "float64", served=True)
@@ -294,9 +278,7 @@ def test_state_goes_there_and_back(core: ShardedTrainer) -> None:
     other.load_state_dict(state)
     assert other.version == 2 and torch.equal(other.policy.flat.working, core.policy.flat.working)
     for trainer in (core, other):
-        trainer.begin_train_step(LOSS)
-        trainer.train_microbatch(microbatches(4)[0])
-        trainer.finish_train_step()
+        train_step(trainer, microbatches(4)[:1])
     assert torch.equal(other.policy.flat.working, core.policy.flat.working)
     del state["masters"]["model.norm.weight"]
     with pytest.raises(KeyError, match=r"model\.norm\.weight"):

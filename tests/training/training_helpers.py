@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ def weights(core: TorchTrainer) -> torch.Tensor:
     return core.policy.flat.master.clone()
 
 
-def train_step(core: TorchTrainer, batches: list[Microbatch] | None = None, loss: Loss = LOSS) -> StepResult:
+def train_step(core: Any, batches: list[Microbatch] | None = None, loss: Loss = LOSS) -> StepResult:
     core.begin_train_step(loss)
     for batch in microbatches() if batches is None else batches:
         core.train_microbatch(batch)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, with_columns
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, train_step, with_columns
 
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
@@ -79,10 +79,7 @@ def step(world: Any, name: str, microbatches: list[Microbatch]) -> dict[str, Any
     if surveyed:
         entropies = [trainer.compute_entropies(microbatch) for microbatch in microbatches]
         loss, microbatches = trainer.survey(loss, microbatches, entropies)
-    trainer.begin_train_step(loss)
-    for microbatch in microbatches:
-        trainer.train_microbatch(microbatch)
-    result = trainer.finish_train_step()
+    result = train_step(trainer, microbatches, loss)
     numbers = {**result.metrics, "loss": result.loss, "tokens": result.tokens, "sequences": result.sequences}
     return {"gradient": trainer.policy.flat.grad.clone(), "numbers": numbers}
 

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy, with_columns, with_routes
+from training_helpers import (
+    MAX_LENGTH,
+    everything,
+    make_group,
+    tiny_module,
+    tiny_policy,
+    train_step,
+    with_columns,
+    with_routes,
+)
 from training_partition import part
 
 from asyncrl.algorithms.base import Loss
@@ -79,10 +88,7 @@ def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
     batches = [batch for rank in ranks for batch in batches_of(case, rank, run_all)]
     numbers = []
     for _ in range(case.steps):
-        trainer.begin_train_step(loss_of(case))
-        for batch in batches:
-            trainer.train_microbatch(batch)
-        numbers.append(summary(trainer.finish_train_step()))
+        numbers.append(summary(train_step(trainer, batches, loss_of(case))))
     return {
         "numbers": numbers,
         "gradient": {name: grad.clone() for name, grad in policy.flat.named_grads()},
