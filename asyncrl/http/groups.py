@@ -18,7 +18,7 @@ from asyncrl.errors import DataError, RecordError, RecordTooLarge, TransportErro
 from asyncrl.records.check import Limits
 
 from .access import Refused
-from .scored_data import ReadGroup, read_group
+from .scored_data import read_group
 from .server import receive, reply, web
 
 # Bytes of one body, unpacked: a group of 64 x 32,768 tokens has some 70 MB.
@@ -72,7 +72,7 @@ class Spread:
 class Posted:
     """One group of a request, or why it cannot be trained. `shown`: its first members."""
 
-    group: ReadGroup | None
+    group: list[Scored] | None
     refusal: str
     environment: int | None
     shown: dict[str, Any]
@@ -133,10 +133,10 @@ def _read(item: Any, limits: Limits, version: int) -> Posted:
     return Posted(group, "", environment if isinstance(environment, int) else None, _shown(item, group))
 
 
-def _shown(item: Mapping[str, Any], group: ReadGroup) -> dict[str, Any]:
+def _shown(item: Mapping[str, Any], group: list[Scored]) -> dict[str, Any]:
     members = size = 0
-    while members < len(group.scored) and (not members or size < _SHOWN_TOKENS):
-        size += len(group.scored[members].tokens)
+    while members < len(group) and (not members or size < _SHOWN_TOKENS):
+        size += len(group[members].tokens)
         members += 1
     columns = {name: item.get(name) for name in _SHOWN}
     shown = {name: column[:members] if isinstance(column, list) else [] for name, column in columns.items()}
@@ -148,9 +148,7 @@ class AtroposStatistics:
     """What came through the door so far."""
 
     groups: int = 0  # accepted
-    without_logprobs: int = 0  # of them: trained at ratio 1
     refused: int = 0
-    full: int = 0  # requests answered 503
     last_refusal: str = ""
 
 
@@ -231,7 +229,6 @@ class Groups:
                     refused.append({"index": index, "message": str(error)[:MOST_SAID]})
                     continue
                 if full:
-                    self.statistics.full += 1
                     return reply(503, status="full", message=full)
                 done.add(index)
             done = set()
@@ -258,7 +255,7 @@ class Groups:
         self._pushing.add(scope)
         try:
             with scope:
-                await self._rings.push(number, group.scored, timeout=self._wait_s)
+                await self._rings.push(number, group, timeout=self._wait_s)
         except (RecordError, RecordTooLarge):
             raise
         except TransportError as error:  # full, or nobody owns the ring
@@ -268,9 +265,8 @@ class Groups:
         if scope.cancelled_caught:
             return "the run ends; nothing was taken"
         self.statistics.groups += 1
-        self.statistics.without_logprobs += not group.with_logprobs
         self._hear(posted.environment)
-        self._accepted.append((posted.environment, len(group.scored)))
+        self._accepted.append((posted.environment, len(group)))
         self.latest = posted.shown
         self.held()
         return ""

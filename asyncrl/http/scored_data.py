@@ -43,15 +43,7 @@ UNUSABLE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ReadGroup:
-    """A group as the client pushes it, and whether it brought the sampler's log-probs."""
-
-    scored: list[Scored]
-    with_logprobs: bool
-
-
-def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
+def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
     """One `ScoredData` object as the members of one group. `version`: the policy version now.
 
     Errors: DataError that names the member and says what is wrong with it; a group is taken as a whole or not at all.
@@ -73,6 +65,7 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
     members = [_member(tokens[i], masks[i], i) for i in range(n)]
     prompts = _prompt_lengths(members)
     scored = []
+    metadata = {} if item.get("env_id") is None else {"env_id": item["env_id"]}
     for i, (ids, mask) in enumerate(members):
         column = (
             np.where(mask, np.float32(math.nan), np.float32(0))
@@ -89,11 +82,11 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
                 prompt_length=prompts[i],
                 temperature=settings[i].temperature,
                 messages="" if messages is None else _conversation(messages[i], i),
-                metadata=_metadata(item, settings[i].silent),
+                metadata=metadata | ({SILENT: True} if settings[i].silent else {}),
             )
         )
         _check(scored[i], i, n, limits)
-    return ReadGroup(scored, logprobs is not None)
+    return scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +107,6 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _
             f"policy_version of member {i} is {sampled!r}; expected a version from 0 to {version}, the newest"
         )
     return _Settings(temperature, sampled, bool(own.get("set_advantage_to_zero")))
-
-
-def _metadata(item: Mapping[str, Any], silent: bool) -> dict[str, Any]:
-    metadata = {} if item.get("env_id") is None else {"env_id": item["env_id"]}
-    return metadata | ({SILENT: True} if silent else {})
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:

@@ -41,7 +41,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 def trajectories(item: dict[str, Any], version: int = 3) -> list[Trajectory]:
     """By the very way that a group goes: client's record, bytes, the door's trajectories."""
-    scored = read_group(item, LIMITS, version).scored
+    scored = read_group(item, LIMITS, version)
     draft = group_draft(5, scored, Sender(epoch=1, policy_version=version))
     return trajectories_of(read(written(plan(draft))))
 
@@ -73,8 +73,6 @@ def test_pieces_of_several_prompts_have_their_own_lengths() -> None:
 
 
 def test_without_logprobs_the_ratio_is_one() -> None:
-    found = read_group(group(inference_logprobs=None), LIMITS, 0)
-    assert not found.with_logprobs
     first = trajectories(group(inference_logprobs=None))[0]
     assert first.logprobs[:2].tolist() == [0, 0] and np.isnan(first.logprobs[2:]).all()
 

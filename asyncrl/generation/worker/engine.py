@@ -179,10 +179,10 @@ class WorkerEngine(EngineLife):
         self._require_open()
         future = asyncio.get_running_loop().create_future()
         self._starting.append(future)
-        self._tell_if_all_serve()
+        self._notify_starting()
         await future
 
-    def _tell_if_all_serve(self) -> None:
+    def _notify_starting(self) -> None:
         while self._starting and self._router.serving == self.limits.workers:
             future = self._starting.pop()
             if not future.done():
@@ -272,7 +272,7 @@ class WorkerEngine(EngineLife):
             if not self._router.serves(peer.number):
                 self._router.open(peer.number)
                 self._assign()
-                self._tell_if_all_serve()
+                self._notify_starting()
             self._pins.settle()
             self._answer_updates()
         if "sequence" in message:
