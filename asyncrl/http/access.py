@@ -36,7 +36,8 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     key: str | None = None  # None: made anew; "": none, on loopback only
-    names: tuple[str, ...] = ()  # by which clients call this machine, besides `host` and its own name
+    # By which clients call this machine, besides `host` and its own name.
+    names: tuple[str, ...] = ()
 
 
 class Refused(Exception):

@@ -17,11 +17,13 @@ import anyio
 from asyncrl.concurrency import awake
 
 LEAST_WEIGHT = 0.01  # as Atropos: no environment starves
-NO_END = 1 << 31  # announced as the number of steps where none is configured: -1 would end the environment server
+# Announced as the number of steps where none is configured: -1 would end the environment server.
+NO_END = 1 << 31
 OVER = 1 << 52  # groups in the queue, as told at the end
 LINGER_S = 2.0  # a server asks about ten times a second
 MOST_ENVIRONMENTS = 1024  # then the one that was silent for longest goes
-FORGET_S = 3600.0  # of silence; one that comes back is answered as one that is alone
+# Of silence; one that comes back is answered as one that is alone.
+FORGET_S = 3600.0
 _MOST_NAME = 100  # characters
 
 

@@ -41,7 +41,8 @@ class Answer:
     """What one call gave, one entry per completion."""
 
     scores: list[float | None]
-    wrong: Sequence[tuple[int, str]] = ()  # completions by number, and what stood there instead of a score
+    # Completions by number, and what stood there instead of a score.
+    wrong: Sequence[tuple[int, str]] = ()
     extras: Mapping[str, list[Any]] = field(default_factory=dict)  # what the function logged, by name
 
 

@@ -68,7 +68,8 @@ from .process import Call, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
 
-CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
+# For idle workers to leave, which includes that they are killed.
+CLOSE_GRACE_S = 3.0
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
 LOAD_S = 300.0  # for the imports of the user's functions
 # Once a worker has loaded them, the next one has ten times what that took, and this at least.
@@ -124,7 +125,8 @@ class RewardPool:
         # Of the callers that wait for a worker with room: for coroutines, and for calls that run alone.
         self._turns = (anyio.Lock(), anyio.Lock())
         self._changed = anyio.Event()
-        self.columns: Sequence[Sequence[str]] = ()  # of known rows, by source: a function that needs others is refused
+        # Of known rows, by source: a function that needs others is refused.
+        self.columns: Sequence[Sequence[str]] = ()
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {
             "global_step": 0,
             "max_steps": None,
@@ -172,7 +174,8 @@ class RewardPool:
             raise LifecycleError("a reward pool can be opened once; make a new one")
         self._state = _State.OPEN
         self._owner = asyncio.current_task()
-        self._folder = os.getcwd()  # replacements start where the first workers did, wherever the run goes
+        # Replacements start where the first workers did, wherever the run goes.
+        self._folder = os.getcwd()
         sources = [source_of(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
@@ -220,7 +223,8 @@ class RewardPool:
             for process in self._alive:
                 if process.usable and process.serving and not process.calls:
                     process.hang_up()
-                elif process.usable:  # a caller is still waiting for it, and is told that the pool closed
+                # A caller is still waiting for it, and is told that the pool closed.
+                elif process.usable:
                     process.kill()
             if self._tasks is not None:
                 self._tasks.cancel_scope.shield = True
@@ -325,7 +329,8 @@ class RewardPool:
         except OSError as error:
             if self._tasks is None:  # the run is being opened
                 raise
-            await anyio.sleep(_AGAIN_S)  # for a moment there was no process to be had, or no descriptor
+            # For a moment there was no process to be had, or no descriptor.
+            await anyio.sleep(_AGAIN_S)
             raise RewardCrash(f"no reward worker could be started: {error}") from error
         self._alive.add(process)
         try:
@@ -503,7 +508,8 @@ class RewardPool:
         except WorkerDiedError:
             self._release(process, call)
             raise
-        except BaseException as error:  # a deadline, or a cancellation: it may be in the middle of the call
+        # A deadline, or a cancellation: it may be in the middle of the call.
+        except BaseException as error:
             late = f"{what} did not answer within {self._timeout_s:g} s (group {group_id})"
             self._abandon(process, call, number, late)
             if not isinstance(error, TimeoutError):

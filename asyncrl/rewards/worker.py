@@ -49,7 +49,8 @@ class Function:
         self.name = name
         self.asynchronous = is_async(call)
         self.check = columns_check(call)
-        self.accepts: list[str] | None = []  # parameter names that may be passed by keyword; None: all (**kwargs)
+        # Parameter names that may be passed by keyword; None: all (**kwargs)
+        self.accepts: list[str] | None = []
         for parameter in inspect.signature(call).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.accepts = None
@@ -168,7 +169,8 @@ def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
     shown: BaseException | None = error
     if loading:
         message, shown = imports.raised(error), None
-    if isinstance(error, (UsageError, ConfigError)):  # our own words; the user's error, if there is one, is the cause
+    # Our own words; the user's error, if there is one, is the cause.
+    if isinstance(error, (UsageError, ConfigError)):
         message, shown = str(error), None if loading else error.__cause__
     text = ""
     if shown is not None:
@@ -278,7 +280,8 @@ class Session:
                 answer = _content(answer, log, request)
         except BaseException as error:
             answer = error
-        if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
+        # An alarm that was not switched off must not ring in the next call.
+        if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         if "function" in request:
             self._measure(request["function"], before)
@@ -312,7 +315,8 @@ class Session:
 
     def _measure(self, index: int, before: int) -> None:
         now = anonymous_bytes()
-        if index not in self._called:  # models and tables are loaded by many a first call: they stay, and are no leak
+        # Models and tables are loaded by many a first call: they stay, and are no leak.
+        if index not in self._called:
             self._called.add(index)
             self._expected += max(0, now - before)
         self._grown = max(0, now - self._expected)
@@ -331,7 +335,8 @@ def main(descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` closes."""
     os.nice(_NICENESS)
     sock = socket.socket(fileno=descriptor)
-    sock.set_inheritable(False)  # a subprocess of the user's function must not keep the socket open
+    # A subprocess of the user's function must not keep the socket open.
+    sock.set_inheritable(False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
     with asyncio.Runner() as runner, sock, lossy_output():  # what nobody reads any more is no error of a reward
         Session(sock, runner.get_loop()).serve()

@@ -13,7 +13,8 @@ from asyncrl.concurrency.child import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    gc.disable()  # looking for garbage among what modules make, which stays, is a sixth of the time that loading takes
+    # Looking for garbage among what modules make, which stays, is a sixth of the time that loading takes.
+    gc.disable()
     from asyncrl.generation.worker.server import main
 
     gc.enable()

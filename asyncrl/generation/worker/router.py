@@ -57,7 +57,8 @@ class Router:
         self._loads: dict[int, _Load] = {}  # workers in service
         # Prefix key -> its worker, and how many of its requests are at workers: there, and at one that was pinned meanwhile.
         self._homes: dict[str, tuple[int, int]] = {}
-        self.pinned: int | None = None  # the worker that gets pinned requests alone, in service or not
+        # The worker that gets pinned requests alone, in service or not.
+        self.pinned: int | None = None
 
     @property
     def waiting(self) -> int:
