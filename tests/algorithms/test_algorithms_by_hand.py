@@ -13,7 +13,7 @@ import torch
 from algorithms_batches import MAX_LENGTH, PaddedBatch, random_batch, value_and_grad
 
 from asyncrl.algorithms import advantages, kl
-from asyncrl.algorithms.base import LossInputs
+from asyncrl.algorithms.base import LossInputs, LossSums
 from asyncrl.algorithms.registry import LOSSES, build_advantage, build_loss
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
@@ -21,26 +21,12 @@ from asyncrl.types import Normaliser
 LOW, HIGH, CAP, BETA = 0.2, 0.3, 1.4, 0.05
 
 
-def rows_of(batch: PaddedBatch) -> list[list[tuple[float, float, float, float, float]]]:
+def rows_of(batch: PaddedBatch) -> list[list[list[float]]]:
     """Per sequence its scored tokens: (logp, old, sampler, reference, advantage)."""
-    rows = []
-    for b in range(len(batch.advantage_B)):
-        row = []
-        for t in range(batch.logp_BT.shape[1]):
-            if batch.completion_mask_BT[b, t] and batch.tool_mask_BT[b, t]:
-                logp = float(batch.logp_BT[b, t])
-                old = logp if batch.old_BT is None else float(batch.old_BT[b, t])
-                row.append(
-                    (
-                        logp,
-                        old,
-                        float(batch.sampler_BT[b, t]),
-                        float(batch.reference_BT[b, t]),
-                        float(batch.advantage_B[b]),
-                    )
-                )
-        rows.append(row)
-    return rows
+    old_BT = batch.logp_BT if batch.old_BT is None else batch.old_BT
+    advantage_BT = batch.advantage_B[:, None].expand_as(batch.logp_BT)
+    columns = torch.stack([batch.logp_BT, old_BT, batch.sampler_BT, batch.reference_BT, advantage_BT], -1)
+    return [row[mask].tolist() for row, mask in zip(columns, batch.mask_BT, strict=True)]
 
 
 def surrogate_by_hand(name: str, ratio: float, logp: float, advantage: float, phi: float) -> float:
@@ -117,6 +103,12 @@ def one_token(logp: float, old: float | None, advantage: float, sampler: float |
     )  # fmt: skip
 
 
+def check(inputs: LossInputs, sums: LossSums, value: float, gradient: float) -> None:
+    sums.total.backward()
+    assert inputs.logp_S.grad is not None
+    assert (float(sums.total.detach()), float(inputs.logp_S.grad)) == pytest.approx((value, gradient), abs=1e-12)
+
+
 @pytest.mark.parametrize("name", CLIPPED)
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "gradient", "low", "high"),
@@ -134,13 +126,24 @@ def test_the_four_corners_of_the_clip(
 ) -> None:
     inputs = one_token(-1.0, -1.0 - math.log(ratio), advantage)
     sums = build_loss(name, epsilon=LOW, epsilon_high=HIGH, importance_cap=None)(inputs)
-    sums.total.backward()
-    assert inputs.logp_S.grad is not None
-    assert float(sums.total.detach()) == pytest.approx(value, abs=1e-12)
-    assert float(inputs.logp_S.grad) == pytest.approx(gradient, abs=1e-12)
+    check(inputs, sums, value, gradient)
     assert float(sums.metrics["clip_ratio/low_mean"].value) == low
     assert float(sums.metrics["clip_ratio/high_mean"].value) == high
     assert float(sums.metrics["clip_ratio/region_mean"].value) == low + high
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (5.0, -2.0, 6.0, 0.0),  # bounded at c |A|
+        (2.9, -2.0, 5.8, 5.8),
+        (0.5, -2.0, 1.6, 0.0),  # clipped below, as without
+        (5.0, 2.0, -2.4, 0.0),  # clipped above, as without
+    ],
+)
+def test_dual_clip(ratio: float, advantage: float, value: float, gradient: float) -> None:
+    inputs = one_token(-1.0, -1.0 - math.log(ratio), advantage)
+    check(inputs, build_loss("ppo_clip", dual_clip=3.0, importance_cap=None)(inputs), value, gradient)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -182,10 +185,7 @@ def test_sampler_as_centre_of_the_clip_excludes_the_correction(name: str, column
 
 def test_sampler_centre_with_nan_stays_on_policy() -> None:
     inputs = one_token(-1.0, None, 2.0, sampler=float("nan"))
-    sums = build_loss("grpo", old_logprobs="sampler")(inputs)
-    sums.total.backward()
-    assert inputs.logp_S.grad is not None
-    assert float(sums.total.detach()) == -2.0 and float(inputs.logp_S.grad) == -2.0
+    check(inputs, build_loss("grpo", old_logprobs="sampler")(inputs), -2.0, -2.0)
 
 
 def test_metrics_have_the_declared_normalisers() -> None:

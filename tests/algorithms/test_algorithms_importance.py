@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,10 +134,7 @@ def opsm(rows: list[list[float]], advantages: list[float], threshold: float) -> 
     """`rows`: sampler - logp."""
     inputs = columns([[-x for x in row] for row in rows])
     advantage_S = torch.tensor([a for a, row in zip(advantages, rows, strict=True) for _ in row], dtype=torch.float64)
-    inputs = LossInputs(
-        inputs.logp_S, None, inputs.sampler_logp_S, advantage_S, inputs.sequence_S, inputs.sequences, inputs.old_logp_S
-    )
-    keep_S, metrics = off_policy_keep(inputs, threshold)
+    keep_S, metrics = off_policy_keep(replace(inputs, advantage_S=advantage_S), threshold)
     return keep_S, float(metrics["opsm/dropped_mean"].value)
 
 

@@ -63,28 +63,6 @@ def test_one_sided_clip_is_the_clip() -> None:
         assert results[0][2]["clip_ratio/low_mean"] > 0
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "gradient"),
-    [
-        (5.0, -2.0, 6.0, 0.0),  # bounded at c |A|
-        (2.9, -2.0, 5.8, 5.8),
-        (0.5, -2.0, 1.6, 0.0),  # clipped below, as without
-        (5.0, 2.0, -2.4, 0.0),  # clipped above, as without
-    ],
-)
-def test_dual_clip_by_hand(ratio: float, advantage: float, value: float, gradient: float) -> None:
-    logp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    inputs = LossInputs(
-        logp_S=logp, entropy_S=None, sampler_logp_S=logp.detach(),
-        advantage_S=torch.tensor([advantage], dtype=torch.float64), sequence_S=torch.tensor([0]), sequences=1,
-        old_logp_S=logp.detach() - math.log(ratio),
-    )  # fmt: skip
-    total = build_loss("ppo_clip", dual_clip=3.0, importance_cap=None)(inputs).total
-    total.backward()
-    assert logp.grad is not None
-    assert (float(total.detach()), float(logp.grad)) == pytest.approx((value, gradient), abs=1e-12)
-
-
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_force_on_policy_reads_no_old_column(name: str) -> None:
     batch = random_batch(5)
