@@ -10,7 +10,6 @@ import resource
 import shutil
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from attack_checkpoint import Outcome, attack
-from runtime_helpers import DRY, MODEL, REAL, Process, config_of, metrics_of, weights_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, ROOT, Process, config_of, metrics_of, weights_of, write_yaml
 from runtime_model import build
 from transformers import GenerationConfig
 
@@ -185,9 +183,6 @@ def test_the_place_of_a_value_that_is_not_finite() -> None:
     assert unsound(torch.tensor(torch.inf), "x") == "x"
 
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-
 TREE: dict[str, Any] = REAL | {
     "preset": "sync",
     "model": {"path": f"{MODEL}:build", "dtype": "float32", "lora": {"rank": 2}},
@@ -219,7 +214,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_no_damaged_file_loads_and_each_is_named(three: Path) -> None:
+def test_no_damaged_file_loads_and_each_is_named(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from attack_checkpoint import Outcome, attack
+
     found = attack(three / "step_3", flips=8)
     assert {"adapter/adapter_model.safetensors", "config.json", "model.safetensors", "tokenizer.json"} <= found.keys()
     assert {"state/manifest.json", "state/run.json", "state/trainer.pt"} <= found.keys()
