@@ -5,14 +5,17 @@
 
 Floors are those of the drawing in docs/concepts.md. Two rooms on one floor may not import each other, and inside a room
 neither two files nor two folders may, by however many steps; imports that are deferred or for type checkers count too. The
-lower floors import no torch. Exceptions are listed below, each with its reason.
+lower floors import no torch. Each room has a ceiling of lines. A comment behind code is short, a docstring says something, and
+a class name stands for one thing. Exceptions are listed below, each with its reason.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +59,8 @@ TORCH_FREE = {
 }
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+SOURCES = (".py", ".c", ".h", ".cpp", ".cu")
+PRAGMA = re.compile(r"^#\s*(type: ignore(\[[\w, -]+\])?|noqa(: [\w, ]+)?|pragma: \w+)\s*")
 BARE_IGNORE = re.compile(r"# type: ignore(\[[\w, -]+\])?\s*$")
 MAX_TEST_FILE_LINES = 650  # a test file is a list: it is read entry by entry
 # Of arguments besides self, cls and an autograd function's ctx; and of options, which are keywords that may be left out.
@@ -76,6 +81,13 @@ ARGUMENT_EXCEPTIONS: dict[str, str] = {
 PRIVATE_EXCEPTIONS: dict[str, str] = {}
 # folder -> reason
 CIRCLE_EXCEPTIONS: dict[str, str] = {}
+MAX_TRAILING_COMMENT = 60  # characters
+MIN_DOCSTRING = 4  # words
+# class -> why two things have that name
+CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
+# Lines of a room (Python, C and C++), of tests/ and of tools/ without benchmarks. A ceiling falls with every cut. A change that
+# exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
+CEILINGS: dict[str, int] = {}
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"
 
@@ -92,6 +104,9 @@ def main() -> int:
     for module in house:
         complaints += check_arguments(module)
         complaints += check_ignores(module)
+        complaints += check_prose(module)
+    complaints += check_class_names(house)
+    complaints += check_ceilings(root)
     print("\n".join(complaints) if complaints else f"{len(house)} files: imports point down, sizes are kept")
     return 1 if complaints else 0
 
@@ -195,6 +210,55 @@ def check_arguments(module: Module) -> Iterator[str]:
             yield f"{where}:{function.lineno}: {name} has {count} arguments; at most {MAX_ARGUMENTS}"
         if options > MAX_ARGUMENTS:
             yield f"{where}:{function.lineno}: {name} has {options} options; at most {MAX_ARGUMENTS}"
+
+
+def check_prose(module: Module) -> Iterator[str]:
+    """Comments behind code are short, docstrings are sentences."""
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type != tokenize.COMMENT or not token.line[: token.start[1]].strip():
+            continue
+        said = PRAGMA.sub("", token.string)
+        if len(said) > MAX_TRAILING_COMMENT:
+            yield f"{module.relative}:{token.start[0]}: a comment of {len(said)} characters behind code; put it above the line"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split()
+            if words and len(words) < MIN_DOCSTRING:
+                yield f"{module.relative}:{getattr(node, 'lineno', 1)}: a docstring of {len(words)} words; say more, or nothing"
+
+
+def check_class_names(house: list[Module]) -> Iterator[str]:
+    """One name, one thing."""
+    places: dict[str, list[str]] = {}
+    for module in house:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and node.name not in CLASS_NAME_EXCEPTIONS:
+                places.setdefault(node.name, []).append(f"{module.relative}:{node.lineno}")
+    for name, found in places.items():
+        if len(found) > 1:
+            yield f"{found[0]}: class {name} stands in {', '.join(found[1:])}, too; one name stands for one thing"
+
+
+def check_ceilings(root: Path) -> Iterator[str]:
+    for room, lines in count_lines(root).items():
+        if lines > CEILINGS.get(room, lines):
+            yield (
+                f"{room}: {lines} lines; its ceiling is {CEILINGS[room]} (tools/check_layers.py): delete as much, or raise it and "
+                "say in the commit what a user gets for it"
+            )
+
+
+def count_lines(root: Path) -> dict[str, int]:
+    """By room of the package, whose files at the top are `asyncrl`; of `tests`; of `tools` without its benchmarks."""
+    lines: dict[str, int] = {}
+    for top in (PACKAGE, "tests", "tools"):
+        for path in sorted((root / top).rglob("*")):
+            parts = path.relative_to(root).parts
+            if path.suffix not in SOURCES or parts[:2] == ("tools", "bench"):
+                continue
+            room = parts[1] if top == PACKAGE and len(parts) > 2 else top
+            lines[room] = lines.get(room, 0) + path.read_text(encoding="utf-8").count("\n")
+    return lines
 
 
 def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

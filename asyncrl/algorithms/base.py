@@ -36,15 +36,18 @@ class LossInputs:
     """
 
     logp_S: Tensor  # differentiable
-    entropy_S: Tensor | None  # differentiable where an entropy term asks for it, else detached
+    # Differentiable where an entropy term asks for it, else detached.
+    entropy_S: Tensor | None
     sampler_logp_S: Tensor
     advantage_S: Tensor
     sequence_S: Tensor  # int64 in [0, B), non-decreasing
     sequences: int  # B, fully masked sequences included
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
-    keep_S: Tensor | None = None  # bool: tokens that the surrogate and the entropy bonus act on; None: all
-    importance_S: Tensor | None = None  # detached weights, for a loss that takes them itself (`takes_weights`)
+    # Bool: tokens that the surrogate and the entropy bonus act on; None: all.
+    keep_S: Tensor | None = None
+    # Detached weights, for a loss that takes them itself (`takes_weights`).
+    importance_S: Tensor | None = None
 
     @property
     def length_B(self) -> Tensor:
@@ -174,7 +177,8 @@ class Loss:
     needs_old: bool = True  # False: an `old` column would not be read
     extra_normaliser: Normaliser | None = None
     top_entropy_quantile: float = 1.0
-    control: EntropyControl | None = None  # how the coefficient of the bonus begins, where it is controlled
+    # How the coefficient of the bonus begins, where it is controlled.
+    control: EntropyControl | None = None
     with_bonus: Callable[[float], LossFn] | None = None  # the same loss with this coefficient: what `at` binds
 
     def __call__(self, inputs: LossInputs) -> LossSums:

@@ -55,7 +55,8 @@ class Mode:
     level: Literal["token", "sequence", "geometric"]
     action: Literal["truncate", "mask"]
     raw_token_weights: bool = False  # of what the mask leaves
-    both_sides: str = ""  # it is nothing without floor and cap: published values of the two
+    # It is nothing without floor and cap: published values of the two.
+    both_sides: str = ""
 
 
 IMPORTANCE_MODES: Mapping[str, Mode] = {

@@ -38,7 +38,8 @@ class Surrogate:
     """
 
     loss_S: Tensor
-    ratio_S: Tensor  # unclipped, with gradient: the weight of a bias-corrected KL
+    # Unclipped, with gradient: the weight of a bias-corrected KL.
+    ratio_S: Tensor
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -53,12 +54,16 @@ class LossMethod(Method):
     normaliser: ClassVar[Normaliser]
     # The loss that it is where the ratio is always 1: its settings are bounds or gates of it.
     on_policy_is: ClassVar[str] = ""
-    needs_old: ClassVar[bool] = True  # the trainer's log-probs before the first update, where a batch has several
+    # The trainer's log-probs before the first update, where a batch has several.
+    needs_old: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False  # log-probs under the weights at the start
-    needs_entropy: ClassVar[bool] = False  # entropies with their gradient; without it they are detached
-    takes_weights: ClassVar[bool] = False  # reads `importance_S` itself; otherwise its surrogate is multiplied by them
+    # Entropies with their gradient; without it they are detached.
+    needs_entropy: ClassVar[bool] = False
+    # Reads `importance_S` itself; otherwise its surrogate is multiplied by them.
+    takes_weights: ClassVar[bool] = False
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
-    instead: ClassVar[Mapping[str, str]] = {}  # a setting that it does not read, dotted -> what does the same here
+    # A setting that it does not read, dotted -> what does the same here.
+    instead: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -55,10 +55,12 @@ class Setting:
 class CheckContext:
     """What a check may look at beside its own method."""
 
-    loss: Any  # a `losses.loss.LossMethod`, which is a method itself: named here it would be a circle
+    # A `losses.loss.LossMethod`, which is a method itself: named here it would be a circle.
+    loss: Any
     advantage: Any  # an `estimator.Estimator`, likewise
     at: Callable[[str], Any]  # the value of any dotted name of the configuration
-    streaming: bool  # groups are trained as they arrive, before the step's number of tokens and sequences is known
+    # Groups are trained as they arrive, before the step's number of tokens and sequences is known.
+    streaming: bool
     by_tokens: tuple[str, ...] = ()  # the losses that are divided by tokens
 
 
@@ -82,8 +84,10 @@ class Method:
 
     section: ClassVar[str] = ""  # the settings are algorithm.SECTION.*
     switches: ClassVar[tuple[str, ...]] = ()  # of a term: the settings that turn it on
-    off: ClassVar[str] = ""  # of a term: what is said where another of its settings is given while it is off
-    formula: ClassVar[Any] = None  # what `explain` prints beside the docstring: a function or a module
+    # Of a term: what is said where another of its settings is given while it is off.
+    off: ClassVar[str] = ""
+    # What `explain` prints beside the docstring: a function or a module.
+    formula: ClassVar[Any] = None
 
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Job:
+class LaneJob:
     """One closure on its way. `started` moves under the lane's lock; `ended` belongs to the caller's loop."""
 
     __slots__ = ("ended", "error", "finished_at", "fn", "future", "loop", "name", "result", "started", "submitted_at")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError, name_shortage
 from . import awake
-from .job import Job
+from .job import LaneJob
 from .shield import call_soon, wait_shielded
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ThreadLane:
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
         self._wakeup = threading.Condition(threading.Lock())
-        self._queue: list[tuple[int, int, Job]] = []  # guarded by _wakeup
+        self._queue: list[tuple[int, int, LaneJob]] = []  # guarded by _wakeup
         self._submitted = 0
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
@@ -180,20 +180,20 @@ class ThreadLane:
                 del job
         return job.result  # type: ignore[no-any-return]  # set by its closure, a T
 
-    def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> Job:
+    def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> LaneJob:
         loop = asyncio.get_running_loop()
         with self._wakeup:
             if self.state is not LaneState.OPEN:
                 raise LifecycleError(f"lane {self.name!r} is {self.state.value}: it cannot run {name!r}")
             if threading.current_thread() is self._thread:
                 raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: it would wait for itself")
-            job = Job(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
+            job = LaneJob(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
             self._submitted += 1
             heapq.heappush(self._queue, (-priority, self._submitted, job))
             self._wakeup.notify()
         return job
 
-    def _withdraw(self, job: Job) -> bool:
+    def _withdraw(self, job: LaneJob) -> bool:
         """Take a closure that has not started out of the queue; False if it has."""
         with self._wakeup:
             if job.started:
@@ -214,7 +214,7 @@ class ThreadLane:
             for callback in callbacks:
                 callback()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> LaneJob | None:
         with self._wakeup:
             while not self._queue:
                 if self.state is not LaneState.OPEN:
@@ -225,7 +225,7 @@ class ThreadLane:
             self._current = (job.name, awake.now())
             return job
 
-    def _execute(self, job: Job) -> None:
+    def _execute(self, job: LaneJob) -> None:
         try:
             if self._recorder is None:
                 job.result = job.fn()

@@ -18,13 +18,13 @@ from asyncrl.algorithms.method import Method, Setting
 from asyncrl.errors import ConfigError
 
 from .imports import load_object
-from .section import Section, field
+from .section import SettingsSection, field
 
 SETTINGS: Mapping[str, Setting] = {each.dotted: each for each in registry.settings().values()}
 CENTRE = ("old_logprobs", "force_on_policy")
 
 
-def made_of(settings: Iterable[Setting]) -> dict[str, type[Section]]:
+def made_of(settings: Iterable[Setting]) -> dict[str, type[SettingsSection]]:
     """The sections that these settings make up, by name."""
     by_section: dict[str, dict[str, Any]] = {}
     for each in settings:
@@ -32,14 +32,14 @@ def made_of(settings: Iterable[Setting]) -> dict[str, type[Section]]:
         by_section.setdefault(each.section, {})[each.name] = annotation, field(each.default, each.text, **each.bounds)
     return {
         section: create_model(
-            section.title().replace("_", "") + "Config", __base__=Section, __module__=__name__, **found
+            section.title().replace("_", "") + "Config", __base__=SettingsSection, __module__=__name__, **found
         )
         for section, found in by_section.items()
     }
 
 
 # Every section of methods under `algorithm`, by its name.
-SECTIONS: Mapping[str, type[Section]] = made_of(SETTINGS.values())
+SECTIONS: Mapping[str, type[SettingsSection]] = made_of(SETTINGS.values())
 # Where pickle looks for them.
 globals().update({each.__name__: each for each in SECTIONS.values()})
 

@@ -18,7 +18,7 @@ from asyncrl.types import HIGHEST_TEMPERATURE
 
 from .methods import SECTIONS, SETTINGS, load_method, made_of
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
-from .section import LocalPath, OptionalPath, Section, Untyped, field
+from .section import LocalPath, OptionalPath, SettingsSection, Untyped, field
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.importance import Importance
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
 
 
-class LoraConfig(Section):
+class LoraConfig(SettingsSection):
     """Low-rank adapters in peft's form; their files lie in `adapter/` of a checkpoint, beside the merged model."""
 
     rank: int = field(0, "Rank of the adapters; 0 trains all weights.", ge=0)
@@ -44,7 +44,7 @@ class LoraConfig(Section):
     dropout: float = field(0.0, "Must be 0: sampler and trainer have to compute the same.", ge=0)
 
 
-class ModelConfig(Section):
+class ModelConfig(SettingsSection):
     """Which model is trained, in which dtype, on which device."""
 
     path: OptionalPath = field(
@@ -74,7 +74,7 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-class DataConfig(Section):
+class DataConfig(SettingsSection):
     """The prompts, and how they become token ids."""
 
     train: OptionalPath = field(
@@ -118,7 +118,7 @@ class DataConfig(Section):
         return None if value is None else str(datetime.date.fromisoformat(str(value)))
 
 
-class EngineConfig(Section):
+class EngineConfig(SettingsSection):
     """What samples, and how much of it at a time."""
 
     kind: Literal["embedded", "dry_run"] = field(
@@ -140,7 +140,7 @@ class EngineConfig(Section):
     )
 
 
-class GenerationConfig(Section):
+class GenerationConfig(SettingsSection):
     """Where the engine runs: on the trainer's device, or in processes beside it."""
 
     placement: Literal["auto", "shared", "worker"] = field(
@@ -168,7 +168,7 @@ class GenerationConfig(Section):
     )
 
 
-class AlgorithmBase(Section):
+class AlgorithmBase(SettingsSection):
     """What belongs to no method; the methods' own sections are added below."""
 
     loss: str = field(
@@ -241,7 +241,7 @@ else:
     )
 
 
-class TrainConfig(Section):
+class TrainConfig(SettingsSection):
     """The optimizer, the microbatches, and when the run ends."""
 
     kind: Literal["torch", "dry_run"] = field("torch", "`torch` trains; `dry_run` has no model.")
@@ -275,7 +275,7 @@ class TrainConfig(Section):
     )
 
 
-class DistributedConfig(Section):
+class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
     the embedded engine, whose weights each rank holds whole, in `model.dtype`. Refused with it: adapters (model.lora), a
     second gradient buffer, models with a module for each expert, dry runs. All ranks must see the run directory."""
@@ -287,7 +287,7 @@ class DistributedConfig(Section):
     )
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(SettingsSection):
     """Completions of held-out prompts (`data.eval`) that are scored and not trained."""
 
     every: int | None = field(
@@ -304,7 +304,7 @@ class EvaluateConfig(Section):
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(SettingsSection):
     """When checkpoints are written, and how many are kept."""
 
     every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
@@ -318,7 +318,7 @@ class CheckpointConfig(Section):
     save_final: bool = field(True, "Write the last version when the run ends or is stopped by a signal.")
 
 
-class WatchdogConfig(Section):
+class WatchdogConfig(SettingsSection):
     """How long what may take before the watchdog ends the run."""
 
     interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
@@ -350,10 +350,10 @@ _PROFILE: dict[str, Any] = {
     "steps": (int, field(1, "Steps of it.", ge=1)),
 }
 # Made by a call, because `from` is a keyword.
-ProfileConfig: Any = create_model("ProfileConfig", __base__=Section, __module__=__name__, **_PROFILE)
+ProfileConfig: Any = create_model("ProfileConfig", __base__=SettingsSection, __module__=__name__, **_PROFILE)
 
 
-class TelemetryConfig(Section):
+class TelemetryConfig(SettingsSection):
     """What a run tells about itself, and where."""
 
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
@@ -365,7 +365,7 @@ class TelemetryConfig(Section):
     rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
 
 
-class RunConfig(Section):
+class RunConfig(SettingsSection):
     """Where the run directory lies, and what happens to an earlier one."""
 
     name: str = field("run", "Name of the run directory: one part of a path.")
@@ -386,7 +386,7 @@ class RunConfig(Section):
         return name
 
 
-class DryRunConfig(Section):
+class DryRunConfig(SettingsSection):
     """Costs of the dry-run engine and trainer, in seconds; lengths are drawn from a keyed log-normal distribution."""
 
     decode_step_s: float = field(0.01, "Cost of one decode step of a full batch.", ge=0)
@@ -398,7 +398,7 @@ class DryRunConfig(Section):
     shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
 
 
-class Config(Section):
+class Config(SettingsSection):
     """The whole configuration of a run: its sections, and what belongs to none of them."""
 
     preset: Literal["sync", "one_off", "async"] = field(

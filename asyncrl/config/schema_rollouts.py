@@ -8,10 +8,10 @@ from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
-from .section import LocalPath, Section, field
+from .section import LocalPath, SettingsSection, field
 
 
-class _Scorer(Section):
+class _Scorer(SettingsSection):
     @model_validator(mode="before")
     @classmethod
     def _address(cls, value: Any) -> Any:
@@ -50,7 +50,7 @@ class RewardModelConfig(_Scorer):
     )
 
 
-class OverlongConfig(Section):
+class OverlongConfig(SettingsSection):
     """Soft overlong punishment (DAPO): a component of the reward, `overlong`."""
 
     cache: int | None = field(
@@ -68,7 +68,7 @@ class OverlongConfig(Section):
     weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
 
 
-class TextConfig(Section):
+class TextConfig(SettingsSection):
     """What of a completion's sampled tokens is in the text that rewards read. The special token that ended it never is."""
 
     special_tokens: bool = field(
@@ -84,7 +84,7 @@ class TextConfig(Section):
     )
 
 
-class RewardConfig(Section):
+class RewardConfig(SettingsSection):
     """What scores completions, and what is made of the scores."""
 
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
@@ -129,7 +129,7 @@ class RewardConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
 
 
-class DoorConfig(Section):
+class DoorConfig(SettingsSection):
     """Groups from other processes: `asyncrl.client` through shared memory, Atropos environments over HTTP."""
 
     ring: str | None = field(
@@ -173,7 +173,7 @@ class DoorConfig(Section):
     )
 
 
-class FilterConfig(Section):
+class FilterConfig(SettingsSection):
     """Groups that are dropped, and others sampled in their place (DAPO's dynamic sampling)."""
 
     dynamic_sampling: bool = field(
@@ -196,7 +196,7 @@ class FilterConfig(Section):
     )
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SettingsSection):
     """The groups: how many, how large, how old they may become, and how their tokens are sampled."""
 
     group_size: int = field(8, "Completions per prompt.", ge=1)
@@ -292,7 +292,7 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
 
 
-class RerollConfig(Section):
+class RerollConfig(SettingsSection):
     """Prompts that are played again because all their completions failed."""
 
     start_fraction: float = field(
@@ -307,7 +307,7 @@ class RerollConfig(Section):
     reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
 
 
-class ReplayConfig(Section):
+class ReplayConfig(SettingsSection):
     """Trained groups that are trained a second time, in the place of groups that have no signal."""
 
     size: int = field(

@@ -30,7 +30,7 @@ OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(at_home)]
 Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_certain)]
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """Base of the sections: frozen, without unknown keys, without infinity and NaN."""
 
     # No field means infinity: null does.

@@ -25,7 +25,7 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
 
-from .prompts_files import ListRows, Row, Rows, digest, open_rows
+from .prompts_files import ListRows, PromptRows, Row, digest, open_rows
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
@@ -92,7 +92,7 @@ class PromptSource:
 
     def __init__(
         self,
-        rows: Rows | Sequence[Row],
+        rows: PromptRows | Sequence[Row],
         tokenizer: Any,
         config: DataConfig | None = None,
         *,
@@ -105,7 +105,7 @@ class PromptSource:
         if not 0 <= rank < world_size:
             raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
         self.config = config or DataConfig()
-        self._rows: Rows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # what is no list
+        self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # what is no list
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._encoder = PromptEncoder(tokenizer, self.config)
         self._encoded = 0  # rows

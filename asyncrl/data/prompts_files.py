@@ -27,7 +27,7 @@ ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
 _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)[a-z]*(?![a-z])|(.+?)(?=-\d+-of-\d+$)", re.IGNORECASE)
 
 
-class Rows(Protocol):
+class PromptRows(Protocol):
     """A fixed sequence of rows; `source` says where they come from in messages."""
 
     source: str
@@ -100,7 +100,7 @@ def check_names(names: Sequence[str], source: str) -> None:
         )
 
 
-def open_rows(path: str | os.PathLike[str]) -> Rows:
+def open_rows(path: str | os.PathLike[str]) -> PromptRows:
     """Read a file or directory by its form.
 
     Errors: `DataError` that names the path, what was found and what is expected.
@@ -136,7 +136,7 @@ def is_local(source: str | os.PathLike[str]) -> bool:
     return place.exists() or bool(parquet_shards(place))
 
 
-def digest(rows: Rows, column: str) -> int:
+def digest(rows: PromptRows, column: str) -> int:
     """A cheap fingerprint: number of rows, and the prompts of up to 64 of them, spread evenly."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
@@ -167,7 +167,7 @@ def _check_shards(files: Sequence[Path], source: str) -> None:
             )
 
 
-def _open_parquet(files: Sequence[Path], source: str) -> Rows:
+def _open_parquet(files: Sequence[Path], source: str) -> PromptRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -184,7 +184,7 @@ def _open_parquet(files: Sequence[Path], source: str) -> Rows:
         raise DataError(f"the parquet files of {source} do not have the same columns: {error}") from error
 
 
-def _open_csv(place: Path) -> Rows:
+def _open_csv(place: Path) -> PromptRows:
     """The first line names the columns; every value is a string, as it stands in the file ("007" stays "007")."""
     rows: list[Row] = []
     with place.open(newline="", encoding="utf-8-sig") as file:
@@ -205,7 +205,7 @@ def _open_csv(place: Path) -> Rows:
     return ListRows(rows, str(place))
 
 
-def _open_json(place: Path) -> Rows:
+def _open_json(place: Path) -> PromptRows:
     data = place.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if place.suffix.lower() == ".json" and data.lstrip()[:1] == b"[":
         values = _read_json(data, f"the prompt file {place}")
@@ -256,7 +256,7 @@ def _number(text: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_constant=_number)
 
 
-def _open_directory(place: Path) -> Rows:
+def _open_directory(place: Path) -> PromptRows:
     """Parquet files, or a directory of `Dataset.save_to_disk`: state.json names Arrow stream files."""
     import pyarrow as pa
 

@@ -9,7 +9,7 @@
 | a length and `data[i]`: `datasets.Dataset`, reasoning-gym, torch | one row at a time, when it is needed                  |
 | iterables, generators, `datasets.IterableDataset`                | once, to their end, into memory; at most ITERATED_ROWS |
 
-Rows always have numbers: epochs are shuffled by them, and a group id finds its row again after a resume. What can only
+PromptRows always have numbers: epochs are shuffled by them, and a group id finds its row again after a resume. What can only
 be iterated is therefore read as a whole before the run, and a source that does not end is refused.
 """
 
@@ -28,7 +28,7 @@ from asyncrl.config.hub import hub_silence
 from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
 
-from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, arrow_row, check_names, is_local, open_rows
+from .prompts_files import ENDINGS, ListRows, PromptRows, Row, TableRows, arrow_row, check_names, is_local, open_rows
 from .tokenizing import without_nulls
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def kind_of(source: str) -> Literal["file", "hub", "code"]:
     return "code" if colon else "file"
 
 
-def load_rows(source: Any) -> Rows:
+def load_rows(source: Any) -> PromptRows:
     """Rows from a path, a hub id, an address of user code, or an object: the table above.
 
     Errors: `DataError`, also for whatever a function of the user's raises; `ConfigError` where it cannot be imported.
@@ -103,7 +103,7 @@ def load_rows(source: Any) -> Rows:
     return as_rows(found, text)
 
 
-def as_rows(found: Any, source: str) -> Rows:
+def as_rows(found: Any, source: str) -> PromptRows:
     """The rows of an object that a function returned, or a program gave. Errors: `DataError` that says what it was."""
     if isinstance(found, Mapping):
         names = ", ".join(map(str, list(found)[:8]))
@@ -139,7 +139,7 @@ def _read_all(found: Any, source: str) -> list[Any]:
     return rows
 
 
-def _listed(rows: Sequence[Any], source: str) -> Rows:
+def _listed(rows: Sequence[Any], source: str) -> PromptRows:
     for index, row in enumerate(rows):
         _check_row(row, index, source)
     return ListRows(rows, source)
@@ -199,7 +199,7 @@ def require_data_hub(source: str) -> None:
         raise DataError(f"{wanted} it cannot be fetched: {silence}; {_LOCAL}")
 
 
-def _open_hub(source: str) -> Rows:
+def _open_hub(source: str) -> PromptRows:
     """Errors: `DataError`: as `require_data_hub`, or not of that name, with what the package says."""
     require_data_hub(source)
     import datasets

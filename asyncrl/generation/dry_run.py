@@ -80,7 +80,7 @@ class DryRunEngine(OwnedEngine):
         return _DryRow(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 
     async def _prepare(self) -> None:
-        """Nothing to allocate."""
+        pass
 
     def _add(self, job: Job) -> int:
         slot = self._free.pop()

@@ -74,7 +74,7 @@ class Access:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{f'/{self.key}' if self.key else ''}"
 
     def check(self, request: web.BaseRequest) -> None:
-        """Errors: Refused."""
+        """Check Host, Origin and key of the request. Errors: Refused."""
         host = self._check_host(request.headers.getall("Host", []))
         for origin in request.headers.getall("Origin", []):
             if origin.lower() != f"http://{host}".lower():

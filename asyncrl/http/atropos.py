@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ServedTerms:
     """What the door tells environment servers about the run."""
 
     name: str
@@ -67,7 +67,7 @@ class Terms:
     checkpoint_dir: str
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Terms:
+    def of(cls, runtime: Runtime) -> ServedTerms:
         """Out of the configuration of a run that is open."""
         config = runtime.config
         return cls(
@@ -82,7 +82,7 @@ class Terms:
 class AtroposDoor:
     """`async with AtroposDoor(Spread([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
 
-    def __init__(self, rings: Spread, terms: Terms, at: Address | None = None, *, wait_s: float = 240.0) -> None:
+    def __init__(self, rings: Spread, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0) -> None:
         """`wait_s`: below Atropos' own 300 s, after which it would send the group again. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
@@ -232,7 +232,7 @@ async def serve(
         tasks.start_soon(feed)
         async with AsyncExitStack() as clients:
             rings = [await clients.enter_async_context(await AsyncClient.attach(name)) for name in (ring.name, *others)]
-            async with AtroposDoor(Spread(rings), Terms.of(runtime), at) as door:
+            async with AtroposDoor(Spread(rings), ServedTerms.of(runtime), at) as door:
                 task_status.started(door)
                 await anyio.sleep_forever()
     return counts

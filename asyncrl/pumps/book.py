@@ -31,7 +31,6 @@ class GroupIds:
         self._stride = stride
 
     def take(self) -> int:
-        """The next id."""
         taken, self.next = self.next, self.next + self._stride
         return taken
 

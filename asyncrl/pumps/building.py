@@ -262,7 +262,6 @@ class RewardReader:
         return GroupRewards(scaled([t.reward for t in group.trajectories]), components, self.weights, lengths)
 
     def has_signal(self, group: Group) -> bool:
-        """As `Estimator.has_signal`."""
         return self.estimator.has_signal(self.numbers(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:

@@ -219,7 +219,8 @@ class Gathering:
         ids = first.tokens[: first.prompt_length].copy()
         try:
             text = self._decode(ids.tolist())
-        except Exception as error:  # raised by the tokenizer: a model may have ids that it lacks
+        except Exception as error:
+            # Raised by the tokenizer: a model may have ids that it lacks.
             raise DataError(f"the tokenizer has no text for the prompt ({type(error).__name__}: {error})") from error
         return Prompt(first.group_id, ids, text, group.context)
 

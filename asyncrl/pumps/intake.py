@@ -55,7 +55,8 @@ class Intake:
         self._components: set[str] = set()  # names that came from outside
         self._closed = ""
         self._waiting: set[anyio.CancelScope] = set()
-        self._crowded: list[Lease] = []  # of groups that were too late for a place, until a group ends
+        # Of groups that were too late for a place, until a group ends.
+        self._crowded: list[Lease] = []
         ports.book.when_ended(self._group_ended)
         self.ids = ports.ids
         self.scored = 0  # trajectories

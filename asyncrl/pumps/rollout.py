@@ -158,7 +158,8 @@ class RolloutPump:
             raise EpisodeFailed from GenerationError(
                 f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
             )
-        except Exception as error:  # a bug of the environment, which would return the same again
+        except Exception as error:
+            # A bug of the environment, which would return the same again.
             raise EpisodeFailed from error
         if ports.score_groups:
             done[member] = trajectory

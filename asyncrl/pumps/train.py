@@ -206,7 +206,8 @@ class TrainPump:
                     while ports.round is not None and not await ports.round(True):
                         pass
                 step.results.append(await self._apply(step, update))
-            with anyio.CancelScope(shield=True):  # the weights moved: the books are kept, whatever happens now
+            # The weights moved: the books are kept, whatever happens now.
+            with anyio.CancelScope(shield=True):
                 groups = await self._commit(step)
                 every = [self._part(step, groups)]
                 try:

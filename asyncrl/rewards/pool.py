@@ -64,7 +64,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Int32Array, Prompt, Trajectory
 
 from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
-from .process import Call, RewardWorker, WorkerDiedError
+from .process import RewardCall, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
 
@@ -82,7 +82,7 @@ _NAMED = 4  # calls in the message about a crash
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
 
-class _State(Enum):
+class _PoolState(Enum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
@@ -132,7 +132,7 @@ class RewardPool:
             "max_steps": None,
         }  # of the run, now
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
-        self._state = _State.NEW
+        self._state = _PoolState.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
         self._alive: set[RewardWorker] = set()
@@ -170,9 +170,9 @@ class RewardPool:
 
     async def __aenter__(self) -> RewardPool:
         """Start all workers and load every function in each. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
-        if self._state is not _State.NEW:
+        if self._state is not _PoolState.NEW:
             raise LifecycleError("a reward pool can be opened once; make a new one")
-        self._state = _State.OPEN
+        self._state = _PoolState.OPEN
         self._owner = asyncio.current_task()
         # Replacements start where the first workers did, wherever the run goes.
         self._folder = os.getcwd()
@@ -194,7 +194,7 @@ class RewardPool:
         return self
 
     async def __aexit__(self, *exc: Any) -> bool | None:
-        if self._state is _State.OPEN and asyncio.current_task() is not self._owner:
+        if self._state is _PoolState.OPEN and asyncio.current_task() is not self._owner:
             raise LifecycleError("a reward pool must be closed by the task that opened it")
         await self._close()
         return None
@@ -215,16 +215,16 @@ class RewardPool:
         self._weights = {f.name: spec.weight for f, spec in zip(self._loaded, self._specs, strict=True)}
 
     async def _close(self) -> None:
-        if self._state is _State.CLOSED:
+        if self._state is _PoolState.CLOSED:
             return
-        self._state = _State.CLOSED
+        self._state = _PoolState.CLOSED
         try:
             self._notify()
             for process in self._alive:
                 if process.usable and process.serving and not process.calls:
                     process.hang_up()
-                # A caller is still waiting for it, and is told that the pool closed.
                 elif process.usable:
+                    # A caller is still waiting for it, and is told that the pool closed.
                     process.kill()
             if self._tasks is not None:
                 self._tasks.cancel_scope.shield = True
@@ -275,7 +275,7 @@ class RewardPool:
                 try:
                     successor, _ = await self._start()
                 except AsyncrlError as error:
-                    if self._state is _State.OPEN:
+                    if self._state is _PoolState.OPEN:
                         logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
                         process.forgive()
                     continue
@@ -288,7 +288,7 @@ class RewardPool:
             return successor
         await self._see_off(process)
         for tries in range(1, MOST_STARTS + 1):
-            if self._state is _State.CLOSED:
+            if self._state is _PoolState.CLOSED:
                 break
             try:
                 successor, _ = await self._start()
@@ -334,7 +334,7 @@ class RewardPool:
             raise RewardCrash(f"no reward worker could be started: {error}") from error
         self._alive.add(process)
         try:
-            if self._state is _State.CLOSED:
+            if self._state is _PoolState.CLOSED:
                 raise LifecycleError("the reward pool was closed while a worker started")
             began = anyio.current_time()
             loaded = await process.load(self._specs, self._init_request, self._load_s)
@@ -344,14 +344,14 @@ class RewardPool:
             await self._end(process)
             raise
 
-    async def _acquire(self, call: Call) -> RewardWorker:
+    async def _acquire(self, call: RewardCall) -> RewardWorker:
         """A worker with room for this call. Errors: LifecycleError where the pool is closed, RewardError where it is broken."""
         # Callers of the same kind get workers in the order in which they asked.
         async with self._turns[call.alone]:
             while True:
                 # The loop is notified of workers that ended before: none of them is given out.
                 await anyio.lowlevel.checkpoint()
-                if self._state is _State.CLOSED:
+                if self._state is _PoolState.CLOSED:
                     raise LifecycleError("the reward pool was closed while a group waited for a worker")
                 if self._broken is not None:
                     raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
@@ -365,7 +365,7 @@ class RewardPool:
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _with_room(self, call: Call) -> RewardWorker | None:
+    def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The one with the fewest calls. One that ended while it was idle is no longer usable; its keeper starts the next."""
         most = math.inf if call.alone else self._concurrency
         fit = [
@@ -378,7 +378,7 @@ class RewardPool:
         ]
         return min(fit, key=lambda process: (len(process.calls), process.place), default=None)
 
-    def _release(self, process: RewardWorker, call: Call) -> None:
+    def _release(self, process: RewardWorker, call: RewardCall) -> None:
         process.calls.discard(call)
         if not process.serving and not process.calls and process.usable:
             process.hang_up()
@@ -392,7 +392,7 @@ class RewardPool:
         A reward that the environment itself gave is added to the sum. Without functions they come back as they are.
         Errors: `RewardError` and its kinds where `on_error` is `fail`; `LifecycleError` where the pool is not open.
         """
-        if self._state is not _State.OPEN:
+        if self._state is not _PoolState.OPEN:
             raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")
         if not self._specs or not trajectories:
             return list(trajectories)
@@ -467,7 +467,7 @@ class RewardPool:
         who, what = f"group {group_id}", f"reward {function.name!r}"
         alone, again = not function.asynchronous, False
         while True:
-            call = Call(f"{what} of {who}", alone)
+            call = RewardCall(f"{what} of {who}", alone)
             with (
                 self._recorder.wait(who, what, on="a reward worker with room", cause="reward"),
                 self._recorder.timed("time/reward_queue"),
@@ -476,7 +476,7 @@ class RewardPool:
             try:
                 return await self._answer(function, group_id, request, process, call)
             except WorkerDiedError as died:
-                if self._state is _State.CLOSED:
+                if self._state is _PoolState.CLOSED:
                     raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
                 company = sorted(other.what for other in process.died_with if other is not call)
                 crashed = (
@@ -491,7 +491,7 @@ class RewardPool:
                 logger.warning("%s; it is asked again", process.killed_for or crashed)
 
     async def _answer(
-        self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: Call
+        self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: RewardCall
     ) -> Answer:
         """Of the worker that this call was given, which is released. Errors: `WorkerDiedError` where it ended; RewardError."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
@@ -508,8 +508,8 @@ class RewardPool:
         except WorkerDiedError:
             self._release(process, call)
             raise
-        # A deadline, or a cancellation: it may be in the middle of the call.
         except BaseException as error:
+            # A deadline, or a cancellation: it may be in the middle of the call.
             late = f"{what} did not answer within {self._timeout_s:g} s (group {group_id})"
             self._abandon(process, call, number, late)
             if not isinstance(error, TimeoutError):
@@ -523,7 +523,7 @@ class RewardPool:
         return Answer(**reply["answer"])
 
     @contextmanager
-    def _others_stand_still(self, process: RewardWorker, call: Call) -> Iterator[None]:
+    def _others_stand_still(self, process: RewardWorker, call: RewardCall) -> Iterator[None]:
         """While a call runs alone, the coroutines of its worker do not, and their deadlines move."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
@@ -535,11 +535,11 @@ class RewardPool:
             for other in others:
                 other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
 
-    def _abandon(self, process: RewardWorker, call: Call, number: int | None, why: str) -> None:
+    def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
         """Nobody waits for this call any more."""
         if number is None:  # it was not sent
             self._release(process, call)
-        elif call.alone or self._state is not _State.OPEN:
+        elif call.alone or self._state is not _PoolState.OPEN:
             process.killed_for = why
             process.kill()
             self._release(process, call)
@@ -548,7 +548,7 @@ class RewardPool:
             process.cancel(number)
             self._tasks.start_soon(self._until_ended, process, call, number, why, name=f"end of {call.what}")
 
-    async def _until_ended(self, process: RewardWorker, call: Call, number: int, why: str) -> None:
+    async def _until_ended(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
         """Of a coroutine that was cancelled: kill its worker where it does not end. It cannot, as long as another call stands in
         its way."""
         now = anyio.current_time()

@@ -47,7 +47,7 @@ class WorkerDiedError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class RewardCall:
     """One call of a reward function, from when it waits for a worker on. `alone`: no other call begins in its worker meanwhile."""
 
     what: str
@@ -79,8 +79,8 @@ class RewardWorker:
         # It fills its place; not until its functions are loaded, and no longer once its successor does.
         self.serving = False
         # That it was given and has not ended; and those, when it died.
-        self.calls: set[Call] = set()
-        self.died_with: frozenset[Call] = frozenset()
+        self.calls: set[RewardCall] = set()
+        self.died_with: frozenset[RewardCall] = frozenset()
         # The call because of which the pool killed it, in words.
         self.killed_for = ""
         self.worn = False

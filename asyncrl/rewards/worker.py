@@ -49,7 +49,7 @@ class Function:
         self.name = name
         self.asynchronous = is_async(call)
         self.check = columns_check(call)
-        # Parameter names that may be passed by keyword; None: all (**kwargs)
+        # Parameter names that may be passed by keyword; None: all (**kwargs).
         self.accepts: list[str] | None = []
         for parameter in inspect.signature(call).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:

@@ -252,7 +252,6 @@ class OwnWeights:
         self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
 
     async def update_weights(self, version: int) -> None:
-        """As `WeightSink.update_weights`."""
         self.version = version
         assert self.engine is not None
         await self.engine.update_weights(version)

@@ -27,7 +27,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DtypeName
-from asyncrl.data.prompts_files import Rows
+from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
@@ -54,7 +54,7 @@ class Decided:
     rewards: Sequence[RewardSpec] = ()
     environment: Environment | None = None
     hooks: Hooks | None = None
-    rows: Rows | None = None
+    rows: PromptRows | None = None
 
 
 async def decide(

@@ -25,7 +25,7 @@ from asyncrl.config.imports import check_address, installed, load_object
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import Rows
+from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import IndexedRows, kind_of, load_rows, require_data_hub
 from asyncrl.data.texts import decode
 from asyncrl.errors import AsyncrlError, ConfigError, GenerationError
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
 _columns: dict[str, list[str]] = {}  # of what was read
-_read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
+_read: dict[str, PromptRows] = {}  # what `check_inputs` read, until the run takes it
 
 
 def check_start(config: Config, code: bool) -> None:
@@ -177,7 +177,7 @@ def import_code(config: Config, environment: bool = False, hooks: bool = False) 
         load_object(config.hooks)
 
 
-def rows_of(source: str) -> Rows:
+def rows_of(source: str) -> PromptRows:
     """As `load_rows`; what `check_inputs` has read is not read again."""
     return _read[source] if source in _read else load_rows(source)
 
@@ -251,7 +251,7 @@ def _read_rows(config: Config, source: str) -> None:
     _read[source], _columns[source] = rows, columns_of(rows, config)
 
 
-def columns_of(rows: Rows, config: Config) -> list[str]:
+def columns_of(rows: PromptRows, config: Config) -> list[str]:
     """Names that some of the first rows have, apart from the prompt's."""
     count = min(len(rows), 1 if isinstance(rows, IndexedRows) else _COLUMN_ROWS)
     names = {str(name): None for index in range(count) for name in rows[index]}
@@ -290,7 +290,7 @@ class PromptLengths:
     notes: tuple[str, ...] = ()  # what people should know of how they are rendered
 
 
-def measure_prompts(config: Config, given: Rows | None = None, own_environment: bool = False) -> PromptLengths:
+def measure_prompts(config: Config, given: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
     """Of the run's prompts, with its tokenizer: rows of files, of functions and of the hub, which a run has read by then
     (inputs.py). The configured limit where nobody can list them. `given`: rows instead of `data.train`; `own_environment`: the
     program brings one.
@@ -352,7 +352,7 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
 
 
 def load_prompts(
-    config: Config, tokenizer: Any, world: World, given: Rows | None
+    config: Config, tokenizer: Any, world: World, given: PromptRows | None
 ) -> tuple[PromptSource | None, list[Prompt], list[str]]:
     """(the cursor over the training prompts, the held-out prompts, lines for people). None: groups come from outside (embedding,
     `door.ring`).
@@ -376,7 +376,7 @@ def load_prompts(
     return prompts, held_out, list(dict.fromkeys(notes))
 
 
-def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptSource:
+def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World) -> PromptSource:
     prompts = PromptSource(
         rows,
         tokenizer,

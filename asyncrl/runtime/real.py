@@ -20,7 +20,7 @@ from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
-from asyncrl.generation.worker.engine import Limits, WorkerEngine
+from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_rows, require_saveable
@@ -158,7 +158,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
     assert config.engine.max_sequences is not None
     context = row_limit(config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
-    limits = Limits(
+    limits = WorkerLimits(
         workers=placement.workers,
         max_sequences=placement.share(config.engine.max_sequences),
         max_context=context,

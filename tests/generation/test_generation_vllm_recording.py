@@ -11,7 +11,7 @@ from generation_cores import VOCABULARY, small_model
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.recording import Piece, fill, record
+from asyncrl.generation.vllm.recording import RecordedPiece, fill, record
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.parameters.layout import Layout
 
@@ -63,7 +63,7 @@ class Fused:
             for name, found in whole.items()
         }
 
-    def record(self, load: Callable[[Loaded], object] | None = None) -> dict[str, list[Piece]]:
+    def record(self, load: Callable[[Loaded], object] | None = None) -> dict[str, list[RecordedPiece]]:
         return record(load or self.load, self.flat.layout(), self.flat.working, self.targets)
 
 

@@ -30,7 +30,7 @@ from generation_worker_light import tokens_of
 from asyncrl.concurrency.channel import encode
 from asyncrl.errors import ConfigError, DivergenceError, EngineClosed, GenerationError, LifecycleError, WorkerDied
 from asyncrl.generation.worker import engine as room
-from asyncrl.generation.worker.engine import Limits, WorkerEngine
+from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, SamplingParams
@@ -77,7 +77,7 @@ class Engine(WorkerEngine):
         self.heard: list[str] = []
         numbers = {"max_sequences": 4, "max_context": 64, "start_s": SOON, "silent_s": SOON, "closure_s": SOON} | given
         super().__init__(
-            Limits(workers=workers, vocabulary=97, has_tokenizer=True, **numbers), self.made, Recorder(nvtx=False)
+            WorkerLimits(workers=workers, vocabulary=97, has_tokenizer=True, **numbers), self.made, Recorder(nvtx=False)
         )
         self.begin_with(0, 0, None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.generation.worker.router import Job, Router
+from asyncrl.generation.worker.router import RoutedJob, Router
 from asyncrl.types import GenerationRequest, SamplingParams
 
 
@@ -27,7 +27,7 @@ class Routed:
         for number in range(workers):
             self.router.open(number)
 
-    def add(self, *args: Any, pinned: bool = False, **kwargs: Any) -> Job:
+    def add(self, *args: Any, pinned: bool = False, **kwargs: Any) -> RoutedJob:
         return self.router.add(request(*args, **kwargs), self.loop.create_future(), pinned=pinned)
 
     def assign(self) -> dict[int, int]:

@@ -15,7 +15,7 @@ from transport_records import drop
 
 from asyncrl.client import AsyncClient
 from asyncrl.http.access import Address
-from asyncrl.http.atropos import AtroposDoor, Terms
+from asyncrl.http.atropos import AtroposDoor, ServedTerms
 from asyncrl.http.groups import Spread
 from asyncrl.records.check import Limits
 from asyncrl.records.trajectories import trajectories_of
@@ -23,7 +23,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import Delivery, RingSettings
 
 M = -100
-TERMS = Terms("one", batch_size=8, limits=Limits(longest=600, vocabulary=1000), steps=None, checkpoint_dir="/c")
+TERMS = ServedTerms("one", batch_size=8, limits=Limits(longest=600, vocabulary=1000), steps=None, checkpoint_dir="/c")
 TWO_GROUPS = RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)
 
 

@@ -35,7 +35,8 @@ from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
-HEAD_ROWS = 128  # rows whose logits exist at the same time: bounds [rows, V] float32 buffers
+# Rows whose logits exist at the same time: bounds [rows, V] float32 buffers.
+HEAD_ROWS = 128
 
 
 class Policy(Protocol):
@@ -52,13 +53,9 @@ class Policy(Protocol):
         """As `PolicyModel.hidden`; the plan reads and writes the engine's cache."""
         ...
 
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """As `PolicyModel.logits`."""
-        ...
+    def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
-    def set_training(self, training: bool) -> None:
-        """As `PolicyModel.set_training`."""
-        ...
+    def set_training(self, training: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -82,7 +79,8 @@ class Decoded:
 
 def enter(policy: Policy) -> None:
     """At the start of a closure that samples: no module trains. (A layer that recomputes drops the cache that it is given.)"""
-    if policy.module.training:  # walking all modules costs a millisecond, asking costs nothing
+    # Walking all modules costs a millisecond, asking costs nothing.
+    if policy.module.training:
         policy.module.eval()
     policy.set_training(False)
 
@@ -104,7 +102,8 @@ class Core:
         self.tokens_prefilled = 0
         self.tokens_copied = 0
         self._prefixes: OrderedDict[PrefixKey, Prefix] = OrderedDict()
-        self._pending: list[Callable[[], None]] = []  # row copies that the next closure makes before anything else
+        # Row copies that the next closure makes before anything else.
+        self._pending: list[Callable[[], None]] = []
         self._ends: list[int] | None = None  # runs of similar length; None after a row came or went
 
     # -- between closures, on the loop --------------------------------------------------------------------------------

@@ -168,7 +168,8 @@ class EmbeddedEngine(OwnedEngine):
             return []
         with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
             decoded = await self.lane.run(core.decode, name="engine/decode")
-        if not decoded.rows:  # the weights changed just before, and the caches must be rebuilt first
+        # The weights changed just before, and the caches must be rebuilt first.
+        if not decoded.rows:
             return []
         self._tokens += decoded.rows
         self._decode_steps += 1

@@ -32,7 +32,8 @@ from .plans import DecodePlan
 logger = logging.getLogger("asyncrl.generation")
 
 _STEP = 16  # rows from one bucket to the next; below it, powers of two
-_WARM_UP = 2  # steps before a capture: the first calls of libraries allocate
+# Steps before a capture: the first calls of libraries allocate.
+_WARM_UP = 2
 
 
 class Capture(Protocol):
@@ -51,7 +52,6 @@ class CudaCapture:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """As `Capture`."""
         beside, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):

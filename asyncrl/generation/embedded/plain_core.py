@@ -126,7 +126,7 @@ class PlainCore:
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _tokens(self, slots: list[int], length: int) -> Tensor:
-        """[n, length], int64."""
+        """The first `length` tokens of these slots: [n, length], int64."""
         return torch.from_numpy(self.sequences.tokens[np.array(slots), :length]).to(self.policy.device)
 
     def _prefilled(self, slots: list[int], length: int) -> dict[str, Any]:
@@ -184,7 +184,8 @@ class PlainCore:
                     _select_rows(value, index)
                 except (
                     Exception
-                ):  # a class of caches that was never asked for this raises anything; nothing is lost with it
+                    # A class of caches that was never asked for this raises anything; nothing is lost with it.
+                ):
                     self._dissolve(cohort)
                     return
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):

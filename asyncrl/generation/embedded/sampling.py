@@ -30,7 +30,8 @@ from asyncrl.models.copying import to_device
 from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
 BLOCK = 256  # vocabulary entries per block of the two-level CDF
-FIRST_TRY = 256  # sorted candidates looked at before a top-p row pays for a sort of the whole vocabulary
+# Sorted candidates looked at before a top-p row pays for a sort of the whole vocabulary.
+FIRST_TRY = 256
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -86,7 +87,8 @@ class LogitChanges:
         found: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
         if sampling.logit_bias:
             found[_BIAS] = np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()], np.float64)
-        if sampling.repetition_penalty != 1:  # a token that stands there twice is written twice, with the same number
+        # A token that stands there twice is written twice, with the same number.
+        if sampling.repetition_penalty != 1:
             found[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
         if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt:
             token, count = np.unique(tokens[prompt:], return_counts=True)

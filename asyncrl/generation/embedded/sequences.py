@@ -40,10 +40,12 @@ class Sequences:
         self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.versions = np.zeros((capacity, max_context), dtype=np.int32)
-        self.routes: RoutesArray | None = None  # [capacity, C, layers, k]; what is not known yet is -1, from `add` on
+        # [capacity, C, layers, k]; what is not known yet is -1, from `add` on.
+        self.routes: RoutesArray | None = None
         if routes is not None:
             self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
-        self._first: dict[int, RoutesArray] = {}  # by slot, of prompts that were computed again (`keep_first_routes`)
+        # By slot, of prompts that were computed again (`keep_first_routes`).
+        self._first: dict[int, RoutesArray] = {}
         self.prompt = np.zeros(capacity, dtype=np.int64)  # prompt length
         self.length = np.zeros(capacity, dtype=np.int64)  # known tokens, prompt included
         self.cached = np.zeros(capacity, dtype=np.int64)  # positions whose keys and values the row holds

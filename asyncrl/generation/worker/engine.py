@@ -36,7 +36,7 @@ from asyncrl.types import Generation, GenerationRequest, PostedVersion
 from .names import sweep
 from .peer import LEAVE_S, Peer, Setup
 from .pin import Pin, Pins
-from .router import Job, Router
+from .router import RoutedJob, Router
 from .wire import check_sendable, read_sequence
 
 logger = logging.getLogger("asyncrl.generation")
@@ -46,7 +46,7 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What is asked of requests, and of workers. Tokens, sequences, seconds."""
 
     workers: int
@@ -67,7 +67,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Update:
+class _WorkerUpdate:
     version: int
     future: asyncio.Future[None]
 
@@ -80,7 +80,7 @@ class WorkerEngine(EngineLife):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: WorkerLimits,
         setup: Callable[[int], Setup],
         recorder: Recorder,
         *,
@@ -95,7 +95,7 @@ class WorkerEngine(EngineLife):
         self._router = Router(limits.capacity, by_group)
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
-        self._updates: list[_Update] = []
+        self._updates: list[_WorkerUpdate] = []
         self._ended: dict[str, float] = {}  # statistics of lives that are over
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
@@ -135,7 +135,7 @@ class WorkerEngine(EngineLife):
         pinned = self._pins.reads(half)
         assert not pinned or self._pins.newest == (version, half, outputs), "a half that is read is not written"
         self._pins.newest = PostedVersion(version, half, outputs)
-        update = _Update(version, asyncio.get_running_loop().create_future())
+        update = _WorkerUpdate(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
         for peer in self._peers.values():
             if peer.ready and self._pins.of(peer.number) is None:
@@ -152,7 +152,6 @@ class WorkerEngine(EngineLife):
         await self._pins.left(half)
 
     async def pin(self, version: int) -> Pin | None:
-        """As `ports.PinsVersions.pin`."""
         self._require_open()
         return await self._pins.begin(version, self._sample)
 
@@ -215,7 +214,7 @@ class WorkerEngine(EngineLife):
             self._peers[job.worker].put(job.number, job.request)
         self.recorder.gauge("engine/unsent", self._router.waiting)
 
-    def _abort(self, job: Job) -> None:
+    def _abort(self, job: RoutedJob) -> None:
         worker = self._router.end(job)
         self._aborted += 1
         if worker in self._peers:

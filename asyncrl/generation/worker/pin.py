@@ -23,7 +23,7 @@ Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """Implements `ports.PinnedVersion`."""
+    """A worker that keeps one version of the weights: implements `ports.PinnedVersion`."""
 
     worker: int  # its number: a successor takes its place
     weights: PostedVersion
@@ -42,7 +42,6 @@ class Pin:
         return generation
 
     def end(self) -> None:
-        """As `PinnedVersion.end`."""
         if not self.ended:
             self.ended = True
             self.on_end()

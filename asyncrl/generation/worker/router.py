@@ -23,7 +23,7 @@ from asyncrl.types import Generation, GenerationRequest
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class RoutedJob:
     """One request, the future that its caller waits for, and where it is."""
 
     number: int  # in the order of arrival, of this node
@@ -42,7 +42,7 @@ class Job:
 class _Load:
     """What one worker in service has."""
 
-    jobs: dict[int, Job] = field(default_factory=dict)  # by number
+    jobs: dict[int, RoutedJob] = field(default_factory=dict)  # by number
     reserved: int = 0
 
 
@@ -53,7 +53,7 @@ class Router:
         self.capacity = capacity
         self._worker_of = worker_of
         self._numbers = itertools.count()
-        self._waiting: dict[int, Job] = {}  # by number; in the order in which they are to be sent
+        self._waiting: dict[int, RoutedJob] = {}  # by number; in the order in which they are to be sent
         self._loads: dict[int, _Load] = {}  # workers in service
         # Prefix key -> its worker, and how many of its requests are at workers: there, and at one that was pinned meanwhile.
         self._homes: dict[str, tuple[int, int]] = {}
@@ -67,7 +67,7 @@ class Router:
 
     @property
     def serving(self) -> int:
-        """Workers in service."""
+        """How many workers are in service."""
         return len(self._loads)
 
     def serves(self, worker: int) -> bool:
@@ -84,9 +84,9 @@ class Router:
         """Tokens of prompts and completions that those may take."""
         return sum(load.reserved for load in self._loads.values())
 
-    def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> Job:
+    def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> RoutedJob:
         """A new request; it waits. `pinned`: for the pinned worker."""
-        job = Job(next(self._numbers), request, future, pinned=pinned)
+        job = RoutedJob(next(self._numbers), request, future, pinned=pinned)
         last = next(reversed(self._waiting.values()), job)
         self._waiting[job.number] = job
         if last.request.priority > request.priority:
@@ -126,7 +126,7 @@ class Router:
         self._sort(load.jobs | self._waiting)
         return len(load.jobs)
 
-    def assign(self) -> Iterator[Job]:
+    def assign(self) -> Iterator[RoutedJob]:
         """Give waiting requests to workers, in their order; yields each with its `worker` set. Whose home is full waits for it."""
         for job in list(self._waiting.values()):
             if self._worker_of is None and not any(self._has_room(load) for load in self._loads.values()):
@@ -144,11 +144,11 @@ class Router:
                 self._homes[key] = worker, self._homes.get(key, (worker, 0))[1] + 1
             yield job
 
-    def find(self, number: int) -> Job | None:
+    def find(self, number: int) -> RoutedJob | None:
         """The job of that number that a worker has."""
         return next((load.jobs[number] for load in self._loads.values() if number in load.jobs), None)
 
-    def end(self, job: Job) -> int | None:
+    def end(self, job: RoutedJob) -> int | None:
         """It was answered or given up. Returns the worker that had it."""
         if job.worker is None:
             self._waiting.pop(job.number, None)
@@ -160,7 +160,7 @@ class Router:
         self._leave_home(job)
         return job.worker
 
-    def forget(self) -> list[Job]:
+    def forget(self) -> list[RoutedJob]:
         """Everybody who waits for an answer; nobody does any more."""
         jobs = self._everybody()
         self._waiting.clear()
@@ -168,19 +168,20 @@ class Router:
         self._homes.clear()
         return jobs
 
-    def _everybody(self) -> list[Job]:
+    def _everybody(self) -> list[RoutedJob]:
         return [*self._waiting.values(), *(job for load in self._loads.values() for job in load.jobs.values())]
 
-    def _sort(self, waiting: dict[int, Job]) -> None:
+    def _sort(self, waiting: dict[int, RoutedJob]) -> None:
         self._waiting = dict(sorted(waiting.items(), key=lambda item: (item[1].request.priority, item[0])))
 
-    def _place(self, job: Job) -> int | None:
+    def _place(self, job: RoutedJob) -> int | None:
         loads = self._loads
         if job.pinned:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
         if self._worker_of is not None and job.request.group is not None:
             chosen = self._worker_of(job.request.group)
-            if chosen == self.pinned:  # steps go on beside an evaluation: it would be no use to wait
+            # Steps go on beside an evaluation: it would be no use to wait.
+            if chosen == self.pinned:
                 chosen = min((worker for worker in loads if worker != chosen), default=chosen)
             return chosen if self.serves(chosen) and chosen != self.pinned else None
         home = self._homes.get(job.request.prefix_key or "")
@@ -193,7 +194,7 @@ class Router:
     def _has_room(self, load: _Load) -> bool:
         return len(load.jobs) < self.capacity
 
-    def _leave_home(self, job: Job) -> None:
+    def _leave_home(self, job: RoutedJob) -> None:
         key = job.request.prefix_key
         if key is None or key not in self._homes:
             return

@@ -26,13 +26,9 @@ class Serving(BoardEngine, Protocol):
         """Whether an error ended it."""
         ...
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """As `ports.Engine.generate`."""
-        ...
+    async def generate(self, request: GenerationRequest) -> Generation: ...
 
-    def statistics(self) -> dict[str, float]:
-        """As `ports.Engine.statistics`."""
-        ...
+    def statistics(self) -> dict[str, float]: ...
 
 
 class EmbeddedServing(EmbeddedEngine):
@@ -44,7 +40,6 @@ class EmbeddedServing(EmbeddedEngine):
 
     @property
     def version(self) -> int:
-        """See Serving."""
         return self.policy.version
 
     def move_to(self, half: Tensor, version: int) -> None:
@@ -53,5 +48,4 @@ class EmbeddedServing(EmbeddedEngine):
         self.policy.version = version
 
     async def outputs(self) -> list[float]:
-        """See BoardEngine."""
         return await self.lane.run(lambda: fixed_logprobs(self.policy), name="engine/outputs")

@@ -58,7 +58,7 @@ def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationReque
 
 
 def sequence_message(number: int, generation: Generation) -> Message:
-    """A finished sequence."""
+    """The message that carries a finished sequence to the trainer."""
     routes = generation.routed_experts
     message = {
         "sequence": number,

@@ -78,7 +78,8 @@ def takes(*tensors: Tensor, size: int = LANES) -> bool:
     dtype = tensors[0].dtype
     if dtype not in _CODES:
         return False
-    for tensor in tensors:  # noqa: SIM110 - a generator would cost as much again, for each kernel of each layer
+    # No generator: it would cost as much again, for each kernel of each layer.
+    for tensor in tensors:  # noqa: SIM110
         if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.stride(-1) != 1:
             return False
     return True
@@ -99,7 +100,8 @@ def rms_norm_backward(
 ) -> None:
     """`out` [N, E] += gradient of the input, `grad_weight` [E] += that of the weight."""
     parts = None
-    if grad_weight is not None:  # dtype and device named: the process's defaults may be others
+    # Dtype and device named: the process's defaults may be others.
+    if grad_weight is not None:
         parts = torch.zeros(torch.get_num_threads(), x.shape[1], dtype=torch.float32, device="cpu")
     _call(
         "rms_norm_backward", x, grad, grad.stride(0), x, x.stride(0), weight, offset, eps, parts, out, out.stride(0),

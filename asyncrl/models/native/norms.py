@@ -108,7 +108,8 @@ def _computes(part: nn.Module, eps: float, offset: float) -> bool:
     x = torch.cat([x, x * eps**0.5])
     try:
         found = part(x)
-    except Exception:  # somebody else's module, called outside of its model: whatever it raises, it is not a plain one
+    except Exception:
+        # Somebody else's module, called outside of its model: whatever it raises, it is not a plain one.
         return False
     return (
         isinstance(found, Tensor)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..native import library as native
 from .layout import Layout
 
-_BLOCK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in cache
+# Elements converted at a time: 1 MiB of float32 stays in cache.
+_BLOCK = 1 << 18
 
 
 def add_wider_(target: Tensor, source: Tensor) -> None:
@@ -165,7 +166,8 @@ class FlatParameters(FlatWeights):
         target = self.view(self.grad, index)
 
         def accumulate(parameter: Tensor) -> None:
-            if parameter.grad is None:  # its user has added to the buffer itself and reports nothing (head, embedding)
+            # Its user has added to the buffer itself and reports nothing (head, embedding).
+            if parameter.grad is None:
                 return
             add_wider_(target, parameter.grad)
             parameter.grad = None

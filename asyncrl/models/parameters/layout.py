@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
+# Elements: every parameter starts on a cache line in every dtype.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,8 @@ class Target:
     """A weight that gets adapters. `name`: of them in peft's files, without `.lora_A.weight`."""
 
     name: str
-    weight: Tensor  # [O, I]; of experts [E, O, I], or [E, I, O] where it is `transposed`
+    # [O, I]; of experts [E, O, I], or [E, I, O] where it is `transposed`.
+    weight: Tensor
     layer: nn.Linear | None  # that reads it; None: some other module does
     transposed: bool = False
 

@@ -109,7 +109,8 @@ class SlabHalves:
         """Two empty halves on `device`, under a name that nobody else has. Errors: OutOfMemory, PlatformError."""
         apart = -(-elements * dtype.itemsize // _APART) * _APART
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the slab is not of torch's memory, and can have none that torch holds back
+            # The slab is not of torch's memory, and can have none that torch holds back.
+            torch.cuda.empty_cache()
         try:
             slab = Slab.create(name, 2 * apart, device=device)
         except OutOfMemory as error:

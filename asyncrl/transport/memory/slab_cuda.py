@@ -177,7 +177,6 @@ class CudaMemory(DeviceMemory):
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """As `DeviceMemory.tensor`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep)), device=self.device)

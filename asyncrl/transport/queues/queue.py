@@ -157,6 +157,6 @@ def wake_one(waiters: deque[asyncio.Future[None]]) -> None:
 
 
 def wake_all(waiters: deque[asyncio.Future[None]]) -> None:
-    """Everybody who waits."""
+    """Wake every task that waits."""
     while waiters:
         wake_one(waiters)
