@@ -87,7 +87,31 @@ MIN_DOCSTRING = 4  # words
 CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # Lines of a room (Python, C and C++), of tests/ and of tools/ without benchmarks. A ceiling falls with every cut. A change that
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
-CEILINGS: dict[str, int] = {}
+CEILINGS: dict[str, int] = {
+    "algorithms": 2120,
+    "asyncrl": 1260,
+    "checkpoint": 790,
+    "cli": 730,
+    "client": 370,
+    "concurrency": 2290,
+    "config": 2740,
+    "data": 3650,
+    "distributed": 2460,
+    "environments": 190,
+    "generation": 5030,
+    "http": 1310,
+    "models": 7580,
+    "pumps": 3200,
+    "records": 1160,
+    "rewards": 1620,
+    "runtime": 5210,
+    "telemetry": 2680,
+    "training": 2200,
+    "transport": 4590,
+    "weights": 360,
+    "tests": 52110,
+    "tools": 8740,
+}
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"
 

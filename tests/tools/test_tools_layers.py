@@ -51,6 +51,14 @@ def test_a_clean_house_has_no_complaints(tmp_path: Path) -> None:
         ("asyncrl/types.py", "import torch\n", "types.py:1: types imports torch"),
         ("asyncrl/data/long.py", "x = 1\n" * 601, "long.py: 601 lines; at most 600"),
         ("tests/test_long.py", "def f():\n" + "    x = 1\n" * 60, "test_long.py:1: f has 61 lines; at most 60"),
+        ("asyncrl/data/behind.py", f"x = 1  # {'w' * 60}\n", "behind.py:1: a comment of 62 characters behind code"),
+        ("asyncrl/data/empty.py", 'def f():\n    """As `g`."""\n', "empty.py:1: a docstring of 2 words"),
+        (
+            "asyncrl/data/twice.py",
+            "class Noun: ...\n",
+            "asyncrl/data/twice.py:1: class Noun stands in asyncrl/types.py:1",
+        ),
+        ("asyncrl/client/client.py", "x = 1\n" * 500, "client: 500 lines; its ceiling is"),
     ],
 )
 def test_floors_and_sizes(tmp_path: Path, path: str, text: str, complaint: str) -> None:
