@@ -64,7 +64,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
 
 def pytest_collection_finish() -> None:
     """What was loaded until here stays. Frozen, it is no part of the full collections: every Runtime that opens makes one, and
-    would look at all of torch and transformers each time. test_runtime_garbage has the collector as a program has it."""
+    would look at all of torch and transformers each time. test_garbage has the collector as a program has it."""
     gc.enable()
     gc.collect()
     gc.freeze()
