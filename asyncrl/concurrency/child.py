@@ -1,15 +1,15 @@
-"""Child processes of a run: started by exec, never by a fork of ours, each with a channel to us.
+"""Child processes of a run. Each is a new interpreter, not a fork of this process, and has a channel to this process.
 
 A child is a module that is run as `python -m MODULE CHANNEL PARENT`: the descriptor of its end of the channel, and the number of
 its parent. It calls `die_with_parent(PARENT)` before anything else.
 
 Guarantees
-* A child has a session of its own: Ctrl-C in the terminal reaches us, and not the child. It inherits the descriptors that it is
-  given, and no others; there is nothing to read at its standard input; it finds the package `asyncrl` that we were loaded from.
-* It does not outlive us, however we end. A child without a guard takes what it left in its process group with it; of one with a
-  guard (`guard.py`) nothing that it started is left.
-* `kill` is synchronous and safe at any moment; a stopped process is killed all the same. `aclose` leaves nothing, wherever it is
-  cancelled. Where a `ChildProcess` cannot be made, nothing of it is left.
+* A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only the descriptors in `fds`. Its
+  standard input is empty. It imports the same package `asyncrl` as this process.
+* A child does not outlive this process, however this process ends. When a child ends, its process group is killed. With a guard
+  (`guard.py`) every process that the child started is killed.
+* `kill` is synchronous and safe at any moment, for a stopped process too. `aclose` leaves no process behind, even if it is
+  cancelled. A constructor that fails leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from . import guard
 from .channel import Channel
 from .shield import wait_shielded
 
-# Where the package `asyncrl` lies.
+# The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# A guard that has not ended in this time after SIGTERM was stopped, or what it kills is stuck in the kernel.
+# A guard that runs for longer after SIGTERM is stopped, or waits for a process that is stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
@@ -62,9 +62,9 @@ class ChildProcess:
         name: for error messages.
         fds: descriptors that the child inherits, under the same numbers.
         environment: the whole of it.
-        output: the file of its standard output and error, which it closes; None: our standard error.
+        output: the file of its standard output and error, which this object closes; None: our standard error.
         folder: its working directory; None: ours.
-        mark: start it under a guard; what it starts has this mark in its environment (`leftovers.py`).
+        mark: start the child under a guard; processes of the child have this mark in their environment (`leftovers.py`).
         notify: see `Channel`.
         """
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,12 +101,12 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Below zero for a signal; None as long as it runs."""
+        """Negative for a signal; None while the child runs."""
         return self._popen.returncode
 
     @property
     def status(self) -> str:
-        """How it is, in words: "is running", or how it ended."""
+        """ "is running", or how the child ended: words for a message."""
         code = self._popen.returncode
         if code is None:
             return "is running"
@@ -117,25 +117,25 @@ class ChildProcess:
         return f"exited with status {code}"
 
     def processor_s(self) -> float:
-        """Seconds that all its threads have computed; NaN where the platform does not say."""
+        """CPU seconds of all its threads; NaN on a platform without such a clock."""
         with contextlib.suppress(OSError):
-            # As clock_getcpuclockid(3) has it.
+            # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
         return math.nan
 
     def last_lines(self, count: int = 20) -> str:
-        """The end of its output, made fit to be shown; at any time."""
+        """The last lines of its output, without control characters. Works while the child runs and after its end."""
         tail = self._read_tail() if self._popen.returncode is None else self._output_tail
         lines = [_shown(line) for line in tail.decode("utf-8", "replace").split("\n")]
         return "\n".join([line for line in lines if line][-count:])
 
     def hang_up(self, grace_s: float) -> None:
-        """Close the channel, which tells it to end; kill it where it has not in `grace_s` seconds."""
+        """Close the channel, which asks the child to end. Kill the child if it still runs after `grace_s` seconds."""
         self.channel.close()
         self._later(grace_s, self.kill)
 
     def kill(self) -> None:
-        """Kill it, and hang up. `ended` follows soon. At any time; twice is fine."""
+        """Kill the child and close the channel. `ended` is done soon afterwards. A second call does nothing."""
         self.channel.close()
         if self._killed:
             return
@@ -147,8 +147,8 @@ class ChildProcess:
             self._signal_group(signal.SIGKILL)
 
     async def aclose(self, grace_s: float) -> None:
-        """Hang up, and kill it where it has not ended in `grace_s` seconds, or where this is cancelled. When this returns or
-        raises it has ended. Twice is fine."""
+        """Close the channel; kill the child after `grace_s` seconds or when this call is cancelled. The child has ended when this
+        returns or raises. It may be called twice."""
         self.channel.close()
         cancelled = None
         try:
@@ -166,14 +166,14 @@ class ChildProcess:
             self._timer = asyncio.get_running_loop().call_later(seconds, act)
 
     def _signal_group(self, number: int) -> None:
-        # Once it is reaped its number, and that of its group, may be another's.
+        # A reaped child's number, and that of its group, may belong to another process.
         if self._popen.returncode is None:
             # PermissionError: macOS does not let anybody kill a zombie.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     def _on_end(self) -> None:
-        # What it left behind.
+        # Processes that the child left in its group.
         self._signal_group(signal.SIGKILL)
         if self._popen.poll() is None:
             return
@@ -196,7 +196,7 @@ class ChildProcess:
 
 
 def open_output(path: Path | None) -> IO[bytes]:
-    """The file to which the output of a child is appended; None: one without a name. Errors: OSError."""
+    """A file to which a child appends its output; a temporary one without a name if `path` is None. Errors: OSError."""
     if path is None:
         return tempfile.TemporaryFile("ab+", buffering=0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ def open_output(path: Path | None) -> IO[bytes]:
 
 
 def _shown(line: str) -> str:
-    """What a terminal would show of it last, without what a terminal obeys: a progress bar writes over itself."""
+    """The text after the last carriage return (a progress bar overwrites its line), without control characters, cut to length."""
     line = line.rstrip().rpartition("\r")[2]
     shown = "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line)
     return shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]}..."
@@ -217,10 +217,10 @@ def _start(
     output: IO[bytes] | int,
     folder: str | None,
 ) -> subprocess.Popen[bytes]:
-    given = dict(environment)
+    variables = dict(environment)
     if not _HOME.endswith("-packages"):
-        # The package is not installed: the child has to be told where it is.
-        given["PYTHONPATH"] = os.pathsep.join(filter(None, (given.get("PYTHONPATH"), _HOME)))
+        # The package is not installed, so the child finds it through PYTHONPATH.
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), _HOME)))
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -228,25 +228,25 @@ def _start(
         stderr=output,
         pass_fds=fds,
         cwd=folder,
-        env=given,
+        env=variables,
         start_new_session=True,
     )
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child of process `parent`, as the first thing that it does: from now on the kernel kills us when it ends, and this ends
-    us where it has ended already.
+    """Ask the kernel to kill this process when process `parent` ends; exit if `parent` has ended already. A child calls it first.
 
-    To the kernel the parent is the thread that started us.
+    To the kernel the parent is the thread that started this process.
     """
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
-        # Nothing of ours is open yet, and nobody is left who would read an error.
+        # Nothing is open yet, and no process would read an error.
         os._exit(1)
 
 
 def signal_at_parents_end(number: int) -> None:
-    """From now on the kernel sends us this signal when our parent ends (the thread that started us, that is); 0: none any more.
-    A parent that has ended already sends none: look at `os.getppid()` afterwards. Nothing where there is no such signal (macOS)."""
+    """Ask the kernel to send this process a signal when its parent (the thread that started it) ends; 0 stops that.
+
+    A parent that has ended already causes no signal: check `os.getppid()` afterwards. Does nothing on macOS."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""An engine without a model: continuous batching with made-up tokens, costs on the lane. For tests and dry runs.
+"""An engine without a model, for tests and dry runs: continuous batching with made-up tokens.
 
-Everything about a request (length, tokens, log-probs) is a function of its seed and the engine's seed alone, never of
-arrival. A decode step costs `decode_step_s` of the lane's time (virtual, real or none: the lane decides) however many
-sequences it serves, as a step that is bound by reading the weights does.
+Length, tokens and log-probs of a request depend on its seed and the engine's seed alone, never on the order of arrival. A decode
+step occupies the lane for `decode_step_s`, whatever its number of sequences: the time of a real step goes into reading weights.
+The lane decides whether this time is virtual, real or none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
     length_sigma: standard deviation of the logarithm of the length, whose median is half of a request's max_tokens; 0 gives
-    every completion the median. version_source: the policy version now; read once per decode step, inside the closure.
+    every completion the median. version_source: returns the current policy version; called on the lane in each decode step.
     """
 
     def __init__(

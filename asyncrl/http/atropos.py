@@ -87,7 +87,7 @@ class AtroposDoor:
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
-        self.groups = Groups(rings, terms.limits, wait_s, self._environments.hear)
+        self.groups = Groups(rings, terms.limits, wait_s, self._environments.touch)
         routes: dict[tuple[str, str], Handler] = {
             ("POST", "/scored_data"): self.groups.post,
             ("POST", "/scored_data_list"): self.groups.post,
@@ -125,7 +125,7 @@ class AtroposDoor:
         """Takes nothing any more, and tells the environment servers. Leaving the `async with` does this and closes the port."""
         self.groups.end()
         try:
-            await self._environments.say_over()
+            await self._environments.announce_over()
         finally:
             await self._server.close()
 

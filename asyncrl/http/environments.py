@@ -1,8 +1,8 @@
-"""The environment servers of an HTTP door: who registered, what each is told about the queue, and that the run is over.
+"""The environment servers of an HTTP door: their registration, their answers to `/status-env`, and the end of the run.
 
-Atropos has no word for the end of a run: a server ends by itself once `current_step + queue_size * group_size // batch_size`
-exceeds its number of steps, and with a stack trace where nobody answers any more. So where the door closes it answers
-`/status-env` a little longer, with a queue that is long enough for that.
+Atropos has no message for the end of a run. A server ends by itself once `current_step + queue_size * group_size // batch_size`
+exceeds its number of steps. It ends with a stack trace if its requests fail. So a door that closes goes on to answer
+`/status-env` for up to `LINGER_S`, with a queue of `OVER` groups, which ends every server.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import anyio
 
 from asyncrl.concurrency import awake
 
-LEAST_WEIGHT = 0.01  # as Atropos: no environment starves
-# Announced as the number of steps where none is configured: -1 would end the environment server.
+# Atropos has the same floor: no environment starves.
+LEAST_WEIGHT = 0.01
+# Announced as the number of steps of a run without one: -1 would end the environment server.
 NO_END = 1 << 31
-OVER = 1 << 52  # groups in the queue, as told at the end
+# The `queue_size` that ends an environment server.
+OVER = 1 << 52
 LINGER_S = 2.0  # a server asks about ten times a second
-MOST_ENVIRONMENTS = 1024  # then the one that was silent for longest goes
-# Of silence; one that comes back is answered as one that is alone.
-FORGET_S = 3600.0
+# One more registration removes the environment that was silent for longest.
+MOST_ENVIRONMENTS = 1024
+FORGET_S = 3600.0  # of silence
 _MOST_NAME = 100  # characters
 
 
@@ -31,26 +33,26 @@ _MOST_NAME = 100  # characters
 class _Environment:
     name: str
     weight: float  # its weight times its longest context
-    heard: float  # when it last said anything (`awake.now`)
+    seen_at: float  # its last request (`awake.now`)
     connected: bool = True
-    asks: bool = False  # since it registered
-    told: bool = False  # that the run is over
+    asked_status: bool = False
+    knows_over: bool = False  # got an answer with `OVER`
 
 
 class Environments:
-    """Who registered, by number in the order of registration. Numbers are not used again."""
+    """The registered environments by number, in the order of registration. No number is used twice."""
 
     def __init__(self) -> None:
         self._all: dict[int, _Environment] = {}
         self._next = 0
         self.over = False
-        self._told = anyio.Event()
+        self._all_know_over = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._all)
 
     def register(self, fields: dict[str, Any]) -> tuple[int, str]:
-        """(number, name). Errors: TypeError, ValueError."""
+        """Returns (number, name). Errors: TypeError, ValueError."""
         name = str(fields.get("desired_name") or "env")
         if len(name) > _MOST_NAME:
             raise ValueError(f"desired_name has {len(name):,} characters; at most {_MOST_NAME}")
@@ -66,35 +68,36 @@ class Environments:
         return number, self._all[number].name
 
     def _forget(self) -> None:
-        """What has been silent for too long, and what there is no room for beside the one that comes."""
+        """Remove environments that were silent for `FORGET_S`, and make room for one more."""
         since = awake.now() - FORGET_S
-        self._all = {number: one for number, one in self._all.items() if one.heard >= since}
+        self._all = {number: one for number, one in self._all.items() if one.seen_at >= since}
         while len(self._all) >= MOST_ENVIRONMENTS:
-            del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].heard))]
+            del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
 
-    def hear(self, number: int | None) -> None:
-        """It sent a group."""
+    def touch(self, number: int | None) -> None:
+        """Restart the environment's time of silence: it sent a group."""
         self._find(number)
 
     def disconnect(self, number: Any) -> bool:
-        """False: no such environment."""
+        """Returns False if there is no such environment."""
         environment = self._find(number)
         if environment is not None:
             environment.connected = False
         return environment is not None
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
-        """`held`: (environment, sequences) of the groups that wait. One that registered with an earlier run is answered as
-        one that is alone."""
+        """The answer to `/status-env`. `held`: (environment, sequences) of each waiting group.
+
+        An unknown environment (forgotten, or registered with an earlier run) gets the weight of a lone one."""
         environment = self._find(number)
         total = sum(one.weight for one in self._all.values() if one.connected)
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
         own = [] if environment is None else [sequences for owner, sequences in held if owner == number]
         size = max(own, default=max((sequences for _, sequences in held), default=1))
         if environment is not None:
-            environment.asks, environment.told = True, self.over
-        if self.over and not self._left():
-            self._told.set()
+            environment.asked_status, environment.knows_over = True, self.over
+        if self.over and not self._any_unaware():
+            self._all_know_over.set()
         return {
             "current_step": version,
             "queue_size": OVER if self.over else sum(sequences for _, sequences in held) // size,
@@ -104,18 +107,19 @@ class Environments:
             "env_weight": min(1.0, max(LEAST_WEIGHT, weight)),
         }
 
-    async def say_over(self) -> None:
-        """Until all who ask know it, `LINGER_S` at most: one that died did not say so."""
+    async def announce_over(self) -> None:
+        """Wait until every connected environment that asks for the status has got `OVER`, at most `LINGER_S`: a server that died
+        never asks again."""
         self.over = True
-        if self._left():
+        if self._any_unaware():
             with anyio.move_on_after(LINGER_S):
-                await self._told.wait()
+                await self._all_know_over.wait()
 
-    def _left(self) -> bool:
-        return any(one.connected and one.asks and not one.told for one in self._all.values())
+    def _any_unaware(self) -> bool:
+        return any(one.connected and one.asked_status and not one.knows_over for one in self._all.values())
 
     def _find(self, number: Any) -> _Environment | None:
         environment = self._all.get(number) if isinstance(number, int) else None
         if environment is not None:
-            environment.heard = awake.now()
+            environment.seen_at = awake.now()
         return environment

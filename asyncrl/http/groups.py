@@ -155,12 +155,12 @@ class AtroposStatistics:
 class Groups:
     """Everything behind `/scored_data`. The rings stay the caller's."""
 
-    def __init__(self, rings: Spread, limits: Limits, wait_s: float, hear: Callable[[int | None], None]) -> None:
-        """`hear`: told of the environment of each group that was accepted."""
+    def __init__(self, rings: Spread, limits: Limits, wait_s: float, touch: Callable[[int | None], None]) -> None:
+        """`touch`: is called with the environment of each group that was accepted."""
         self._rings = rings
         self._limits = limits
         self._wait_s = wait_s
-        self._hear = hear
+        self._touch = touch
         self._bodies = anyio.Semaphore(MOST_BODIES)
         self._reading = anyio.Lock()
         self._accepted: deque[tuple[int | None, int]] = deque()  # (environment, sequences) of the newest groups
@@ -265,7 +265,7 @@ class Groups:
         if scope.cancelled_caught:
             return "the run ends; nothing was taken"
         self.statistics.groups += 1
-        self._hear(posted.environment)
+        self._touch(posted.environment)
         self._accepted.append((posted.environment, len(group)))
         self.latest = posted.shown
         self.held()

@@ -1,4 +1,4 @@
-"""A trainer without a model: the state table of the real one, costs on the lane, notes of what it was given."""
+"""A trainer without a model: it has the states of the real one, occupies the lane, and counts the tokens that it gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 TRACK = "trainer"
-PRIORITY = 1  # before decode
+PRIORITY = 1  # above that of decoding
 
 
 class DryRunTrainer:
@@ -44,7 +44,7 @@ class DryRunTrainer:
         return self._version
 
     async def begin_train_step(self, loss: Any) -> None:
-        """TrainStepError: a step is open already; it stays open."""
+        """Errors: TrainStepError if a step is open already; that step stays open."""
 
         def begin() -> None:
             if self._open is not None:
@@ -55,7 +55,7 @@ class DryRunTrainer:
             await self._lane.run(begin, name="train/begin", priority=PRIORITY)
 
     async def train_microbatch(self, batch: Microbatch) -> None:
-        """TrainStepError: no step is open."""
+        """Errors: TrainStepError if no step is open."""
         cost = self._train_token_s * batch.tokens.size
         with self._recorder.span("microbatch", track=TRACK, tokens=int(batch.tokens.size)):
             await self._lane.run(
@@ -63,7 +63,7 @@ class DryRunTrainer:
             )
 
     async def finish_train_step(self) -> StepResult:
-        """TrainStepError: no step is open."""
+        """Errors: TrainStepError if no step is open."""
 
         def finish() -> StepResult:
             step = self._step()
@@ -76,7 +76,7 @@ class DryRunTrainer:
             return await self._lane.run(finish, name="train/finish", priority=PRIORITY, cost=self._finish_s)
 
     async def abort_train_step(self) -> None:
-        """Nothing happens where no step is open."""
+        """Without an open step this does nothing."""
 
         def abort() -> None:
             self._open = None
@@ -87,7 +87,7 @@ class DryRunTrainer:
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """The sampler's own column [S]: policy, reference and sampler never disagree in a dry run."""
+        """The sampler's log-probs [S]: policy, reference and sampler are equal in a dry run."""
         cost = self._train_token_s * batch.tokens.size / 3  # a forward without its backward
         with self._recorder.span("logprobs", track=TRACK, tokens=int(batch.tokens.size)):
             return await self._lane.run(
@@ -95,7 +95,7 @@ class DryRunTrainer:
             )
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
-        """Nothing to learn: there is no gradient whose terms could be divided by the wrong number."""
+        """Returns its arguments: without gradients there are no normalisers to find."""
         return loss, list(batches)
 
     def _step(self) -> list[Microbatch]:

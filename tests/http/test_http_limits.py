@@ -289,7 +289,7 @@ def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pyte
     known = Environments()
     for number in range(MOST_ENVIRONMENTS + 10):
         now[0] += 1
-        known.hear(0)  # this one is never silent
+        known.touch(0)  # this one is never silent
         assert known.register({"desired_name": "maths"})[0] == number
     assert len(known) == MOST_ENVIRONMENTS and known.disconnect(0) and not known.disconnect(1)
     now[0] += FORGET_S + 1

@@ -2,16 +2,16 @@
 
     generate() --> router --> channel --> worker --> channel --> the caller's future                    (edges 2, 2')
     update_weights(version, half) --> a message to each worker --> each answers between two closures    (edge 6)
-    pin(version) --> one worker stays there, for pinned requests alone (pin.py)
+    pin(version) --> one worker keeps that version and answers pinned requests alone (pin.py)
 
 Guarantees
-* A request is answered once. What a worker sent before it died is taken first; its other requests go to another worker or to its
-  successor, with the same random keys. The successor starts with the current weights, that of a pinned worker with those it was
-  pinned to.
-* A worker that sends nothing for `watchdog.loop_timeout_s` (while it starts: and computes nothing), or whose closure runs for
-  `watchdog.lane_timeout_s`, is killed.
-* One that dies `MOST_DEATHS` times without a sequence in between ends the engine, with its last lines of output, as does one
-  that holds wrong weights, or does not come up in the first place.
+* A request is answered once. The engine takes every answer that a worker sent before it died. The worker's other requests go to
+  another worker or to the successor, with the same random keys. A successor starts with the current weights, the successor of a
+  pinned worker with the pinned weights.
+* The engine kills a worker that sends nothing for `watchdog.loop_timeout_s` (a worker that starts must also have computed nothing),
+  or whose closure runs for `watchdog.lane_timeout_s`.
+* Three worker failures end the engine: `MOST_DEATHS` deaths without a sequence in between (the error has the last lines of its
+  output), wrong weights, and a first start that fails.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .wire import check_sendable, read_sequence
 logger = logging.getLogger("asyncrl.generation")
 
 MOST_DEATHS = 3  # of one worker, without a finished sequence in between
-_LOOK_S = 1.0
+_WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What is asked of requests, and of workers. Tokens, sequences, seconds."""
+    """Limits of requests and of workers, in tokens, sequences and seconds."""
 
     workers: int
     max_sequences: int  # of one worker
@@ -57,12 +57,12 @@ class WorkerLimits:
     start_s: float
     silent_s: float
     closure_s: float
-    # In `preset: sync`, where groups, every `ranks`th of which is this rank's, choose their workers.
+    # With `preset: sync` a group's number chooses its worker, and every `ranks`th group belongs to this rank. Else None.
     ranks: int | None = None
 
     @property
     def capacity(self) -> int:
-        """Requests that a worker has: those that run, and a reserve for the places that become free."""
+        """Most requests at one worker: those that run, and a reserve from which it fills freed places at once."""
         return self.max_sequences + max(2, self.max_sequences // 8)
 
 
@@ -75,7 +75,7 @@ class _WorkerUpdate:
 class WorkerEngine(EngineLife):
     """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
 
-    setup: of worker `n`. say: hears how the start goes on.
+    setup: returns the `Setup` of worker `n`. say: is called with the stage of a worker's start.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class WorkerEngine(EngineLife):
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[_WorkerUpdate] = []
-        self._ended: dict[str, float] = {}  # statistics of lives that are over
+        self._ended: dict[str, float] = {}  # sums of dead workers' statistics
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
-        self._starting: list[asyncio.Future[None]] = []  # who waits until all serve
+        self._starting: list[asyncio.Future[None]] = []  # callers of `all_serve`
 
     # -- the port
 
@@ -121,16 +121,15 @@ class WorkerEngine(EngineLife):
             raise
 
     def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Before it is opened: the weights that lie on the board already. As `update_weights`."""
+        """Set the weights that workers start with; they lie on the board already. Call it before opening."""
         self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every worker computes with this version, which lies in that half of the board; those that are still
-        starting get it first of all. Only then does nobody read the other half any more, but for a pinned worker (`reads`):
-        that stays where it is, and has nothing left but pinned requests.
+        """Returns once every worker computes with this version, which lies in this half of the board. A worker that still starts
+        gets the version before its first request. After the return only a pinned worker may read the other half (see `reads`).
 
-        `outputs`: what the trainer computes with it (models/outputs.py). A worker that computes something else ends the engine,
-        with a DivergenceError, a moment later."""
+        `outputs`: log-probs that the trainer computes with the version (models/outputs.py). A worker with other log-probs ends the
+        engine with a DivergenceError a moment later."""
         self._require_open()
         pinned = self._pins.reads(half)
         assert not pinned or self._pins.newest == (version, half, outputs), "a half that is read is not written"
@@ -144,11 +143,11 @@ class WorkerEngine(EngineLife):
         await update.future
 
     def reads(self, half: int) -> bool:
-        """Whether a pinned worker may look at that half."""
+        """Whether a pinned worker may read this half of the board."""
         return self._pins.reads(half)
 
     async def left(self, half: int) -> None:
-        """Returns once no pinned worker does."""
+        """Returns once no pinned worker reads this half of the board."""
         await self._pins.left(half)
 
     async def pin(self, version: int) -> Pin | None:
@@ -156,8 +155,8 @@ class WorkerEngine(EngineLife):
         return await self._pins.begin(version, self._sample)
 
     def statistics(self) -> dict[str, float]:
-        """As `Engine.statistics`, of all workers as far as they have reported; `waiting` requests include those of the node,
-        `reserved_positions` are tokens that were promised."""
+        """`Engine.statistics` summed over the last reports of all workers. `waiting` includes requests that no worker has yet;
+        `reserved_positions` sums prompt + max_tokens over the requests that workers have."""
         total = dict(self._ended)
         for peer in self._peers.values():
             for name, value in peer.statistics.items():
@@ -199,7 +198,7 @@ class WorkerEngine(EngineLife):
     def _deliver(self, number: int, generation: Generation) -> None:
         job = self._router.find(number)
         if job is None:
-            return  # its caller gave up while it was on its way
+            return  # the caller was cancelled meanwhile
         worker = self._router.end(job)
         assert worker is not None
         self._finishes[worker] += 1
@@ -247,11 +246,12 @@ class WorkerEngine(EngineLife):
                     "%s\nit is started again (%d of at most %d times in a row)", died, deaths, MOST_DEATHS - 1
                 )
                 self.recorder.count("engine/worker_deaths")
-                if isinstance(died, BlockingIOError):  # no process is to be had: perhaps a moment later
-                    await anyio.sleep(_LOOK_S)
+                # No process could be started (EAGAIN). One may be free a moment later.
+                if isinstance(died, BlockingIOError):
+                    await anyio.sleep(_WATCH_S)
 
     async def _serve(self, peer: Peer) -> None:
-        """Until the process has ended. Errors: WorkerDied."""
+        """Returns when the process has ended. Errors: WorkerDied."""
         async with plain_task_group() as tasks:
             spawn(tasks, "watch over a worker", self._watch, peer)
             await peer.receive(self.recorder, self._on_message)
@@ -292,9 +292,9 @@ class WorkerEngine(EngineLife):
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
-            await anyio.sleep(_LOOK_S)
-            # This loop stood still meanwhile: what the worker sent may not have been read yet.
-            if loop.time() - before > 2 * _LOOK_S:
+            await anyio.sleep(_WATCH_S)
+            # The event loop was blocked, so messages of the worker may be unread: that time is no silence of the worker.
+            if loop.time() - before > 2 * _WATCH_S:
                 peer.heard = min(loop.time(), peer.heard + loop.time() - before)
                 continue
             culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
@@ -303,7 +303,7 @@ class WorkerEngine(EngineLife):
                 return
 
     def _retire(self, peer: Peer) -> None:
-        """It has ended, or all of them are being closed: what it had goes on elsewhere."""
+        """Return the requests of a worker that ended or is being closed to the router, which sends them to other workers."""
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._ended[name] = self._ended.get(name, 0.0) + peer.statistics.get(name, 0.0)

@@ -1,8 +1,8 @@
-"""What the fused decoder knows of a layer, and how it is read from transformers' modules.
+"""The fused decoder's description of a layer (`Layer`), and how it is read from transformers' modules.
 
-Names say which part is which; they prove nothing. `read_layer` answers only where every module, parameter and setting of a
-layer is one that is known here. Its answer is a hypothesis: `tracing.matches` compares it with a recorded call of the layer, and
-the gate (runtime/gate.py) compares the whole model.
+`read_layer` finds the parts by their names. It returns None unless every module, parameter and setting of the layer is known here.
+A name proves nothing, so `tracing.matches` compares the result with a recorded call of the layer, and the gate (runtime/gate.py)
+compares the whole model.
 
     parts              which families
     two norms          before attention and before the MLP: Llama, Qwen, Mistral, Granite, SmolLM3, Phi-3, Gemma;
@@ -33,8 +33,8 @@ from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
 from ..parameters.packed import JoinedLinear
 
-# Settings that the modules of a layer may have. Each is without effect on its own (a size, a name, a value that attention
-# is called with and that is heard there), or it is read below. A layer with any other may compute anything.
+# Settings that the modules of a layer may have. Each one is read below, or has no effect of its own (a size, a name), or is an
+# argument of attention, which a recorded call shows. A layer with any other setting may compute anything.
 _KNOWN_SETTINGS = {
     "block": {"config", "hidden_size", "layer_idx", "residual_multiplier", "gradient_checkpointing"},
     "attention": {
@@ -64,18 +64,18 @@ class Norm:
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
-        """In `out_NE`, or in a fresh tensor."""
+        """The result may lie in `out_NE` or in a new tensor."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
-        """`out_NE` += gradient of the input; that of the weight is added where it belongs."""
+        """Adds the gradient of the input to `out_NE` and the gradient of the weight to `gradient`."""
         kernels.rms_norm_backward(grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset)
 
 
 class RotaryCall(NamedTuple):
-    """What a model hands to its rotary embedding beside hidden states and positions: Gemma-3, the type of the layer.
+    """Arguments of a model's rotary embedding beside hidden states and positions (Gemma-3 passes the type of the layer).
 
-    doubled: whether the tables that it is given hold each angle twice (gpt-oss: once).
+    doubled: whether the tables of cos and sin hold each angle twice (gpt-oss: once).
     """
 
     arguments: tuple[Any, ...] = ()
@@ -84,9 +84,9 @@ class RotaryCall(NamedTuple):
 
 
 class RotationKind(NamedTuple):
-    """What is done to queries and keys by their position.
+    """How a layer changes queries and keys by their positions.
 
-    rotary: None where layers have none (SmolLM3, some of them).
+    rotary: None in a layer without rotary embedding (some layers of SmolLM3).
     query_scaling: beta and length L; the query at position p is scaled by `1 + beta log(1 + floor(p / L))` (Llama 4,
     Ministral 3).
     """
@@ -106,7 +106,7 @@ class Rotation(NamedTuple):
 def make_rotation(
     kind: RotationKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor
 ) -> Rotation:
-    """`rotary`: cos and sin [1, T, R], or [1, T, R / 2] where each angle is in them once. Numbers in the dtype of `like`."""
+    """`rotary`: cos and sin [1, T, R], or [1, T, R / 2] if not `doubled`. The query scale gets the dtype of `like`."""
     cos = sin = scale = None
     if rotary is not None and kind.rotary is not None:
         angles = rotary[0].shape[-1] // (2 if kind.rotary.doubled else 1)
@@ -128,7 +128,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What `read_layer` found: the parts of one decoder layer, None where it has no such part."""
+    """The parts of one decoder layer; None for a part that the layer does not have."""
 
     number: int
     input_norm: Norm | None
@@ -136,11 +136,11 @@ class Layer:
     query_norm: Norm | None
     key_norm: Norm | None
     out: JoinedLinear
-    attention_norm: Norm | None  # of what attention adds
+    attention_norm: Norm | None  # of the output of attention
     mlp_norm: Norm | None
-    mlp: Mlp | nn.Module  # a module: the model's own, of experts
-    output_norm: Norm | None  # of what the MLP adds
-    multiplier: float  # of what either adds
+    mlp: Mlp | nn.Module  # a module: the model's own experts
+    output_norm: Norm | None  # of the output of the MLP
+    multiplier: float  # of both outputs before the residual sum
     heads: int
     kv_heads: int
     head_size: int
@@ -151,7 +151,7 @@ class Layer:
 
     @property
     def products(self) -> tuple[JoinedLinear, ...]:
-        """Those that are ours."""
+        """The matrix products that the fused decoder computes; experts compute their own."""
         return (self.qkv, self.out, *((self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, Mlp) else ()))
 
 
@@ -193,7 +193,7 @@ class _Parts(NamedTuple):
 def read_layer(
     number: int, block: nn.Module, call: LayerCall, flat: FlatWeights, index: dict[int, int], pack: bool
 ) -> Layer | None:
-    """None where anything is missing or over. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
+    """None if a part is missing or unknown. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
     parts = _find_parts(block)
     sinks = call.terms.sinks
     if parts is None or not _knows_settings(block) or not _accounts_for(block, parts, sinks, index):
@@ -232,14 +232,14 @@ def read_layer(
         kv_heads=kv_heads,
         head_size=size,
         scaling=call.scaling,
-        terms=PLAIN if call.terms.plain else call.terms,  # asked by identity in every decode step
+        # Every decode step tests `terms is PLAIN`.
+        terms=PLAIN if call.terms.plain else call.terms,
         sinks_gradient=None if sinks is None else gradient(sinks),
         rotation=RotationKind(call.rotary, _query_scaling(attention)),
     )
 
 
 def _find_parts(block: nn.Module) -> _Parts | None:
-    """By name and class."""
     attention, mlp = getattr(block, "self_attn", None), _mlp_of(block)
     if not isinstance(attention, nn.Module) or mlp is None:
         return None
@@ -262,7 +262,7 @@ def _mlp_of(block: nn.Module) -> nn.Module | None:
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """What a layer has in the place of an MLP, where that has experts."""
+    """The module with the layer's experts; None if the layer has a dense MLP."""
     mlp = _mlp_of(block)
     return mlp if mlp is not None and any("expert" in name for name, _ in mlp.named_modules()) else None
 
@@ -281,14 +281,14 @@ def _activations(mlp: nn.Module) -> list[Any]:
 
 
 def _are_linear(*products: list[Any]) -> bool:
-    """Whether all are plain, and those of one product alike in having a bias."""
+    """Whether all are plain linear layers, and the members of each joined product all have a bias or all have none."""
     return all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined) and all(
         len({part.bias is None for part in joined}) == 1 for joined in products
     )
 
 
 def _knows_settings(block: nn.Module) -> bool:
-    """Whether every setting of a layer's modules is one that is known here. Experts have their own, which they heed themselves."""
+    """Whether every setting of a layer's modules is in `_KNOWN_SETTINGS`. Experts are called as modules with their own settings."""
     places = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
     return all(
         not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
@@ -298,8 +298,8 @@ def _knows_settings(block: nn.Module) -> bool:
     )
 
 
-def _present(room: nn.Module, *names: str) -> list[Any]:
-    return [part for name in names if (part := getattr(room, name, None)) is not None]
+def _present(module: nn.Module, *names: str) -> list[Any]:
+    return [part for name in names if (part := getattr(module, name, None)) is not None]
 
 
 def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
@@ -310,7 +310,7 @@ def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
 
 
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
-    """Whether a layer has no modules and no parameters but these, and no buffers; but for what its experts have."""
+    """Whether the found parts and the experts hold every module and parameter of the layer, and only the experts hold buffers."""
     experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
     modules = {id(module) for module in (*parts.holders, *parts.own(), *experts.modules())} | {
         id(part) for part in block.modules() if _is_idle(part)

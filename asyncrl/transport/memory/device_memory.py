@@ -1,4 +1,4 @@
-"""Memory of a slab as one process has it mapped: what every kind of it has in common, and shared memory. CUDA's is `slab_cuda`."""
+"""The memory of a slab, mapped into one process: the base class, and shared host memory. `slab_cuda` has CUDA memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ FENCE_BYTES = 64
 
 
 class DeviceMemory:
-    """A piece of memory as this process has it mapped; `let_go` unmaps it when the last who keeps this object is gone.
+    """A mapping of memory in this process. `let_go` unmaps the memory when nothing refers to this object any more.
 
-    Every tensor of it keeps it. Subclasses say how it is made, opened and fenced; a fence is 64 bytes that travel.
+    Every tensor of the memory refers to this object. Subclasses create, open and fence the memory. A fence is 64 bytes, which one
+    process sends to another.
     """
 
     kind = b""
@@ -37,7 +38,7 @@ class DeviceMemory:
         self._after.append(call)
 
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """`size` bytes as a flat uint8 tensor that keeps the memory, and `keep`."""
+        """`size` bytes as a flat uint8 tensor that keeps the memory and `keep` alive."""
         raise NotImplementedError
 
     def stream(self) -> Any:
@@ -45,16 +46,16 @@ class DeviceMemory:
         return None
 
     def writing(self) -> AbstractContextManager[Any]:
-        """The stream on which the owner writes, between what is launched before and after on the current one."""
+        """The stream on which the owner writes. It runs after earlier work of the current stream and before later work."""
         return nullcontext()
 
     def record(self, slot: int, stream: Any) -> bytes:
-        """A fence behind everything that was launched on the stream. The same slot is used again only after everybody
-        who was told of its last fence has called `wait`."""
+        """A fence behind everything that was launched on the stream. Use a slot again only after every receiver of its last
+        fence has called `wait`."""
         return bytes(FENCE_BYTES)
 
     def wait(self, fence: bytes, stream: Any) -> None:
-        """What is launched on the stream from now on runs after the fence. Does not block the thread."""
+        """Work that is launched on the stream from now on runs after the fence. Does not block the thread."""
 
 
 def _let_go(let_go: Callable[[], None], after: list[Callable[[], None]]) -> None:
@@ -66,7 +67,7 @@ def _let_go(let_go: Callable[[], None], after: list[Callable[[], None]]) -> None
 
 
 class HostMemory(DeviceMemory):
-    """The data of a segment from byte `start` on. x86-64 keeps the order of stores, so its fences are empty (see `words`)."""
+    """The data of a segment from byte `start` on. Fences are empty, because x86-64 keeps the order of stores."""
 
     kind = b"cpu"
 
@@ -75,11 +76,10 @@ class HostMemory(DeviceMemory):
         self._data = segment.data[start : start + size]
 
     def bytes(self, offset: int, size: int, keep: object) -> npt.NDArray[np.uint8]:
-        """`size` bytes, writable; the array keeps the mapping, and `keep`."""
+        """`size` writable bytes; the array keeps the mapping and `keep` alive."""
         return np.asarray(_ArrayBase(self._data[offset : offset + size], (self, keep)))
 
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """As `DeviceMemory.tensor`: a view of the mapping."""
         import torch
 
         return torch.from_numpy(self.bytes(offset, size, keep))
@@ -90,9 +90,9 @@ def _nothing() -> None:
 
 
 class _ArrayBase:
-    """What numpy keeps as the base of an array: with it live the mapping and `keep`, as long as the array or a slice of it does."""
+    """The `base` of an array: keeps the mapping and `keep` alive as long as the array or a slice of the array."""
 
     def __init__(self, data: memoryview, keep: object) -> None:
-        # An export: the map cannot be closed under the array.
+        # The memoryview is an export of the map: closing the map under the array fails.
         self._keep = data, keep
         self.__array_interface__ = np.frombuffer(data, np.uint8).__array_interface__
