@@ -12,14 +12,11 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from asyncrl.algorithms.base import Loss, LossInputs
@@ -38,44 +35,34 @@ _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
 }  # fmt: skip
-# What a model may do around its head: soft-capped logits, logits that are divided, a bias.
-_HEADS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
-    "capped": (
-        Gemma3TextConfig,
-        {
-            "final_logit_softcapping": 2.0,
-            "layer_types": ["full_attention"] * 2,
-            "query_pre_attn_scalar": 8,
-        },
-    ),
+_CAPPED = {"final_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8}
+_EXPERTS = {
+    "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+_KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {}),
+    "narrow": (Qwen3Config, {"head_dim": 4}),
+    # Experts that an auxiliary loss balances.
+    "moe": (Qwen3MoeConfig, _EXPERTS),
+    # What a model may do around its head: soft-capped logits, logits that are divided, a bias.
+    "capped": (Gemma3TextConfig, _CAPPED),
     "scaled": (GraniteConfig, {"logits_scaling": 0.25}),
     "biased": (PhiConfig, {"partial_rotary_factor": 0.5}),
 }
-HEADS = tuple(_HEADS)
+HEADS = ("capped", "scaled", "biased")
 
 
 def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    family, settings = _KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if kind == "llama":
-            module: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=tied))
-        elif kind == "moe":  # balanced by an auxiliary loss
-            experts = {
-                "num_experts": EXPERTS,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 8,
-                "norm_topk_prob": True,
-            }
-            balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-            module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, **balance, tie_word_embeddings=tied))
-        elif kind in _HEADS:
-            family, settings = _HEADS[kind]
-            config: PretrainedConfig = family(**_SHAPE, **settings, tie_word_embeddings=tied)
-            module = AutoModelForCausalLM.from_config(config)
-            torch.nn.init.normal_(module.get_output_embeddings().bias) if kind == "biased" else None
-        else:
-            shape = _SHAPE | ({"head_dim": 4} if kind == "narrow" else {})
-            module = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied))
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+            family(**_SHAPE | settings, tie_word_embeddings=tied)
+        )
+        if kind == "biased":
+            torch.nn.init.normal_(module.get_output_embeddings().bias)
         for name, parameter in module.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
