@@ -3,12 +3,12 @@
     async with Supervisor() as supervisor:
         supervisor.start("rollout pump", rollout)       any pump fails  -> all others are cancelled and awaited,
         supervisor.start("train pump", train)                              then its exception is raised here
-                                                        one pump ends   -> the others go on, to the last
+                                                        one pump ends   -> the others go on
 
-Guarantees. The exception that comes out is the first one that really happened, not a group around it and not the
-cancellations it caused; it carries a note with the pump's name, and a note for every other failure that says something else:
-the same error of other tasks, and edges whose other end the first one closed, are left out. A pump that is cancelled by a
-stranger is a failure too: it would otherwise vanish without a word while everybody waits for it.
+Guarantees. The block raises the first exception that happened, without a group around it; cancellations that it caused are not
+raised. It carries a note with the pump's name, and one note for each different later failure. Equal errors of other tasks get no
+note, nor do closed edges, whose other end the first failure closed. A pump that is cancelled by other code than its supervisor
+fails, too: otherwise the other pumps would wait for it without end.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class Supervisor:
             raise LifecycleError("the supervisor was closed in another task than the one that opened it")
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self._note_failure(error)
-        swallowed: bool | None = None
+        suppressed: bool | None = None
         unknown: BaseException | None = None
         try:
-            swallowed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # all three or none, which no type says
+            # The types do not say that all three are None or none is.
+            suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]
         except BaseException as exc:
             unknown = exc
         finally:
@@ -75,7 +76,7 @@ class Supervisor:
             raise self._verdict()
         if unknown is not None:
             raise unknown
-        return bool(swallowed)
+        return bool(suppressed)
 
     def start(self, name: str, pump: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
         """Run `pump(*args)` until it ends, under this name."""
@@ -85,12 +86,12 @@ class Supervisor:
 
     @property
     def ending(self) -> bool:
-        """Everything in it was cancelled, and not all of it has ended. From any thread."""
+        """Whether all tasks were cancelled and some still run. Callable from any thread."""
         return self.state is SupervisorState.OPEN and self._group is not None and self._group.cancel_scope.cancel_called
 
     @property
     def failure(self) -> BaseException | None:
-        """The first one, if any. From any thread."""
+        """The first failure, if any. Callable from any thread."""
         return next(iter(self._failures), None)
 
     def cancel(self) -> None:
@@ -132,20 +133,20 @@ class Supervisor:
 
     def _verdict(self) -> BaseException:
         first, *others = self._failures
-        told = {_words(first)}
+        noted = {_line(first)}
         for other in others:
-            if _words(other) in told or _is_closed_edge(other):
+            if _line(other) in noted or _is_closed_edge(other):
                 continue
-            told.add(_words(other))
+            noted.add(_line(other))
             notes = "; ".join(getattr(other, "__notes__", ()))
-            first.add_note(f"afterwards also: {_words(other)}" + (f" ({notes})" if notes else ""))
+            first.add_note(f"afterwards also: {_line(other)}" + (f" ({notes})" if notes else ""))
         self._failures = []  # the exception's traceback refers to this frame
         return first
 
 
 def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
-    """Run `work(*args)` as a task of `group` that cannot vanish: cancelled by a stranger, and not by its group or what is
-    around that, it fails with a LifecycleError. A task group alone would take that for an ordinary end."""
+    """Run `work(*args)` as a task of `group`. The task raises LifecycleError where other code than its group, or a scope around the
+    group, cancels it. A bare task group takes such a cancellation for an ordinary end."""
 
     async def run() -> None:
         try:
@@ -160,8 +161,8 @@ def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[
 
 @asynccontextmanager
 async def plain_task_group() -> AsyncIterator[TaskGroup]:
-    """A task group whose block raises the first error that happened, without a group around it, so that callers can catch
-    what is documented. The others are notes on it."""
+    """A task group whose block raises the first error itself, not an exception group, so that callers can catch documented
+    errors. Later errors are notes on the first."""
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
@@ -171,22 +172,22 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
         for other in others:
             first.add_note(f"and also: {type(other).__name__}: {other}")
         failure = first
-    # Outside of the handler, which would give it the group as its context.
+    # Raised outside of the handler: inside, the exception group would become its context.
     if failure is not None:
         raise failure
 
 
-def _words(error: BaseException) -> str:
+def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _is_closed_edge(error: BaseException) -> bool:
-    """The other end of a queue is gone, because its pump failed first. One with words of its own is told."""
+    """Whether the error only says that the other end of a queue is closed. An error with a message of its own is not one."""
     return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The real exceptions inside nested groups, in order; cancellations left out."""
+    """The exceptions inside nested groups, in order, without cancellations."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for child in error.exceptions for leaf in _leaves(child)]
     return [] if isinstance(error, asyncio.CancelledError) else [error]

@@ -1,4 +1,4 @@
-"""The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers put waiting and sharing around it.
+"""The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers add waiting and sharing.
 
 Words. `k` groups per step, `m` max_staleness, `v` the turn (steps committed so far), `a` the acknowledged turn: the
 oldest policy that any engine may still sample from (`a <= v`; `release(t)` sets it to `t + 1`, or to the least over
@@ -28,16 +28,16 @@ nobody is live, and `c + 1 <= k`). So a step waits at most for its earliest dead
 hold a slot. No group is dropped, none is trained older than `m`.
 
 Warm-up. While `a < warmup` only `k` slots are given out: the groups of the step `a` and nothing ahead, so they are
-trained at `a` with age 0. Fewer slots only make admissions rarer, and `k` suffice for the open step as long as every
-turn below `warmup` is released (nothing is `held` at `v = a`): whoever publishes must not skip one of them.
+trained at `a` with age 0. Fewer slots only make admissions rarer. `k` slots suffice for the open step if every turn below
+`warmup` is released (nothing is `held` at `v = a`): the publish pump must not skip a publish during the warm-up.
 
-Shares (`by_rank`, for `m = 0`). Slots that come free together would go to whichever rank asks first, and no two runs would train
-the same steps. So a rank is admitted its own ordinals of the open step alone, those with `ordinal % ranks == rank`: all `k` slots
-are free when a step opens, and the shares add up to `k`, so nobody waits for another rank's. A group that is dropped is replaced by
-the next of the same rank. Once the prompts of a rank have run out, its places are anybody's.
+Shares (`by_rank`, for `m = 0`). Without shares, slots that come free together go to the rank that asks first, and two runs of one
+configuration train different steps. So a rank admits only the ordinals of the open step with `ordinal % ranks == rank`: all `k`
+slots are free when a step opens, and the shares add up to `k`, so no rank waits for the share of another. A dropped group is
+replaced by the next one of the same rank. Once one rank has no more prompts, all ranks take slots without shares.
 
-`late="drop"` claims without the rule, first come first served; groups past their deadline are listed by `expired()`,
-and the caller drops them.
+`late="drop"` claims without the rule, first come first served; `expired()` lists the groups past their deadline, and the
+caller drops them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reservation:
     late: Late = "wait"
     turn: int = 0
     ranks: int = 1
-    warmup: int = 0  # turns below this one: only the slots of one step
+    warmup: int = 0  # below this turn: only the slots of one step
     by_rank: bool = False  # each rank has its share of every step
     entries: dict[int, ReservedGroup] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
@@ -104,7 +104,7 @@ class Reservation:
         return min(self.acknowledged)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
-        """Does I still hold after a claim of, or (claim=False) after the admission of, a group with this deadline?"""
+        """Does the invariant I hold after a group with this deadline is claimed, or (claim=False) admitted?"""
         k, v, c = self.groups_per_step, self.turn, self.claimed
         counts: dict[int, int] = {}
         for entry in self.entries.values():
@@ -139,13 +139,12 @@ class Reservation:
         return all(self.exhausted) and not self.entries
 
     def step_complete(self) -> bool:
-        """The open step can take no more: its places are gone, or nobody is left who could ask for one."""
+        """No further group can get a place in the open step: all places are claimed, or no group is live and none will come."""
         if self.claimed == self.groups_per_step:
             return True
         return self.claimed > 0 and self._live_count() == 0 and all(self.exhausted)
 
     def statistics(self) -> LedgerStatistics:
-        """Counts of all ranks together."""
         held = sum(self.held.values())
         return LedgerStatistics(
             turn=self.turn,
@@ -160,7 +159,7 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The one with the earliest deadline, which the open step waits for."""
+        """The live group with the earliest deadline: the open step waits for it."""
         return min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
 
     def due(self, rank: int) -> int | None:
@@ -223,7 +222,7 @@ class Reservation:
         self.admitted -= 1
 
     def claim(self, ready: Iterable[Ticket]) -> Ticket | None:
-        """Give a place to the first that may have one; None if none may. Unknown tickets raise."""
+        """Give a place to the first ticket that may have one; None if none may. Unknown tickets raise LedgerError."""
         if self.claimed >= self.groups_per_step:
             return None
         for ticket in ready:
@@ -245,7 +244,7 @@ class Reservation:
         self.claimed -= 1
 
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
-        """Take a live group out and give its slot back. Errors: LedgerError for one that holds no slot, or has a place."""
+        """Remove a live group and free its slot. Errors: LedgerError for a group without a slot, or with a place."""
         if outcome not in ("dropped", "failed"):
             raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")
         self._live_entry(ticket)
@@ -255,8 +254,8 @@ class Reservation:
         self.failed += outcome == "failed"
 
     def commit(self) -> int:
-        """Close the open step; the next turn. Errors: LedgerError for a step without groups, and (`late="wait"`) for a partial
-        one after which a live group could not be trained in time."""
+        """Close the open step and return the next turn. Errors: LedgerError for a step without groups, and (`late="wait"`) for a
+        partial step after which a live group could not be trained in time."""
         if not self.claimed:
             raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
         if self.late == "wait":
@@ -279,7 +278,7 @@ class Reservation:
         return later <= self.groups_per_step * (ticket.deadline - self.turn)
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:
-        """Make the claimed groups (of one rank, or of all) live again; their tickets."""
+        """Make the claimed groups (of one rank, or of all) live again. Returns their tickets."""
         tickets = []
         for entry in self.entries.values():
             if entry.claimed and rank in (None, entry.rank):
@@ -296,12 +295,12 @@ class Reservation:
                 f"ledger is at {self.turn}: a step is released once, after its commit"
             )
         self.acknowledged[rank] = turn + 1
-        over = [t for t in self.held if t < self.open_turn()]
-        for t in over:
+        released = [t for t in self.held if t < self.open_turn()]
+        for t in released:
             count = self.held.pop(t)
             self.slots.give(count)
             self.trained += count
-        return bool(over)
+        return bool(released)
 
     def _live_entry(self, ticket: Ticket) -> ReservedGroup:
         entry = self.entries.get(ticket.group_id)
@@ -311,10 +310,10 @@ class Reservation:
             raise LedgerError(f"group {ticket.group_id} already has a place in the open step of turn {self.turn}")
         return entry
 
-    # -- as data ---------------------------------------------------------------------------------------------------
+    # -- saving ---------------------------------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
-        """Everything, as JSON types (no tuples): equal to what comes back from JSON if and only if nothing has changed."""
+        """The whole state in JSON types, without tuples, so that `==` with a state read from JSON finds every change."""
         return {
             "k": self.groups_per_step,
             "m": self.max_staleness,

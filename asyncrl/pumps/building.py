@@ -2,19 +2,18 @@
 
     rows ─▶ penalties ─▶ advantages ─▶ hook ─▶ minibatches ─▶ replay ─▶ masks ─▶ skipping ─▶ log-probs ─▶ packing
 
-`Building.microbatches` calls the stages in this order. A stage takes rows and returns rows. What it computes is a column of them,
-which packing reads. Where it changes a group (penalties, masks) it returns other rows that share their columns with those given.
+`Building.microbatches` calls the stages in this order. A stage takes rows and returns rows. It writes what it computes into a
+column of the rows; packing reads the columns. A stage that changes groups (penalties, masks) returns new rows with those columns.
 
-* A group is judged as Atropos does it: rewards are scaled by length before its members are compared, and a member that says
+* Advantages follow Atropos: rewards are scaled by length before the members of a group are compared, and a member with
   `set_advantage_to_zero` gets 0 afterwards.
-* A statistic of the whole step is one of all ranks. Each rank sends its numbers (a few floats a completion, never texts), all sort
-  them by group id, and each takes the advantages of its own groups out of the same result. So advantages are the same to the last
-  bit however the groups lie on the ranks.
-* Minibatches: the groups of a step on all ranks, in the order of their ids, are cut into runs whose lengths differ by at most one.
-  So they are the same on any number of ranks, and each rank trains the groups that it holds of one, perhaps none.
-* A group without a signal keeps its place in the step and its line in the rollouts. A replayed group, if there is one, is trained
-  instead: its tokens are in N, and those of the group without a signal are not. Replayed groups have names of their own in the
-  metrics and count in no other one.
+* A statistic of the whole step covers all ranks. Each rank sends its numbers (a few floats a completion, never texts), sorts the
+  numbers of all ranks by group id, and computes all advantages. So advantages do not depend on which rank holds a group, to the
+  last bit.
+* The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
+  depend on the number of ranks. A rank may hold no group of a minibatch.
+* A group without a signal keeps its place in the step and its line in the rollouts. Where the buffer has a replayed group, that one
+  is trained instead, and N counts its tokens alone. Replayed groups have metrics of their own and count in no other metric.
 * Log-probs of the reference depend on the tokens alone, so they may be computed ahead, while the rewards of a group are scored
   (`Intake`). Log-probs of the policy would be stale by the time of the step.
 """
@@ -42,9 +41,9 @@ from asyncrl.types import Float32Array, Group, Microbatch
 from .pipeline import Ports
 from .step import GroupsFailed, Step, laid_to
 
-# By group id, [G].
+# Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
-# The largest that a microbatch can hold.
+# Advantages beyond this overflow the float32 column of a microbatch.
 FLOAT32 = float(np.finfo(np.float32).max)
 _NONE = np.zeros(0, np.float32)
 
@@ -53,21 +52,21 @@ class Building:
     """Calls the stages of the module docstring."""
 
     def __init__(self, ports: Ports, published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
-        """`published` waits until the last step is published. A publish may have a collective, which has to come before those of
-        the next step on every rank. `surveys`: every rank comes along before each optimizer step, also one without groups."""
+        """`published` waits until the last step is published: a publish may run a collective, and every rank must run that before
+        the collectives of the next step. `surveys`: the trainer runs a collective before each optimizer step."""
         self._ports = ports
         self._published = published
         self._reader = RewardReader.of(ports)
-        # Never where steps are streamed (`resolve`).
+        # `resolve` refuses both with streamed steps.
         self._compares = ports.ranks > 1 and ports.advantage.needs_whole_step
         self._divides = ports.ranks > 1 and ports.config.algorithm.minibatches > 1
-        self._all_come = surveys or self._compares or self._divides
+        self._has_collectives = surveys or self._compares or self._divides
 
     async def microbatches(self, step: Step) -> list[Microbatch] | None:
-        """Of the claimed groups that were not trained yet. Where a batch takes several optimizer steps, they are in `step.parts`
-        instead. None: there is nothing to train now, and no rank expects this one to come along."""
+        """The microbatches of the claimed groups that were not trained yet. Where a batch takes several optimizer steps, sets
+        `step.parts` and returns None. None without parts: this rank has nothing to train, and no collective waits for it."""
         ports, rows = self._ports, step.untrained()
-        if not (rows or self._all_come):
+        if not (rows or self._has_collectives):
             return None
         judged = await less_penalties(ports, step, rows)
         if self._compares or self._divides:
@@ -77,7 +76,7 @@ class Building:
         parts = []
         for part in await minibatches(ports, rows):
             part = masked(ports, with_replayed(ports, self._reader, step, part))
-            trained, skipped = moving(ports, part)
+            trained, skipped = split_skipped(ports, part)
             parts.append(packed(ports, await with_logprobs(ports, trained), skipped))
         if versions_per_batch(ports.config) == 1:
             return parts[0]
@@ -89,7 +88,7 @@ class Building:
 
 
 async def less_penalties(ports: Ports, step: Step, rows: list[Rows]) -> list[Rows]:
-    """With the KL to the reference taken off the rewards, where that is asked for: for the comparison alone."""
+    """Subtract the KL to the reference from the rewards, where that is configured. Only the advantages read these rewards."""
     if ports.reward_penalty is None:
         return rows
     await fill(ports, REFERENCE, rows)
@@ -103,7 +102,7 @@ async def less_penalties(ports: Ports, step: Step, rows: list[Rows]) -> list[Row
 
 
 async def advantages_of(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
-    """Of these rows; `over_ranks`: compared with those of all ranks, which is a collective. Errors: whatever the collective raises
+    """The advantages of these rows. `over_ranks`: the estimator compares the groups of all ranks, by a collective, which raises
     where a rank is gone."""
     groups = [each.group for each in rows]
     if over_ranks:
@@ -112,14 +111,14 @@ async def advantages_of(ports: Ports, reader: RewardReader, rows: list[Rows], *,
     try:
         return reader.advantages(groups)
     except Exception as error:
-        # Of an estimator that compares the whole step, a group alone says nothing.
+        # Such an estimator cannot be tried on one group, so no group can be blamed.
         if ports.advantage.needs_whole_step:
             raise
         raise GroupsFailed(_first_that_fails(rows, lambda each: reader.advantages([each.group])), error) from error
 
 
 async def with_advantages(ports: Ports, rows: list[Rows], advantages: Advantages) -> list[Rows]:
-    """With their column of advantages, on which the hook has the last word."""
+    """Write the column of advantages. The hook `after_advantages` may replace its values."""
     for each in rows:
         values = advantages[each.group_id]
         if not (np.abs(values) <= FLOAT32).all():
@@ -133,7 +132,7 @@ async def with_advantages(ports: Ports, rows: list[Rows], advantages: Advantages
 
 
 async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
-    """The rows of each minibatch, in order. With several of them and several ranks a collective."""
+    """The rows of each minibatch, in order. A collective, unless there is one minibatch."""
     count = ports.config.algorithm.minibatches
     if count == 1:
         return [rows]
@@ -142,10 +141,10 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
 
 
 def with_replayed(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
-    """With a replayed group in the place of each one without a signal, where the buffer has one."""
+    """Replace each group without a signal by a replayed group, as long as the buffer has one."""
     if ports.replay is None:
         return rows
-    # The last optimizer step of the batch counts for the age.
+    # The age of a replayed group is taken at the last optimizer step of the batch.
     last, chosen = step.version + versions_per_batch(ports.config) - 1, []
     for each in rows:
         if not any(each.columns[ADVANTAGES]):
@@ -159,7 +158,7 @@ def with_replayed(ports: Ports, reader: RewardReader, step: Step, rows: list[Row
 
 
 def masked(ports: Ports, rows: list[Rows]) -> list[Rows]:
-    """Without the tokens of completions that were cut off or are too long, where that is asked for."""
+    """Mask the tokens of completions that were cut off or are too long, as `algorithm.mask` says."""
     mask = ports.config.algorithm.mask
     return [
         replace(each, group=without_overlong(each.group, truncated=mask.truncated, longest=mask.longer_than))
@@ -167,8 +166,8 @@ def masked(ports: Ports, rows: list[Rows]) -> list[Rows]:
     ]
 
 
-def moving(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
-    """The rows that can move a weight, and those that need not run: `resolve` allows that only where it changes no gradient."""
+def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """(rows to train, rows to skip): advantages of 0 give no gradient. `resolve` refuses to skip where they would."""
     if not ports.config.train.skip_zero_advantage:
         return rows, []
     moves = [any(each.columns[ADVANTAGES]) for each in rows]
@@ -177,8 +176,8 @@ def moving(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
 
 
 async def with_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
-    """With the columns of log-probs that the loss asks for. Those of the policy are computed once, before the first optimizer step
-    of the batch."""
+    """Compute the columns of log-probs that the loss reads. Log-probs of the policy are computed once, before the first optimizer
+    step of the batch."""
     if ports.loss.needs_reference:
         await fill(ports, REFERENCE, rows)
     algorithm = ports.config.algorithm
@@ -188,7 +187,7 @@ async def with_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
 
 
 def packed(ports: Ports, rows: list[Rows], skipped: list[Rows]) -> list[Microbatch]:
-    """The microbatches of these rows, and one that counts those that are skipped."""
+    """The microbatches of `rows`, and one without tokens for the counts of the `skipped` rows."""
     try:
         batches = _pack(ports, rows)
     except Exception as error:
@@ -214,7 +213,7 @@ async def fill(ports: Ports, column: str, rows: Sequence[Rows]) -> None:
         if each.group_id in ports.store:
             ports.book.write(each.group_id, column, values)
         else:
-            # From the replay buffer.
+            # The store does not hold replayed groups.
             each.columns[column] = values
 
 
@@ -238,7 +237,7 @@ async def logprob_columns(
 
 @dataclass(frozen=True, slots=True)
 class RewardReader:
-    """How this run reads rewards. `weights`: of the components, by name; `scale_by_length`: `reward.scale_adv_by_len`."""
+    """Turns groups into the rewards that the estimator compares. `weights`: of the reward components, by name."""
 
     estimator: Estimator
     weights: Mapping[str, float]
@@ -265,16 +264,16 @@ class RewardReader:
         return self.estimator.has_signal(self.numbers(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Of `groups`: all groups of the step where the estimator needs the whole step, else any of them."""
+        """`groups`: all groups of the step where the estimator needs the whole step, else any of them."""
         return _by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
 
 
 def of_rank(
     estimator: Estimator, parts: Sequence[Sequence[tuple[int, GroupRewards]]], rank: int
 ) -> list[npt.NDArray[np.float64]]:
-    """[G] of every group of `parts[rank]`, with the statistics of all parts. `parts`: by rank, (group id, its rewards)."""
+    """[G] for each group of `parts[rank]`, by statistics of all parts. `parts`: by rank, (group id, rewards of the group)."""
     places = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
-    # As one rank sorts them: the rounding of the sums depends on the order.
+    # Every rank needs the same order: the rounding of sums depends on it.
     places.sort()
     values = estimator.of_step([parts[r][i][1] for _, r, i in places])
     found = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
@@ -289,7 +288,7 @@ def parts_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[i
 
 
 def counted_only(groups: Sequence[Group]) -> Microbatch:
-    """A microbatch without a token that brings nothing but the counts of `groups`, which need not run."""
+    """A microbatch without tokens: it adds the counts of skipped `groups` to N."""
     none, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
     trajectories = [t for group in groups for t in group.trajectories]
     return Microbatch(
@@ -323,7 +322,7 @@ def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]
 
 
 def _pack(ports: Ports, rows: Sequence[Rows], *, advantages: bool = True) -> list[Microbatch]:
-    """With zeros where the advantages are not known yet."""
+    """`advantages` False: they are not known yet, and zeros stand in their place."""
     groups = [
         (each.group, each.columns[ADVANTAGES] if advantages else np.zeros(len(each.group.trajectories)))
         for each in rows
@@ -332,7 +331,7 @@ def _pack(ports: Ports, rows: Sequence[Rows], *, advantages: bool = True) -> lis
 
 
 def _first_that_fails(rows: Sequence[Rows], alone: Callable[[Rows], object]) -> list[int]:
-    """Of groups that failed together the id of the first one that fails by itself; all ids where none does."""
+    """The id of the first group that fails alone; all ids where every group works alone."""
     for each in rows:
         try:
             alone(each)

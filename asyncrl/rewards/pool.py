@@ -14,24 +14,23 @@
 | -         | a cancelled coroutine's end | `CANCEL_GRACE_S`      | it ends; else its worker is killed    |
 
 Guarantees
-* A worker runs up to `concurrency` calls of `async def` functions at a time, and one call of any other function. That one stops
-  the coroutines of its worker as long as it runs; their deadlines move by that time, and none begins there meanwhile. It goes where
-  the fewest are.
-* After a deadline, a crash or a cancelled caller the worker of a function that is not async is killed and replaced. A coroutine is
-  cancelled alone; where it does not end, its worker is killed, too. No answer to an old request is ever taken for a new one
-  (requests have ids).
-* A call whose worker is killed because of another one is asked again, once. So is a coroutine in whose company a worker crashed,
-  alone this time, so that the one which crashes is found.
+* A worker runs up to `concurrency` calls of `async def` functions at a time, and one blocking call (of any other function). A
+  blocking call goes to the worker with the fewest calls. While it runs, the coroutines of its worker stand still: their deadlines
+  move by that time, and no other call starts there.
+* After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
+  alone; where it does not end, its worker is killed, too. Requests have ids: no answer to an old request is taken for a new one.
+* A call whose worker was killed because of another call is sent again, once. Where a worker crashes with several coroutines, each
+  is sent again once, each without company, which finds the one that crashes.
 * An `async def` function that raised, crashed or missed its deadline is tried again up to `retries` times, each with a deadline of
   its own; counted as `reward/{fn}/retries`.
-* Callers of the same kind (async or not) get workers in the order in which they asked. A caller that is cancelled while it waits
-  loses nothing.
+* Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
+  while it waits takes no worker.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. A
   successor that dies or stands still before it has loaded them is started again, `MOST_STARTS` times in all.
-* A worker that is worn (it gained `max_mib` of memory, or had `max_calls`) goes on until its successor has loaded the functions,
-  and leaves when its last call has ended. One successor starts at a time.
-* Closing ends every worker, also when the block is left by an error or a cancellation. What a worker had started ends with it
-  (concurrency/guard.py), also where this process is killed; opening ends what dead runs left (leftovers.py there).
+* A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
+  functions, and ends after its last call. One successor starts at a time.
+* Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, also where this
+  process is killed (concurrency/guard.py). Opening kills what dead runs left behind (concurrency/leftovers.py).
 
 Opened and closed in the same task, on the loop's thread.
 """
@@ -68,16 +67,15 @@ from .process import RewardCall, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
 
-# For idle workers to leave, which includes that they are killed.
-CLOSE_GRACE_S = 3.0
+CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
-LOAD_S = 300.0  # for the imports of the user's functions
-# Once a worker has loaded them, the next one has ten times what that took, and this at least.
+LOAD_S = 300.0  # for the first worker to import the functions
+# Later workers have ten times the time of the one before, and this at least.
 RELOAD_S = 60.0
-MOST_STARTS = 3  # of a successor, one after the other
+MOST_STARTS = 3  # tries to start one successor
 _LONGEST_BACKOFF_S = 60.0
-_AGAIN_S = 1.0
-_NAMED = 4  # calls in the message about a crash
+_START_RETRY_S = 1.0
+_MOST_NAMED = 4  # calls in the message about a crash
 
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
@@ -91,11 +89,10 @@ class _PoolState(Enum):
 class RewardPool:
     """See the module docstring. `timeout_s` is the deadline of one call of one function on one group, in seconds.
 
-    `on_error` decides what a function that raised, crashed or missed its deadline means: `fail` raises, `none` counts
-    the component as not applicable, `zero` as 0; the last two are logged and counted as `reward/{fn}/errors`.
-    `max_mib` and `max_calls` bound what one worker gains in memory and how often it is called (None: without bound); then
-    another takes its place, which `reward/workers_recycled` counts. `concurrency` and `retries` are about `async def` functions:
-    calls that one worker runs at a time, and how often one that failed is tried again.
+    `on_error` decides what happens where a function raises, crashes or misses its deadline: `fail` raises, `none` makes the
+    component not applicable, `zero` makes it 0; `none` and `zero` log the error and count it as `reward/{fn}/errors`. A worker is
+    replaced after it gained `max_mib` of memory or had `max_calls` calls (None: no limit); `reward/workers_recycled` counts that.
+    `concurrency` and `retries` apply to `async def` functions: calls at a time in one worker, and tries after a failed one.
     """
 
     def __init__(
@@ -122,31 +119,28 @@ class RewardPool:
         self._concurrency = concurrency
         self._retries = retries
         self._jitter = random.Random()  # not the one that a user seeds
-        # Of the callers that wait for a worker with room: for coroutines, and for calls that run alone.
+        # The queues of callers that wait for a worker: for coroutines, and for blocking calls.
         self._turns = (anyio.Lock(), anyio.Lock())
         self._changed = anyio.Event()
-        # Of known rows, by source: a function that needs others is refused.
+        # By data source: a function with a parameter that is no column is refused.
         self.columns: Sequence[Sequence[str]] = ()
-        self.progress: Callable[[], Mapping[str, Any]] = lambda: {
-            "global_step": 0,
-            "max_steps": None,
-        }  # of the run, now
+        self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
         self._state = _PoolState.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
         self._alive: set[RewardWorker] = set()
-        self._broken: AsyncrlError | None = None  # why workers cannot be replaced any more
+        self._broken: AsyncrlError | None = None  # why dead workers cannot be replaced
         self._tasks: TaskGroup | None = None
         self._renewal = anyio.Lock()
-        self._started = 0  # workers, which gives each a mark of its own
-        self._load_s = LOAD_S  # that the next worker has to load the functions
+        self._started = 0  # number of started workers: the mark of the next one
+        self._load_s = LOAD_S  # time limit of the next worker for its imports
 
     @classmethod
     def from_config(
         cls, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
     ) -> RewardPool:
-        """`functions`: in the place of those of the configuration."""
+        """`functions`: used instead of the functions of the configuration."""
         specs = functions or [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
         limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
@@ -158,7 +152,7 @@ class RewardPool:
 
     @property
     def calls_at_once(self) -> int:
-        """How many calls may be under way; known once the pool is open."""
+        """How many calls may run at a time; known once the pool is open."""
         return self._workers * (self._concurrency if any(f.asynchronous for f in self._loaded) else 1)
 
     @property
@@ -174,15 +168,14 @@ class RewardPool:
             raise LifecycleError("a reward pool can be opened once; make a new one")
         self._state = _PoolState.OPEN
         self._owner = asyncio.current_task()
-        # Replacements start where the first workers did, wherever the run goes.
-        self._folder = os.getcwd()
+        self._folder = os.getcwd()  # later workers start here, too, if the run changes its folder
         sources = [source_of(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
             if self._specs:
-                left = await offload(kill_leftovers, "leftovers")
-                if left:
-                    logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
+                killed = await offload(kill_leftovers, "leftovers")
+                if killed:
+                    logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(killed))
                 await self._start_all()
         except BaseException:
             await self._close()
@@ -203,7 +196,7 @@ class RewardPool:
         async def start_one() -> None:
             _, self._loaded = await self._start()
 
-        # The first error ends it: the others would say the same.
+        # The first error cancels the other starts: they would fail in the same way.
         async with plain_task_group() as starters:
             for _ in range(self._workers):
                 starters.start_soon(start_one)
@@ -224,7 +217,7 @@ class RewardPool:
                 if process.usable and process.serving and not process.calls:
                     process.hang_up()
                 elif process.usable:
-                    # A caller is still waiting for it, and is told that the pool closed.
+                    # Its callers raise that the pool was closed.
                     process.kill()
             if self._tasks is not None:
                 self._tasks.cancel_scope.shield = True
@@ -236,7 +229,7 @@ class RewardPool:
             await self._end(*self._alive)
 
     async def _end(self, *processes: RewardWorker) -> None:
-        """Kill those that live, and wait until nothing of them is left, whatever is cancelled meanwhile."""
+        """Kill these workers and wait until they have ended, even if this task is cancelled meanwhile."""
         cancelled = None
         for process in processes:
             process.kill()
@@ -248,7 +241,7 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Keep one place filled."""
+        """Start a successor each time the worker of this place ends or is worn."""
         while True:
             process.serving = True
             self._notify()
@@ -256,7 +249,7 @@ class RewardPool:
                 successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
-                # Nobody must wait for a worker that will never come.
+                # Callers that wait for a worker raise now.
                 self._notify()
                 return
             if successor is None:
@@ -265,7 +258,7 @@ class RewardPool:
             process = successor
 
     async def _successor(self, process: RewardWorker) -> RewardWorker | None:
-        """Who comes after a worker that has ended, or is worn and goes on meanwhile. None: the pool was closed."""
+        """Wait until the worker has ended or is worn, then start its successor. None: the pool was closed."""
         while True:
             await process.attention.wait()
             if process.ended.done():
@@ -284,9 +277,9 @@ class RewardPool:
             process.serving = False
             if not process.calls:
                 process.hang_up()
-            self._tasks.start_soon(self._see_off, process, name=f"end of reward worker {process.pid}")
+            self._tasks.start_soon(self._wait_ended, process, name=f"end of reward worker {process.pid}")
             return successor
-        await self._see_off(process)
+        await self._wait_ended(process)
         for tries in range(1, MOST_STARTS + 1):
             if self._state is _PoolState.CLOSED:
                 break
@@ -299,16 +292,16 @@ class RewardPool:
                 logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
         return None
 
-    async def _see_off(self, process: RewardWorker) -> None:
-        """Until nothing is left of a worker that has ended, or will in its own time."""
+    async def _wait_ended(self, process: RewardWorker) -> None:
+        """Wait until the worker has ended by itself. Where its guard was killed, kill what the worker left behind."""
         await asyncio.wait([process.ended])
         await self._end(process)
-        if process.guard_was_killed and (left := await offload(partial(kill_leftovers, process.mark), "leftovers")):
+        if process.guard_was_killed and (killed := await offload(partial(kill_leftovers, process.mark), "leftovers")):
             logger.warning(
-                "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(left)
+                "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(killed)
             )
 
-    def _look_at_wear(self, process: RewardWorker) -> None:
+    def _check_wear(self, process: RewardWorker) -> None:
         calls, grown = process.wear
         leaked = self._max_mib is not None and grown > self._max_mib << 20
         if process.worn or not (leaked or (self._max_calls is not None and calls >= self._max_calls)):
@@ -322,15 +315,15 @@ class RewardPool:
         process.attention.set()
 
     async def _start(self) -> tuple[RewardWorker, list[LoadedFunction]]:
-        """Start one worker and load the functions in it; it is then in `_alive`."""
+        """Start one worker, add it to `_alive`, and load the functions in it."""
         self._started += 1
         try:
             process = RewardWorker(self._folder, mark_of(self._started))
         except OSError as error:
-            if self._tasks is None:  # the run is being opened
+            if self._tasks is None:  # the pool is being opened
                 raise
-            # For a moment there was no process to be had, or no descriptor.
-            await anyio.sleep(_AGAIN_S)
+            # Processes or descriptors may have run out for a moment.
+            await anyio.sleep(_START_RETRY_S)
             raise RewardCrash(f"no reward worker could be started: {error}") from error
         self._alive.add(process)
         try:
@@ -349,7 +342,7 @@ class RewardPool:
         # Callers of the same kind get workers in the order in which they asked.
         async with self._turns[call.alone]:
             while True:
-                # The loop is notified of workers that ended before: none of them is given out.
+                # The loop first learns which workers have ended, so that no dead one is given out.
                 await anyio.lowlevel.checkpoint()
                 if self._state is _PoolState.CLOSED:
                     raise LifecycleError("the reward pool was closed while a group waited for a worker")
@@ -361,12 +354,12 @@ class RewardPool:
                 await self._changed.wait()
 
     def _notify(self) -> None:
-        """A worker has room, or none will ever have."""
+        """Wake the callers that wait: a worker has room, or the pool is closed or broken."""
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _with_room(self, call: RewardCall) -> RewardWorker | None:
-        """The one with the fewest calls. One that ended while it was idle is no longer usable; its keeper starts the next."""
+    def _with_room(self, call: Call) -> RewardWorker | None:
+        """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
         most = math.inf if call.alone else self._concurrency
         fit = [
             process
@@ -387,9 +380,9 @@ class RewardPool:
     # ---- scoring
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same trajectories, in order, with `components` and `reward` (the weighted sum of what applies).
+        """The same trajectories, in order, with `components` and `reward` (the weighted sum of the components that apply).
 
-        A reward that the environment itself gave is added to the sum. Without functions they come back as they are.
+        A reward that the environment gave is added to the sum. Without functions the trajectories are returned unchanged.
         Errors: `RewardError` and its kinds where `on_error` is `fail`; `LifecycleError` where the pool is not open.
         """
         if self._state is not _PoolState.OPEN:
@@ -405,9 +398,9 @@ class RewardPool:
             async def call(function: LoadedFunction) -> None:
                 request = {"function": function.index, "completions": len(members), "state": state}
                 request["arguments"] = function.select(arguments)
-                answers[function.name] = await self._as_configured(function, prompt.group_id, members, request)
+                answers[function.name] = await self._call_or_default(function, prompt.group_id, members, request)
 
-            # The first error ends it: the answers of the other functions are not needed any more.
+            # The first error cancels the other calls: their answers are not needed.
             async with plain_task_group() as calls:
                 for function in self._loaded:
                     calls.start_soon(call, function)
@@ -418,10 +411,10 @@ class RewardPool:
             scored.append(with_scores(trajectory, scores, self._weights, self._recorder, extras))
         return scored
 
-    async def _as_configured(
+    async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
-        """The answer, with what `on_error` makes of a call that failed and of members whose score is none."""
+        """The answer. A failed call, and a member without a valid score, get the value that `on_error` names."""
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)
@@ -445,13 +438,12 @@ class RewardPool:
             return answer
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """The answer, where need be after some tries. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`, each naming the
-        function."""
+        """The answer, after up to `retries` further tries. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         tries = 0
         while True:
             try:
-                return await self._asked(function, group_id, request)
+                return await self._try_once(function, group_id, request)
             except RewardError as error:
                 if not function.asynchronous or tries == self._retries or self._broken is not None:
                     raise
@@ -462,8 +454,8 @@ class RewardPool:
             with self._recorder.wait(who, what, on="its next try", cause="reward"):
                 await anyio.sleep(pause)
 
-    async def _asked(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """One try: a call that lost its worker to another one is asked a second time."""
+    async def _try_once(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
+        """One try. A call whose worker died because of another call is sent a second time."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         alone, again = not function.asynchronous, False
         while True:
@@ -483,8 +475,8 @@ class RewardPool:
                     f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
                 )
                 if company:
-                    more = f", and {len(company) - _NAMED} more" if len(company) > _NAMED else ""
-                    crashed += f"; in flight there were also {', '.join(company[:_NAMED])}{more}"
+                    more = f", and {len(company) - _MOST_NAMED} more" if len(company) > _MOST_NAMED else ""
+                    crashed += f"; in flight there were also {', '.join(company[:_MOST_NAMED])}{more}"
                 if again or not (process.killed_for or (function.asynchronous and company)):
                     raise RewardCrash(crashed) from None
                 alone, again = alone or not process.killed_for, True
@@ -493,14 +485,14 @@ class RewardPool:
     async def _answer(
         self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: RewardCall
     ) -> Answer:
-        """Of the worker that this call was given, which is released. Errors: `WorkerDiedError` where it ended; RewardError."""
+        """Send the call to this worker, release the worker, and return the answer. Errors: WorkerDiedError, RewardError."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         number: int | None = None
         try:
             with (
                 self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),
                 self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.place}", group=group_id),
-                self._others_stand_still(process, call),
+                self._deadlines_moved(process, call),
                 anyio.fail_after(self._timeout_s) as call.scope,
             ):
                 number = process.send(request)
@@ -509,22 +501,22 @@ class RewardPool:
             self._release(process, call)
             raise
         except BaseException as error:
-            # A deadline, or a cancellation: it may be in the middle of the call.
+            # After a deadline or a cancellation the worker may still run the call.
             late = f"{what} did not answer within {self._timeout_s:g} s (group {group_id})"
             self._abandon(process, call, number, late)
             if not isinstance(error, TimeoutError):
                 raise
             how = f"its worker {process.pid} was killed and is being replaced" if call.alone else "it was cancelled"
             raise RewardTimeout(f"{late}; {how}") from None
-        self._look_at_wear(process)
+        self._check_wear(process)
         self._release(process, call)
         if "error" in reply:
             raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply['error'])}")
         return Answer(**reply["answer"])
 
     @contextmanager
-    def _others_stand_still(self, process: RewardWorker, call: RewardCall) -> Iterator[None]:
-        """While a call runs alone, the coroutines of its worker do not, and their deadlines move."""
+    def _deadlines_moved(self, process: RewardWorker, call: Call) -> Iterator[None]:
+        """Move the deadlines of the worker's coroutines by the time of a blocking call, during which they stand still."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
         for other in others:
@@ -535,9 +527,9 @@ class RewardPool:
             for other in others:
                 other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
 
-    def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
-        """Nobody waits for this call any more."""
-        if number is None:  # it was not sent
+    def _abandon(self, process: RewardWorker, call: Call, number: int | None, why: str) -> None:
+        """End a call without a caller: cancel its coroutine, or kill its worker."""
+        if number is None:  # the request was not sent
             self._release(process, call)
         elif call.alone or self._state is not _PoolState.OPEN:
             process.killed_for = why
@@ -546,11 +538,11 @@ class RewardPool:
         else:
             assert self._tasks is not None
             process.cancel(number)
-            self._tasks.start_soon(self._until_ended, process, call, number, why, name=f"end of {call.what}")
+            self._tasks.start_soon(self._wait_cancelled, process, call, number, why, name=f"end of {call.what}")
 
-    async def _until_ended(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
-        """Of a coroutine that was cancelled: kill its worker where it does not end. It cannot, as long as another call stands in
-        its way."""
+    async def _wait_cancelled(self, process: RewardWorker, call: Call, number: int, why: str) -> None:
+        """Wait for a cancelled coroutine; kill its worker where it does not end in time. It cannot end while a blocking call runs,
+        so the time of such calls is added."""
         now = anyio.current_time()
         longer = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
         call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + longer)

@@ -1,4 +1,4 @@
-"""One worker as the node sees it, for one life of its process: what it was sent, what it reported, and how it ended."""
+"""The parent's end of one worker process: what it was sent, what it reported, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncrl.types import GenerationRequest
 from .wire import requests_message
 
 PROGRAM = "asyncrl.generation.worker.main"
-# For a worker that was asked to end, before it is killed.
+# A worker that was asked to end is killed after this time.
 LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is made of. `message`: the first that it is sent; `fds`: what it inherits, under the same numbers;
-    `environment`: beside ours; `log`: the file of its output."""
+    """How a worker is started. `message`: the first message to it; `fds`: descriptors that it inherits, under the same numbers;
+    `environment`: variables added to those of this process; `log`: the file of its output."""
 
     message: Mapping[str, Any]
     fds: Sequence[int]
@@ -39,18 +39,18 @@ class Peer:
     def __init__(self, number: int, setup: Setup) -> None:
         """Starts the process. Errors: OSError."""
         self.number = number
-        # It has loaded its model.
+        # Whether the worker has loaded its model.
         self.ready = False
-        # Versions of the weights: that it computes with, and that it was sent last.
+        # `bound`: the version that the worker computes with. `target`: the version it was sent last.
         self.bound = self.target = -1
-        # Of its newest report. `closure`: what its lane computes, and for how many seconds.
+        # From the newest report. `closure`: name of what runs on the worker's lane, and for how many seconds.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Loop times: of its newest message, and when its processor time was last seen to grow.
+        # Loop times of the newest message, and of the last check at which its processor time had grown.
         self.heard = self._computed = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
-        # Why it was killed.
+        # Why the worker was killed.
         self._reason: str | None = None
         self._outbox: list[tuple[int, GenerationRequest | None]] = []
         environment, output = os.environ | setup.environment, open_output(setup.log)
@@ -58,13 +58,13 @@ class Peer:
         self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
-        """Send a request, or (None) that it was given up, in order. Those of one turn of the loop go together."""
+        """Send a request, or None to cancel it. Requests of one turn of the loop go out in one message, in order."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append((number, request))
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """These are the weights now: it moves to them between two closures, and answers; then it compares."""
+        """Tell the worker to move to these weights. It binds them between two closures, reports that, and compares `outputs`."""
         self.target = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
@@ -74,8 +74,8 @@ class Peer:
         self.process.channel.send(message, data)
 
     async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:
-        """Until it ends: keep what it reports, and pass its messages on. Errors: WorkerDied; DivergenceError where its weights are
-        wrong; ConfigError where its engine refused."""
+        """Receive messages until the worker ends; store its reports. Errors: WorkerDied; DivergenceError for wrong weights;
+        ConfigError where its engine refused."""
         while True:
             try:
                 message = await self.process.channel.receive()
@@ -83,7 +83,7 @@ class Peer:
                 self._leaving = True
                 if isinstance(error, TransportError):
                     self.kill(str(error))
-                # Who hung up may be writing its last lines.
+                # A worker that closed its channel may still write the error that ends it.
                 await self.process.aclose(LEAVE_S)
                 raise self._died() from None
             self.heard = asyncio.get_running_loop().time()
@@ -103,7 +103,7 @@ class Peer:
             on_message(self, message)
 
     def kill(self, reason: str) -> None:
-        """At once; `receive` ends with the reason."""
+        """Kill the worker at once; `receive` raises WorkerDied with this reason."""
         self._reason = reason
         self.process.kill()
 
@@ -112,15 +112,16 @@ class Peer:
         return WorkerDied(self.number, self.process.pid, status, self.process.last_lines())
 
     def culprit(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
-        """What is wrong with a process that lives, in words; None: nothing is. `start_s`: of silence, or in one closure, for one
-        that is starting. That one may import torch in silence, but has `silent_s` alone where it does not even compute."""
+        """Why a living worker hangs, as a sentence; None: it does not. Limits: `silent_s` without a message, `closure_s` in one
+        closure. A worker that is starting has `start_s` for both, and `silent_s` without using a processor: importing torch
+        takes long, but it computes."""
         if self._leaving:
             return None
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
         if processor_s != self._processor_s:
             self._processor_s, self._computed = processor_s, now
-        silent, still = now - self.heard, now - max(self.heard, self._computed)
-        if silent > (silent_s if self.ready else start_s) or still > silent_s:
+        silent, idle = now - self.heard, now - max(self.heard, self._computed)
+        if silent > (silent_s if self.ready else start_s) or idle > silent_s:
             return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
         if self.closure is not None and self.closure[1] > (closure_s if self.ready else start_s):
             return f"its closure {self.closure[0]} has run for {self.closure[1]:.0f} s"
