@@ -21,12 +21,13 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-RoutesArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]  # [L, layers, k] experts; -1: not known (records/routes.py)
+# [L, layers, k] experts; -1: not known (records/routes.py)
+RoutesArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-# Logits are divided by it and gradients once more, in float32: within these bounds both stay finite. Greedy sampling
-# (temperature 0) has no distribution that a step could compare with.
+# Logits and gradients are divided by the temperature in float32: within these bounds both stay finite. Greedy sampling
+# (temperature 0) has no distribution whose log-probs a step could compare.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e6
 
 
@@ -44,7 +45,7 @@ class Normaliser(StrEnum):
     TOKENS = "tokens"  # tokens with loss mask 1
     SEQUENCES = "sequences"  # sequences, fully masked ones included
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
-    # Of all ranks; for sums that were divided inside a microbatch (bnpo): never streamed.
+    # Microbatches of all ranks. For sums that each microbatch divides itself (bnpo); never with streamed steps.
     MICROBATCHES = "microbatches"
     NONE = "none"  # a plain sum
 
@@ -52,12 +53,12 @@ class Normaliser(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample. `temperature = 0` is greedy, any other is from `LOWEST_TEMPERATURE` to `HIGHEST_TEMPERATURE`; every other
-    default is off. In this order: bias, repetition penalty, frequency and presence penalty, bans (`bad_words`, and what ends a
-    completion before `min_tokens`), temperature, `top_k`, `top_p`, `min_p`.
+    default is off. The order: bias, repetition penalty, frequency and presence penalty, bans (`bad_words`, and stop tokens before
+    `min_tokens`), temperature, `top_k`, `top_p`, `min_p`.
 
-    logit_bias: token id -> what is added to its logit, -100 to 100. repetition_penalty: of tokens in prompt and completion, as in
-    transformers and vLLM; frequency and presence penalty: of tokens in the completion, as OpenAI's. bad_words: token ids of each;
-    the last of them is never sampled behind the others. min_tokens: no stop token or stop string ends a completion before.
+    logit_bias: token id -> number added to its logit, -100 to 100. repetition_penalty: for tokens in prompt and completion, as in
+    transformers and vLLM; frequency and presence penalty: for tokens in the completion, as in OpenAI's API. bad_words: the token
+    ids of each; the last id is never sampled after the others. min_tokens: no stop token or stop string ends a shorter completion.
     """
 
     temperature: float = 1.0
@@ -77,7 +78,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether it does more to the logits than to divide them by the temperature and to filter."""
+        """Whether bias, penalties or bans change the logits, beyond temperature and filters."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
@@ -86,8 +87,8 @@ class SamplingParams:
 class GenerationRequest:
     """One sequence to sample. Equal `prefix_key`s promise equal `prompt_ids`: the engine prefills such a prompt once.
 
-    `seed` alone decides the random numbers of this request: never its arrival or its neighbours in the batch. Of those that
-    wait, a smaller `priority` runs first, equal ones in the order of their arrival; one that runs is not stopped for another.
+    The random numbers of a request depend on `seed` alone, not on its arrival or its neighbours in the batch. Waiting requests
+    start by `priority`, the smallest first, then by arrival. A running request is not stopped for another one.
     """
 
     prompt_ids: Int32Array  # [P]
@@ -95,22 +96,22 @@ class GenerationRequest:
     seed: int
     prefix_key: str | None = None
     priority: int = 0
-    # Id of the group whose episode asks; in `preset: sync` it chooses the worker.
+    # Id of the group that this request belongs to; in `preset: sync` it chooses the worker.
     group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine answers. `token_ids` ends with the stop token where one was sampled."""
+    """A sampled completion. `token_ids` ends with the stop token where one was sampled."""
 
     token_ids: Int32Array  # [C]
     # [C] nats, at the sampling temperature over the whole vocabulary.
     logprobs: Float32Array
-    # [C] nats, as really sampled (after bias, penalties, bans and filters).
+    # [C] nats, of the distribution after bias, penalties, bans and filters.
     sampled_logprobs: Float32Array
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
-    # Of [P + C], the prompt's too; -1 for the last token, which ran nowhere.
+    # [P + C, layers, k], with the prompt; -1 for the last token, which no layer computed.
     routed_experts: RoutesArray | None = None
     stop: str | None = None  # the stop string that ended it
 
@@ -141,21 +142,21 @@ class Trajectory:
     # [L] True where the policy sampled the token and the loss may train it.
     mask: BoolArray
     logprobs: Float32Array  # [L] sampler, whole vocabulary, at `temperature`
-    sampled_logprobs: Float32Array  # [L] sampler, as really sampled
+    sampled_logprobs: Float32Array  # [L] sampler, after bias, penalties, bans and filters
     versions: Int32Array  # [L] sampling version; -1 where mask is 0
     temperature: float
     finish_reason: FinishReason
     completion: str | Messages = ""
     reward: float | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
-    extras: Mapping[str, Any] = field(default_factory=dict)  # by `FUNCTION/name`, what reward functions logged of it
+    extras: Mapping[str, Any] = field(default_factory=dict)  # `FUNCTION/name` -> value that it logged
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    # [L, layers, k] where the sampler sent each token; None: not recorded.
+    # [L, layers, k] experts that the sampler chose for each token; None: not recorded.
     routed_experts: RoutesArray | None = None
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version that sampled a token of this trajectory; -1 if it holds none."""
+        """The oldest policy version that sampled one of its trained tokens; -1 where no token is trained."""
         sampled = self.versions[self.mask]
         return int(sampled.min()) if sampled.size else -1
 
@@ -172,16 +173,16 @@ class Trajectory:
 
     @property
     def sampled_length(self) -> int:
-        """Tokens with mask 1: lengths that are punished, filtered or measured count these, not what a tool wrote."""
+        """Tokens with mask 1. Length penalties, filters and metrics count these alone, not tokens that a tool wrote."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Permission for one group to exist: a slot, with the deadline that the ledger stamped on it at admission."""
+    """The slot of one admitted group, with the deadline that the ledger gave it."""
 
     group_id: int
-    # Ledger turn (the policy version, where a batch is one optimizer step) of the admission.
+    # Ledger turn of the admission: the policy version, where a batch is one optimizer step.
     admitted: int
     # Admitted + max_staleness: the last turn at which the group may be trained.
     deadline: int
@@ -202,7 +203,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version behind its trained tokens; where none is trained, the one that it was admitted at."""
+        """The oldest policy version that sampled a trained token; the turn of its admission where no token is trained."""
         versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
         return min(versions, default=self.ticket.admitted)
 
@@ -211,7 +212,7 @@ class Group:
 class Microbatch:
     """Packed prefix trees: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`, one forward and backward.
 
-    A suffix token attends to its prefix and to its own suffix up to itself; its position goes on from the prefix.
+    A suffix token attends to its prefix and to its own suffix up to itself; positions continue from the prefix.
     Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state
     predicts `target[s]` (the last prefix token for the first token of a suffix).
     """
@@ -226,19 +227,19 @@ class Microbatch:
     source: Int64Array  # [S]
     target: Int64Array  # [S]
     sequence: Int64Array  # [S] in [0, B), non-decreasing
-    sampler_logprobs: Float32Array  # [S] the column of the whole vocabulary, at `temperature`
+    sampler_logprobs: Float32Array  # [S] over the whole vocabulary, at `temperature`
     temperature: Float32Array  # [S] > 0
     advantages: Float32Array  # [S]
     versions: Int32Array  # [S]
     group_ids: Int64Array  # [B]
     members: Int64Array  # [B]
-    old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
+    old_logprobs: Float32Array | None = None  # [S] None: those of the training forward, detached
     reference_logprobs: Float32Array | None = None  # [S]
-    # [T, layers, k] experts that each packed token is sent to; None: the routers choose.
+    # [T, layers, k] experts for each packed token; None: the routers choose.
     routes: RoutesArray | None = None
-    # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N.
+    # [S] tokens that the surrogate loss uses; None: all. A token that it does not use still counts in N.
     keep: BoolArray | None = None
-    # Of groups that are not here because they cannot move a weight: they count in N all the same.
+    # Counts of groups that were left out because their gradient is zero: N includes them.
     skipped_tokens: int = 0
     skipped_sequences: int = 0
 
@@ -255,7 +256,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What `finish_train_step` returns; metrics are already divided by their normalisers over all ranks."""
+    """The result of `finish_train_step`; metrics are already divided by their normalisers over all ranks."""
 
     version: int  # the new policy version
     loss: float
@@ -268,8 +269,8 @@ class StepResult:
 
 
 class PostedVersion(NamedTuple):
-    """Weights on the weight board, and the half that they lie in. `outputs`: what the trainer computes with them
-    (models/outputs.py); None: it does not say so this time."""
+    """A version on the weight board, and the half that holds it. `outputs`: log-probs of the fixed row, as the trainer computes
+    them (models/outputs.py); None: workers do not compare this version."""
 
     version: int
     half: int
@@ -280,14 +281,14 @@ class ClaimState(StrEnum):
     """The ledger's answer to a claim."""
 
     GRANTED = "granted"  # the group has a place in the open step
-    # Not this one now: the place is reserved for a group that must go first.
+    # The open places are reserved for groups with earlier deadlines.
     WAIT = "wait"
     FULL = "full"  # the step has no place left
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
-    """A snapshot; `admitted == live + claimed + held + trained + dropped + failed` at every moment."""
+    """Counts at one moment: `admitted == live + claimed + held + trained + dropped + failed` always holds."""
 
     turn: int
     live: int  # admitted, not yet claimed

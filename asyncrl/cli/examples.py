@@ -1,6 +1,6 @@
-"""`asyncrl examples [DIRECTORY]`: the example programs and configurations, listed or copied.
+"""`asyncrl examples [DIRECTORY]`: lists or copies the example programs and configurations.
 
-A wheel has them in `asyncrl/examples` (setup.py puts them there), a checkout beside the package.
+A wheel holds the examples in `asyncrl/examples` (setup.py copies them), a checkout beside the package.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all of them into a directory (2: it has one of them already)"
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into a directory (exit code 2: the directory has one already)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def examples() -> list[Path]:
-    """Errors: FileNotFoundError, an installation without them."""
+    """The files of the examples. Errors: FileNotFoundError where the installation has none."""
     places = (PACKAGE / "examples", PACKAGE.parent / "examples")
     found = next((place for place in places if (place / "quickstart.yaml").exists()), None)
     if found is None:
@@ -24,15 +24,15 @@ def examples() -> list[Path]:
     return sorted(path for path in found.iterdir() if path.suffix in (".py", ".yaml"))
 
 
-def sentence(path: Path) -> str:
-    """What an example says of itself first."""
+def first_line(path: Path) -> str:
+    """The first line of an example's docstring, or of its comment."""
     text = path.read_text(encoding="utf-8")
-    about = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.partition("\n")[0].lstrip("# ")
-    return about.partition("\n")[0]
+    lines = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.lstrip("# ")
+    return lines.partition("\n")[0]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2."""
+    """Run the command. Returns exit code 0, or 2 after an error."""
     if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
         print(USAGE)
         return 0 if arguments[0] in ("-h", "--help") else 2
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
         found = examples()
         if arguments:
             target = Path(arguments[0])
-            there = [path.name for path in found if (target / path.name).exists()]
-            if there:
+            existing = [path.name for path in found if (target / path.name).exists()]
+            if existing:
                 raise FileExistsError(
-                    f"{target} has {', '.join(there)} already; nothing was copied: choose another one"
+                    f"{target} has {', '.join(existing)} already; nothing was copied: choose another one"
                 )
             target.mkdir(parents=True, exist_ok=True)
             for path in found:
@@ -54,6 +54,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"asyncrl examples: {error}", file=sys.stderr)
         return 2
     width = max(len(path.name) for path in found)
-    print("\n".join(f"{path.name:{width}}  {sentence(path)}" for path in found))
+    print("\n".join(f"{path.name:{width}}  {first_line(path)}" for path in found))
     print("\nasyncrl examples DIRECTORY copies them there")
     return 0

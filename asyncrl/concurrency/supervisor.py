@@ -65,8 +65,7 @@ class Supervisor:
         suppressed: bool | None = None
         unknown: BaseException | None = None
         try:
-            # The types do not say that all three are None or none is.
-            suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+            suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # all three are None, or none is
         except BaseException as exc:
             unknown = exc
         finally:

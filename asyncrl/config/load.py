@@ -26,9 +26,9 @@ from .schema import Config, schema_of
 from .section import at_home
 from .text import parse_file, parse_value
 
-# The beginning, the number of the shard, how many there are; what older versions of `datasets` write behind them.
+# Name, number of the shard, count of shards, and the hash that older versions of `datasets` append.
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?\.parquet")
-# A path, or `file.py:name`; of lists, the key of an item that holds it.
+# Settings that hold a path or `file.py:name`; for a list of mappings, the key of the item that does.
 _NAMES = (
     "data.train data.eval model.path model.tokenizer hooks rollout.environment algorithm.loss algorithm.advantage "
     "reward.functions reward.functions.function reward.model reward.model.path"
@@ -42,7 +42,7 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
     Errors: `ConfigError` with the dotted key, where it came from, and the nearest existing name or what was expected.
     """
     tree: dict[str, Any] = {}
-    # Dotted key -> where it was set last.
+    # Dotted key -> file and line, or override, that set it last.
     origin: dict[str, str] = {}
     for file in files:
         _merge(tree, _read(Path(file), origin))
@@ -55,22 +55,22 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
         return schema.model_validate(tree)
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
-        found = [text for item in items for text in _complaints(item, origin, schema)]
-        raise ConfigError("\n".join(dict.fromkeys(found))) from None
+        lines = [text for item in items for text in _error_lines(item, origin, schema)]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
 def parquet_shards(path: Path) -> list[Path]:
-    """The files that `path` is the common beginning of: `data/train` for `data/train-00000-of-00002.parquet`, ..."""
+    """The shards of `path`: `data/train-00000-of-00002.parquet`, ... for `data/train`."""
     files = sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet"))
     return [file for file in files if (shard := SHARD.fullmatch(file.name)) and shard[1] == path.name]
 
 
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and what was typed: `a.b=value`, `--a.b=value` or `--a.b value`; a dash in a name is an underscore. Values are
-    YAML.
+    """Yields name, value and typed text of `a.b=value`, `--a.b=value` or `--a.b value`; a dash in a name is an underscore. Values
+    are YAML.
 
-    A bare `--a.b` is true where the setting is a switch. Where the setting is a string, or a list of them, the text is taken as it
-    stands unless it is quoted YAML, null or a YAML list. Errors: `ConfigError`.
+    `--a.b` without a value is true where the setting is a switch. Where the setting is a string or a list of strings, the text is
+    the value, unless it is quoted YAML, null or a YAML list. Errors: `ConfigError`.
     """
     rest = list(arguments)
     while rest:
@@ -109,13 +109,13 @@ def _value(knob: Knob | None, text: str, typed: str) -> Any:
         if knob is not None and (knob.takes("string") or knob.takes_texts):
             return text
         raise ConfigError(f"override {typed!r}: the value is not valid YAML: {error}; put text in quotes") from error
-    # Words of an argument of a template keep their blanks and `#`.
-    words = isinstance(value, str) or (value is None and text.lstrip()[:1] == "#")
-    return text if words and not quoted and text[:1] not in "[{" else value
+    # YAML would strip blanks and a `#` comment from an unquoted string.
+    plain = isinstance(value, str) or (value is None and text.lstrip()[:1] == "#")
+    return text if plain and not quoted and text[:1] not in "[{" else value
 
 
 def _branch(name: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for `a.b`; a shorthand of a section is written out."""
+    """{"a": {"b": value}} for `a.b`, with the shorthand of a section expanded."""
     first, *rest = name.split(".")
     if not rest:
         return {first: _expand(first, value)}
@@ -125,7 +125,7 @@ def _branch(name: str, value: Any) -> dict[str, Any]:
 
 
 def _expand(section: str, value: Any) -> Any:
-    """An empty section is a mapping without keys; `reward: file.py:f` means `reward: {functions: file.py:f}`."""
+    """An empty section becomes a mapping without keys, `reward: file.py:f` becomes `reward: {functions: file.py:f}`."""
     if section in sections() and value is None:
         return {}
     return {"functions": value} if section == "reward" and isinstance(value, (str, list)) else value
@@ -152,7 +152,7 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
 
 
 def _anchored(value: Any, name: str, folder: Path) -> Any:
-    """What a file says, with those of its paths absolute that exist next to it."""
+    """`value` with each path made absolute that exists in `folder`, the folder of the file."""
     if isinstance(value, dict):
         return {key: _anchored(each, f"{name}.{key}".lstrip("."), folder) for key, each in value.items()}
     if isinstance(value, list):
@@ -175,7 +175,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings, and what is no mapping or an empty one, with their dotted names."""
+    """Dotted name and value of each leaf: a setting, an empty mapping, or a value that is no mapping."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and name not in knobs():
@@ -184,24 +184,24 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield name, value
 
 
-def _complaints(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
-    """One error of pydantic in our words; one for each setting of a section that is not known."""
+def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
+    """One pydantic error as message lines: one line, or one for each setting of an unknown section."""
     known, place, found = knobs(schema), [str(part) for part in item["loc"]], item["input"]
     depth = next((n for n in range(1, len(place) + 1) if ".".join(place[:n]) in known), 0)
     name = ".".join(place[:depth] if depth else place)
     knob, where = known.get(name), _came_from(name, origin)
-    # The second: a key that is no text.
-    strange = item["type"] in ("extra_forbidden", "invalid_key")
+    # `invalid_key`: the key is not a string.
+    unknown = item["type"] in ("extra_forbidden", "invalid_key")
     if knob is not None and knob.items and len(place) > depth + 1:
         name, fields = f"{name}[{place[depth]}].{place[depth + 1]}", knob.items
-        if strange:
+        if unknown:
             yield f"unknown key {name!r} ({where}); an item has {', '.join(fields)}"
             return
         knob = fields[place[depth + 1]]
         if item["type"] == "missing":
             yield f"{name} is missing ({where}); expected {knob.text}"
             return
-    if strange:
+    if unknown:
         leaves = _leaves({name: found}) if "." not in place[-1] else [(name, found)]
         yield from (_unknown(leaf, _came_from(leaf, origin), schema, place[-1]) for leaf, _ in leaves)
         return
@@ -231,7 +231,7 @@ def _unknown(name: str, where: str, schema: type[Config] = Config, key: str = ""
 
 
 def _came_from(name: str, origin: Mapping[str, str]) -> str:
-    """Where a key, a parent of it or a child of it was set."""
+    """File and line, or override, that set the key, its nearest parent or a child."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         if (prefix := ".".join(parts[:depth])) in origin:

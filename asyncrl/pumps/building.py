@@ -57,7 +57,7 @@ class Building:
         self._ports = ports
         self._published = published
         self._reader = RewardReader.of(ports)
-        # `resolve` refuses both with streamed steps.
+        # Both are False where steps are streamed.
         self._compares = ports.ranks > 1 and ports.advantage.needs_whole_step
         self._divides = ports.ranks > 1 and ports.config.algorithm.minibatches > 1
         self._has_collectives = surveys or self._compares or self._divides

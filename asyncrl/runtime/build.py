@@ -1,4 +1,4 @@
-"""Opens what stands behind the ports of a run: the one place that knows which class stands behind which port."""
+"""Opens the ports of a run. No other file knows which class implements which port."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 async def open_ports(run: OpenRun) -> None:
-    """Ledger, reward workers, model, trainer and engine, in the order in which they depend on each other. Errors: ConfigError; as
-    the model's loading."""
+    """Open ledger, reward workers, model, trainer and engine, each after those it needs. Errors: ConfigError, and those of loading a
+    model."""
     decided, config, stack = run.decided, run.config, run.stack
     dry = config.train.kind == "dry_run"
     if dry != (config.engine.kind == "dry_run"):
@@ -49,7 +49,7 @@ async def open_ports(run: OpenRun) -> None:
             f"engine.kind={config.engine.kind} with train.kind={config.train.kind}: both are dry_run or none is"
         )
     ledger = await stack.enter_async_context(_ledger(run))
-    # Before the model, which may take minutes to load: code that cannot be imported ends the start at once.
+    # Before the model, which may take minutes to load: a failed import ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
     run.stages.say(f"starting reward workers: {config.reward.workers}")
     functions = await stack.enter_async_context(_reward_functions(run))
@@ -92,7 +92,7 @@ async def open_ports(run: OpenRun) -> None:
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups without a prompt of ours."""
+    """The first id for groups that arrive without a prompt of the run's data."""
     rank = run.world.rank
     return EMBEDDED_GROUPS + rank if run.saved is None else run.saved.next_group(rank)
 
@@ -115,7 +115,7 @@ def _ledger(run: OpenRun) -> Any:
 
 
 def _gather(run: OpenRun) -> Gather:
-    """On the lane of the trainer, whose collectives it must not cross."""
+    """The collective runs on the trainer's lane: all ranks must run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if world.world_size == 1:
         return alone
@@ -149,7 +149,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 
 def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
-    """The functions, and the reward models beside them. Errors: ConfigError where two have one name."""
+    """The reward functions together with the reward models. Errors: ConfigError where two have one name."""
     most, reward = run.config.train.max_steps, run.config.reward
     last = None if most is None else most * versions_per_batch(run.config)
     functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
@@ -160,8 +160,8 @@ def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Rewar
 
 
 def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str, float]:
-    """Of every component of the reward, by name. Errors: ConfigError where two have one name, or a setting names one that
-    nobody gives."""
+    """Weight of each reward component, by name. Errors: ConfigError where two have one name, or a setting names an unknown
+    component."""
     weights, overlong = reward.weights, run.config.reward.overlong
     if overlong.cache is not None:
         if OVERLONG in weights:
@@ -192,7 +192,7 @@ def _environment(run: OpenRun, functions: RewardPool) -> Environment:
 
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.
+    # Importing transformers takes seconds: a dry run does without, and the import runs in a thread, not on the loop.
     run.stages.say("importing transformers")
     real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
     return await real.open_real(run)  # type: ignore[no-any-return]  # loaded by name
@@ -230,22 +230,21 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
 
 
 class ByteTokenizer:
-    """Of a dry run: text as UTF-8 bytes, so that prompts get plausible lengths without any model."""
+    """The tokenizer of a dry run: UTF-8 bytes, so that prompts get plausible lengths without a model."""
 
     chat_template = None
     eos_token_id = 0
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Each byte is a token."""
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The inverse; what is no UTF-8 is replaced."""
+        """Bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(t) % 256 for t in token_ids).decode(errors="replace")
 
 
 class OwnWeights:
-    """A `WeightSink` before a dry-run engine: gives it weights of its own, those it was handed last, not the trainer's."""
+    """The `WeightSink` of a dry run whose engine samples from the published version, not from the trainer's newest."""
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -1,7 +1,6 @@
-"""Opens a run that was decided, in this order: run directory and journal, the other ranks, what stands behind the ports, the
-checkpoint and the prompts, and last the pumps.
+"""Opens a decided run, in this order: run directory and journal, the other ranks, the ports, the prompts, the checkpoint, the pumps.
 
-Everything that has to be closed goes on one exit stack, so that the run is closed in the opposite order, however far it came.
+Everything that must be closed goes on one exit stack, which closes it in the opposite order, also after a start that failed.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .saving import Checkpointer, SavedRun
 async def open_run(
     decided: Decided, recorder: Recorder, listeners: Listeners[StepReport], stages: Stages, stack: AsyncExitStack
 ) -> OpenRun:
-    """`stages`: for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the model's loading."""
+    """`stages`: watched by the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost, and those of loading a model."""
     run = OpenRun(decided, recorder, listeners, stages, stack)
     await _open_directory(run)
     await _meet_ranks(run)
     stages.begin("opening the ledger")
     await open_ports(run)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
-    # Only now: loading a model may take longer than any closure may later.
+    # Watched from now on: loading the model may exceed the time limit of a closure.
     stages.lanes.extend(run.lanes)
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
@@ -54,7 +53,6 @@ async def open_run(
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
     run.wire(held_out)
-    # Start-up ends here.
     run.collect_garbage = stack.enter_context(collections_between_steps(recorder))
     stack.push_async_exit(run.finalize)
     await stack.enter_async_context(run.supervisor)
@@ -64,16 +62,16 @@ async def open_run(
 
 
 async def _open_directory(run: OpenRun) -> None:
-    """Lock it, find the checkpoint to go on from, and begin the journal."""
+    """Lock the run directory, find the checkpoint to resume from, and open the journal."""
     config, directory, stages = run.config, run.directory, run.stages
     stages.begin("opening the run directory")
     opened: list[str] = []
     if directory is not None:
-        # After everything that writes there.
+        # Closed last: everything else may write to the directory until it ends.
         run.stack.callback(directory.close)
         opened = await offload(lambda: directory.open(config, leader=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
-    # -1: no line stays.
+    # The journal drops lines after this version; -1: all lines.
     since = run.saved.version if run.saved else -1 if directory and directory.restart else None
     run.journal = Journal(config, directory if run.world.is_first else None, run.recorder, since)
     await run.stack.enter_async_context(run.journal)
@@ -87,12 +85,12 @@ async def _meet_ranks(run: OpenRun) -> None:
     world, directory = run.world, run.directory
 
     async def close(kind: object, *_: object) -> None:
-        # It waits for the other ranks.
+        # In a thread: closing waits for the other ranks.
         await offload(lambda: world.close(failed=kind is not None), "farewell")
 
     run.stack.push_async_exit(close)
     run.stages.begin("meeting the other ranks")
-    # The others may never come. A run that is stopped meanwhile holds nothing yet that it would have to save.
+    # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
     await offload(lambda: meet(world, run.config, run.decided.device), "rendezvous", abandon=True)
     for line in world.notes:
         run.journal.live.note(line)
@@ -103,7 +101,7 @@ async def _meet_ranks(run: OpenRun) -> None:
 
 
 def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
-    """What the first rank goes on from: the others may have looked when it had begun to write."""
+    """The checkpoint that the first rank resumes from. Its decision counts: it may have begun to write before the others searched."""
     store = world.store("start")
     if world.is_first:
         store.set("goes on", str(saved is not None))
@@ -113,7 +111,7 @@ def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None)
 
 
 async def _open_journal(run: OpenRun, notes: list[str]) -> None:
-    """Sinks and profile, and the first lines for people. `notes`: on the prompts."""
+    """Open sinks and profiler, and show the notes of the start. `notes`: about the prompts."""
     config, journal, policy, directory = run.config, run.journal, run.policy, run.directory
     journal.reserve = run.checkpointer.bytes_needed()
     await journal.open(partial(decode, run.tokenizer))

@@ -1,4 +1,4 @@
-"""Where the engine runs: on the trainer's device, or in workers beside it. Settled once, before memory is predicted."""
+"""Decides where the engine runs: on the trainer's lane, or in workers. Decided once, before memory is estimated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import refuse_ranks, require_vllm
 from asyncrl.telemetry.machine import free_cores
 
-# Of a model on a CPU, for each thread: in smaller ones operations are so short that threads wait for each other longer than they
-# compute, and many times so where another program takes a core.
+# A model on a CPU gets one thread for so many weights. With more threads its operations are so short that threads wait for each
+# other longer than they compute, above all where another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`devices`: of this rank's workers, one each; none: `shared`. `threads`: of a worker; `trainer_threads`: of the trainer's
-    lane. `line`: for people, what was chosen and why. `trainer`: its device, on which the weight board lies."""
+    """`devices`: one for each worker of this rank; empty: the engine shares the trainer's lane. `threads`: threads of a worker;
+    `trainer_threads`: threads of the trainer's lane. `line`: what was chosen and why, for the user. `trainer`: the device of the
+    trainer and of the weight board."""
 
     devices: tuple[torch.device, ...]
     threads: int
@@ -33,27 +34,29 @@ class Placement:
 
     @property
     def workers(self) -> int:
-        """How many there are; 0: trainer and engine share a lane."""
+        """Number of workers; 0: trainer and engine share a lane."""
         return len(self.devices)
 
     def share(self, total: int) -> int:
-        """Of what all sequences together take, the part of one engine, rounded up."""
+        """`total` divided by the number of engines, rounded up."""
         return -(-total // max(self.workers, 1))
 
     def is_apart(self, number: int) -> bool:
-        """Whether that worker is on another device than the trainer, so that it reads a copy of the board."""
+        """Whether this worker is on another device than the trainer. Such a worker reads a copy of the board."""
         return self.devices[number] != self.trainer
 
 
 def place(config: Config, device: torch.device, world: World, weights: int | None = None) -> Placement:
-    """Of this rank, whose trainer is on `device`. `weights`: how many the model has; None: not known. Errors: ConfigError for a
-    device whose memory workers cannot share, and where the engine that was asked for is not installed."""
+    """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known. Errors:
+    ConfigError for a device whose memory workers cannot share, or an engine that is not installed."""
     generation = config.generation
     vllm = generation.engine == "vllm"
-    given = bool(generation.workers or generation.threads or generation.devices)
+    configured = bool(generation.workers or generation.threads or generation.devices)
     trainer = _numbered(device)
     spare = _spare(trainer, world)
-    wanted = generation.placement == "worker" or (generation.placement == "auto" and (given or vllm or bool(spare)))
+    wanted = generation.placement == "worker" or (
+        generation.placement == "auto" and (configured or vllm or bool(spare))
+    )
     if not wanted or config.engine.kind == "dry_run":
         why = _why_shared(config, trainer)
         _, own, chosen = _threads(config, trainer, world, weights, 0)
@@ -70,7 +73,7 @@ def place(config: Config, device: torch.device, world: World, weights: int | Non
     why = "as set"
     if generation.placement == "auto":
         why = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
-        why = "auto: workers, threads or devices are given" if given else why
+        why = "auto: workers, threads or devices are given" if configured else why
     where = ", ".join(dict.fromkeys(map(str, devices)))
     line = (
         f"generation: {count} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why}); "
@@ -82,13 +85,13 @@ def place(config: Config, device: torch.device, world: World, weights: int | Non
 def _threads(
     config: Config, trainer: torch.device, world: World, weights: int | None, workers: int
 ) -> tuple[int, int, str]:
-    """(threads of a worker, of the trainer, why): as set, or as OMP_NUM_THREADS says, or this rank's part of the free cores, shared
-    out to its processes."""
-    each, own, said = config.generation.threads, config.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    """(threads of a worker, of the trainer, why): the settings, else OMP_NUM_THREADS, else this rank's part of the free cores,
+    divided by its processes."""
+    each, own, omp = config.generation.threads, config.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if own and (each or not workers):
         return each or own, own, "as set"
-    if said.strip().isdecimal() and int(said) > 0:
-        return each or int(said), own or int(said), f"OMP_NUM_THREADS={said.strip()}"
+    if omp.strip().isdecimal() and int(omp) > 0:
+        return each or int(omp), own or int(omp), f"OMP_NUM_THREADS={omp.strip()}"
     free = free_cores()
     mine, most = max(1, free // world.local_world_size), free
     why = f"{free} of {os.cpu_count()} cores are free"
@@ -100,15 +103,14 @@ def _threads(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With its number, so that it equals those of tensors and of other names for it; there is one CPU."""
+    """The device with its index, as tensors have it, so that `==` finds equal devices. A CPU has no index."""
     if device.type == "cuda":
         return torch.device("cuda", device.index or 0)
     return torch.device(device.type)
 
 
 def _spare(trainer: torch.device, world: World) -> list[torch.device]:
-    """Of the GPUs on which no rank of this machine trains, those of this rank, dealt out in turn. None where they are fewer than
-    ranks."""
+    """This rank's part of the GPUs on which no rank of this machine trains. Empty where there are fewer such GPUs than ranks."""
     if trainer.type != "cuda" or torch.version.hip is not None:
         return []
     ranks = world.local_world_size
@@ -120,8 +122,8 @@ def _spare(trainer: torch.device, world: World) -> list[torch.device]:
 def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device]
 ) -> tuple[torch.device, ...]:
-    """One for each worker of this rank. `generation.devices` are dealt out to the ranks of a machine in turn, or shared where they
-    are too few; without them it is a GPU that trains nothing, or the trainer's own device. Errors: ConfigError."""
+    """One device for each worker of this rank. The ranks of a machine get `generation.devices` in turn, and share a device where
+    there are too few. Without that setting workers use spare GPUs, else the trainer's device. Errors: ConfigError."""
     named = [_named(text, trainer) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
     mine = named[rank::ranks] or [named[rank % len(named)]] if named else [*spare] or [trainer]

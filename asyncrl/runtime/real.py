@@ -1,4 +1,4 @@
-"""The real half of a run: one device, its lane, the policy, its trainer, and the engine, on the same lane or in workers."""
+"""Opens model, trainer and engine of a run that is no dry run: the engine on the trainer's lane, or in workers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
 
 
 async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine, SharedWeights]:
-    """The engine on the trainer's lane, which reads the trainer's weights."""
+    """The engine on the trainer's lane. It reads the trainer's weights where they lie."""
     config, lane, policy = run.config, run.lanes[0], _policy(run)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -111,7 +111,7 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
 
 
 def _load(run: OpenRun) -> TorchTrainer:
-    """On the lane. Sets what the run has of the model."""
+    """Load the model, on the lane. Sets `policy`, `tokenizer`, `core`, `rates` and `verdict` of the run."""
     config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
@@ -149,9 +149,9 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
 
 
 async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
-    """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
-    `kv_positions`: of all workers of this rank together. Errors: WorkerDied, PlatformError and OutOfMemory for the board,
-    ConfigError for what the engine cannot run."""
+    """The engine, once every worker computes with the trainer's weights, and the sink that sends later versions to the workers.
+    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError
+    for a model that the engine cannot run."""
     config, world, policy, stack = run.config, run.world, _policy(run), run.stack
     board = await offload(lambda: _create_board(policy), "weight-board")
     stack.push_async_callback(offload, board.close, "weight-board")
@@ -195,7 +195,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
 
     engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.say)
     posted = WeightPublisher(policy, board, engine, run.lanes[0])
-    # After the engine, whose workers read the board.
+    # The workers, which read the board, end before it is closed.
     stack.callback(posted.close)
     engine.begin_with(*await posted.post_first())
     await stack.enter_async_context(engine)
@@ -205,13 +205,13 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
 
 
 def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
-    """What the embedded engine needs to know of the model beside its weights, as JSON takes it."""
+    """What the embedded engine needs of the model beside its weights, in JSON types."""
     return {"rest": describe_rest(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
 
 
 def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
-    """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row; `routes`:
-    where they are recorded. Errors: ConfigError."""
+    """What vLLM needs of the model beside its weights, in JSON types. `context`: tokens of the longest row; `routes`: shape of the
+    routes, where they are recorded. Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
             f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
@@ -238,13 +238,13 @@ def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: Ro
 
 
 def _is_stretched(text: Any) -> bool:
-    """Whether its rotary positions are scaled by a factor: vLLM then computes how far they reach."""
+    """Whether a factor scales the rotary positions: vLLM then computes the longest context itself."""
     rope = getattr(text, "rope_parameters", None) or {}
     return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
 
 
 def _create_board(policy: PolicyModel) -> Board:
-    """On the trainer's device, where it writes without a copy across. Errors: OutOfMemory, PlatformError."""
+    """The board, on the trainer's device: the trainer writes it without a copy. Errors: OutOfMemory, PlatformError."""
     weights = policy.weights
     slab: SlabHalves | None = None
     if policy.device.type != "cpu":
