@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 async def open_ports(run: OpenRun) -> None:
-    """Open ledger, reward workers, model, trainer and engine, each after those it needs. Errors: ConfigError, and those of loading a
-    model."""
+    """Open ledger, reward workers, model, trainer and engine, each after those it needs. Errors: ConfigError, and those of loading
+    a model."""
     decided, config, stack = run.decided, run.config, run.stack
     dry = config.train.kind == "dry_run"
     if dry != (config.engine.kind == "dry_run"):

@@ -1,4 +1,4 @@
-"""Opens a decided run, in this order: run directory and journal, the other ranks, the ports, the prompts, the checkpoint, the pumps.
+"""Opens a decided run: run directory and journal, the other ranks, the ports, the prompts, the checkpoint, the pumps, in this order.
 
 Everything that must be closed goes on one exit stack, which closes it in the opposite order, also after a start that failed.
 """
@@ -31,7 +31,7 @@ from .saving import Checkpointer, SavedRun
 async def open_run(
     decided: Decided, recorder: Recorder, listeners: Listeners[StepReport], stages: Stages, stack: AsyncExitStack
 ) -> OpenRun:
-    """`stages`: watched by the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost, and those of loading a model."""
+    """`stages`: for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost, and those of loading a model."""
     run = OpenRun(decided, recorder, listeners, stages, stack)
     await _open_directory(run)
     await _meet_ranks(run)
@@ -101,7 +101,7 @@ async def _meet_ranks(run: OpenRun) -> None:
 
 
 def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
-    """The checkpoint that the first rank resumes from. Its decision counts: it may have begun to write before the others searched."""
+    """The checkpoint that the first rank resumes from: it may have begun to write before the other ranks searched."""
     store = world.store("start")
     if world.is_first:
         store.set("goes on", str(saved is not None))

@@ -26,7 +26,7 @@ from .sinks import read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
-# Of the last lines: the timeline shows the last few that the trace covers.
+# Times of the last steps: the timeline shows the last few of them that the trace covers.
 _MARKS = 10_000
 _TIMELINE_SPANS = 12_000
 _TIMELINE_ROWS_PER_TRACK = 6
@@ -40,8 +40,8 @@ _ASSETS = "charts.js", "timeline.js", "report.js"
 def write_report(run_dir: Path, *, name: str | None = None, result: str | None = None) -> Path:
     """Write `report.html` into the run directory, atomically, and return its path.
 
-    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run:
-    not on the event loop. OSError: a file could not be read or written.
+    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run, so not
+    to be called on the event loop. Errors: OSError.
     """
     page = render(collect(run_dir, name=name, result=result))
     path = run_dir / "report.html"
@@ -74,7 +74,7 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
     marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)  # Unix seconds, step
     started, ended = math.inf, 0.0
     for row in lines_by_step(run_dir / "metrics.jsonl"):
-        # The line of an evaluation before the first step accounts for no time: the next one's account has it.
+        # The line of an evaluation before the first step has no duration: the next line's duration includes it.
         ended, took = float(row.get("time") or 0.0), finite(row.get("time/accounted", row.get("time/step"))) or 0.0
         started = min(started, ended - took)
         curves.add(row, took)
@@ -96,19 +96,19 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "timeline": _timeline(run_dir / "trace.json", marks),
         "rollouts": rollouts,
         "reward_range": reward_range,
-        "warnings": [*warnings.ended(), *_left_out(curves)],
+        "warnings": [*warnings.ended(), *_omissions(curves)],
         "config": _text(run_dir / "config.yaml"),
     }
 
 
-def _left_out(curves: Curves) -> list[str]:
+def _omissions(curves: Curves) -> list[str]:
     each = curves.lines_per_point
-    said = [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
+    lines = [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
     if curves.unnamed:
-        said.append(
+        lines.append(
             f"More than {MOST_NAMES:,} metrics: of the others (the first is {curves.unnamed}) there are no curves."
         )
-    return said
+    return lines
 
 
 def _text(path: Path) -> str | None:
@@ -156,7 +156,7 @@ def _timeline(path: Path, ends: Iterable[tuple[float, int]]) -> dict[str, Any] |
 def _timeline_rows(
     events: list[dict[str, Any]], names: dict[int, str], start: float
 ) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Rows of `[start, duration, index of name, colour key, detail]`, the names, and how many rows were left out."""
+    """Rows of `[start, duration, index of name, colour key, detail]`, the names, and the number of omitted rows."""
     table: dict[str, int] = {}
     by_row: dict[int, list[list[Any]]] = {}
     for event in events:
@@ -198,7 +198,7 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 
 def _sampled_steps(directory: Path) -> list[int]:
-    """Some of those that have a file, the newest first. A long run has a million of them: numbers, not paths."""
+    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. A long run has a million files, so no paths are kept."""
     if not directory.exists():
         return []
     with os.scandir(directory) as files:
@@ -216,7 +216,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(text: Any) -> str:
-    """A string as it is; messages one after the other, each under its role."""
+    """A string unchanged; a list of messages as lines `role: content`."""
     if not isinstance(text, list):
         return str(text)
     parts = []

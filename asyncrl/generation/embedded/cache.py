@@ -1,16 +1,16 @@
 """The key/value cache of the embedded engine. The attention plans over it: plans.py.
 
 One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is the
-budget of the engine (`engine.kv_positions`) and the rows are as long as the longest sequence that runs needs. A longer one,
-or more of them, change that shape (`fit`), and what is held moves. Running sequences occupy rows [0..n) without holes, so a
-decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
-queries that share a key head travel as G query positions of one attention call).
+budget of the engine (`engine.kv_positions`) and a row is as long as the longest running sequence needs. A longer sequence, or
+more sequences, change that shape (`fit`), which moves the cached positions. Running sequences occupy rows [0..n) without holes,
+so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
+queries that share a key head are G query positions of one attention call).
 
 Rows of very different length would attend over each other's padding; `split_rows` cuts [0..n) into a few runs of
 similar length, each its own call. All rows grow by one a step, so the cut stays good until a row comes or goes.
 
-Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, which is what such a
-kernel takes, and no rows are cut into runs. All else sees the same dimensions in the same order, by their strides.
+Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, as that kernel
+requires, and rows are not cut into runs. Other code reads a transposed view with the dimensions in the usual order.
 
 The buffer starts as zeros, not as garbage: padding is masked by adding -inf, and NaN in never written memory would
 pass that mask.
@@ -32,13 +32,13 @@ from asyncrl.models.attention.ragged import kernel_for
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
-# Padding that a layer must be spared before one more attention call pays (about 70 us of reading).
+# One more attention call a layer pays once it saves this much reading of padding (about 70 us).
 SPLIT_GAIN_BYTES = 1_500_000
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Numbers of one cache, and how long its rows are now: `positions` is the longest context that one can hold."""
+    """Sizes of one cache. `positions`: length of a row now, the longest context that a row can hold."""
 
     layers: int
     rows: int
@@ -52,8 +52,8 @@ class CacheShape:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
-    """Zeros; on a CPU mapped, so that pages nobody uses never become resident (torch.zeros writes them all) and pages that
-    nobody uses any more can be given back."""
+    """Zeros. On a CPU the memory is mapped: unused pages never become resident (torch.zeros writes them all), and pages that are
+    not used any more can be given back."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device), None
     size = math.prod(shape) * dtype.itemsize
@@ -92,10 +92,10 @@ class KVCache:
         self.flat_values = [flat[layer, 1] for layer in range(shape.layers)]
 
     def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
-        """Make room for `rows` rows of `longest` positions, which is within `room`. Nothing happens where there is.
+        """Change the shape where `rows` rows of `longest` positions do not fit it; they must fit `room`.
 
-        `usual`: positions of a row that are asked for most of the time, so that the shape seldom changes. `cached_n`: what
-        the first rows hold and keep. Costs a copy of that, one layer's part at a time.
+        `usual`: a common length, at which rows start so that the shape seldom changes. `cached_n`: positions that the first rows
+        hold. They are copied to their new places, the keys or values of one layer at a time.
         """
         shape = self.shape
         if rows <= shape.rows and longest <= shape.positions:
@@ -123,24 +123,24 @@ class KVCache:
 
     @property
     def bytes_per_position(self) -> int:
-        """Of one row in one layer, keys and values."""
+        """Bytes of keys and values of one position in one layer."""
         return 2 * self.shape.heads * self.shape.head_size * self.data.element_size()
 
     def runs(self, length_n: Int64Array) -> list[int]:
-        """The ends of the runs of rows [0..n) that share an attention call; good until a row comes or goes."""
+        """The ends of the runs of rows [0..n) that share an attention call; valid until a row is added or removed."""
         if self.native or self.kernel is not None:
             return [int(length_n.size)]
         return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
 
     def use(self, rows: int) -> None:
-        """Rows [0..rows) are used now. Memory of the others goes back to the system where they have become many: a run
-        begins with all its rows, and goes on with a third of them. They read as zeros afterwards."""
+        """Note that rows [0..rows) are used. Where many more were used before, give their memory back to the system: a run begins
+        with all its rows and later needs about a third of them. Rows that were given back read as zeros."""
         if self.resident_rows > 1.5 * rows + 16 and self._pages is not None:
             self._give_back(rows + rows // 4)
         self.resident_rows = max(self.resident_rows, rows)
 
     def _give_back(self, first: int) -> None:
-        """The whole pages of rows [first..resident_rows)."""
+        """Give back all pages that lie wholly in rows [first..resident_rows)."""
         assert self._pages is not None
         row, plane = (self.data.stride(axis) * self.data.element_size() for axis in (2, 1))
         for number in range(2 * self.shape.layers):
@@ -168,7 +168,7 @@ class KVCache:
 def split_rows(length_n: Int64Array, gain: int) -> list[int]:
     """Cut rows [0..n) into runs of similar length: the ends of the runs, ascending, the last is n.
 
-    A cut is made where it spares more than `gain` padded positions, best first, on both sides again.
+    The best cut is made if it saves more than `gain` padded positions; then both parts are cut in the same way.
     """
     ends: list[int] = []
 

@@ -1,9 +1,7 @@
-"""The two attention plans over the cache of the embedded engine: a token for each running row, and rows brought forward.
+"""The two attention plans over the embedded engine's cache: decode (one token for each running row) and extend (pieces of rows).
 
-Where the cache has a kernel for ragged rows, both are one call of it a layer, windows included.
-
-Else layers with terms (a window that some row leaves, capped scores, sinks) read the band of positions that is seen and leave
-the rest to `models.general_attention`; the cache holds every position all the same.
+Where the cache has a kernel for ragged rows, a plan calls it once a layer, also for windows. Else a layer with terms (a window
+shorter than a row, capped scores, sinks) reads only the band of positions that its rows see (`models.attention.general`).
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
 """
@@ -27,7 +25,7 @@ from asyncrl.types import Int64Array
 
 from .cache import SPLIT_GAIN_BYTES, KVCache
 
-# Float32 keys that one product with terms reads: in bfloat16 they are copied, and stay in the caches.
+# Most bytes of float32 keys that one product with terms reads: keys in bfloat16 are copied, and the copy must fit the caches.
 _BAND_BYTES = 8 << 20
 # Measured: batched products take 0.65 to 0.9 of the kernel's time within.
 _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
@@ -36,7 +34,7 @@ _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
 def split_bands(position_n: Int64Array, window: int | None, gain: int, most: int) -> list[tuple[int, int, int, int]]:
     """Rows [0..n) in runs (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high).
 
-    A run goes on while it reads at most `most` positions, of which at most `gain` that nobody sees.
+    A run is extended while it reads at most `most` positions, and at most `gain` that no row sees.
     """
     first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
     runs: list[tuple[int, int, int, int]] = []
@@ -66,11 +64,11 @@ class _Run:
 
 
 class _RaggedRows:
-    """Pieces of rows that are written to the cache and attend to all of their row, by the kernel of the cache. All index work is
-    done once, on the host, and copied to the device at once."""
+    """Pieces of rows that are written to the cache and attend to their whole row, by the cache's kernel. The host computes all
+    indices once, and one copy brings them to the device."""
 
     def __init__(self, cache: KVCache, layout: Tensor, pieces: int, longest_q: int, longest_k: int) -> None:
-        """`layout`: what `lay_out` gave, on the device."""
+        """`layout`: the result of `lay_out`, on the device."""
         self.cache = cache
         tokens = layout.numel() - 3 * pieces - 2
         self._place, queries, keys, used = layout.split([tokens, pieces + 1, pieces + 1, pieces])
@@ -80,8 +78,8 @@ class _RaggedRows:
 
     @staticmethod
     def lay_out(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
-        """Row, first position and tokens of each piece -> where each token is written, where pieces end, where rows begin, and how
-        many of their positions are seen; one after the other."""
+        """Row, first position and length of each piece -> one array: where each token is written, then where pieces begin, where
+        rows begin, and how many positions of each row are read."""
         first_n = row_n * cache.shape.positions
         before_n = np.cumsum(length_n) - length_n
         place_T = np.repeat(first_n + start_n - before_n, length_n) + np.arange(length_n.sum())
@@ -100,7 +98,7 @@ class _RaggedRows:
         return self.cache.kernel.cached((query, keys, values), rows, self._used, scaling)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values alone."""
+        """Write keys and values to the cache without attention."""
         self.cache.flat_keys[layer].index_copy_(0, self._place, key)
         self.cache.flat_values[layer].index_copy_(0, self._place, value)
 
@@ -113,8 +111,8 @@ class DecodePlan(Routed):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
-        """`ends`: of the runs of rows, as `KVCache.runs` cuts them. `layout`: what that function gives, on the device; given where
-        other positions will be written into it, none beyond `position_n`."""
+        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: the result of `DecodePlan.layout` on the device, where the
+        caller will overwrite it with other positions, none beyond `position_n`."""
         self.cache = cache
         self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
         self.longest = int(position_n.max(initial=-1)) + 1
@@ -140,7 +138,7 @@ class DecodePlan(Routed):
 
     @staticmethod
     def layout(cache: KVCache, position_n: Int64Array) -> Int64Array:
-        """Of the rows [0..n), for a cache with a kernel for ragged rows."""
+        """The indices of one decode step of rows [0..n), for a cache with a kernel for ragged rows."""
         row_n = np.arange(position_n.size)
         return _RaggedRows.lay_out(cache, row_n, position_n, np.ones_like(row_n))
 
@@ -193,7 +191,7 @@ class DecodePlan(Routed):
         return out.view(n, heads, size)
 
     def _bands_of(self, window: int | None) -> list[tuple[slice, slice, Tensor]]:
-        """Rows, the positions that they read, and which of them each sees: bool [rows, 1, positions]."""
+        """Each band: its rows, the positions that it reads, and the mask of seen positions, bool [rows, 1, positions]."""
         if window not in self._bands:
             cache, device = self.cache, self.cache.device
             most = _BAND_BYTES // (4 * cache.shape.heads * cache.shape.head_size)
@@ -218,7 +216,8 @@ class DecodePlan(Routed):
 
 
 def _products_pay(query: Tensor, run: _Run) -> bool:
-    """On a CPU the kernel's blocks are made for many queries a head; here there are G. Not in bfloat16: scores would be."""
+    """Whether products beat the kernel: on a CPU its blocks suit many queries a head, and a decode step has G. In bfloat16 the
+    products would round the scores."""
     short = run.length <= _PRODUCTS_LENGTH and run.stop - run.start >= _PRODUCTS_ROWS
     return short and query.dtype == torch.float32 and query.device.type == "cpu"
 
@@ -234,7 +233,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Tokens [start..start + length) of the sequence in `row`, to be written behind what the row already holds."""
+    """Tokens [start..start + length) of the sequence in `row`, which already holds the tokens before `start`."""
 
     slot: int
     row: int
@@ -243,9 +242,9 @@ class PromptPiece:
 
 
 class ExtendPlan(Routed):
-    """Packed pieces one after another: each writes its keys and values and attends causally over its own row.
+    """Packed pieces: each writes its keys and values and attends causally over its own row.
 
-    Neighbouring pieces that start at 0 and have equal length share one attention call: sort them so.
+    Neighbouring pieces that start at 0 and have equal lengths share one attention call, so callers sort pieces by length.
     """
 
     def __init__(self, cache: KVCache, pieces: list[PromptPiece]) -> None:
@@ -270,7 +269,7 @@ class ExtendPlan(Routed):
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 
     def _mask(self, piece: PromptPiece) -> Tensor:
-        """Additive [length, start + length]: causal behind a start that is visible as a whole."""
+        """Additive [length, start + length]: all of the cached start is visible, the piece itself is causal."""
         device, dtype = self.cache.device, self.cache.data.dtype
         end = piece.start + piece.length
         own = torch.arange(piece.start, end, device=device).unsqueeze(1)
@@ -306,7 +305,7 @@ class ExtendPlan(Routed):
         return out
 
     def _continue(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
-        """[length, H, D] of a piece behind a cached start, over the row's keys; grouped heads are not expanded."""
+        """[length, H, D] of a piece after a cached start, over the row's keys; grouped heads are not expanded."""
         piece, shape = self.pieces[index], self.cache.shape
         end = piece.start + piece.length
         group = query.shape[1] // shape.heads
@@ -318,7 +317,6 @@ class ExtendPlan(Routed):
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _attend_with_terms(self, layer: int, query: Tensor, scaling: float, terms: AttentionTerms) -> Tensor:
-        """Over what the rows hold, these pieces included."""
         shape, device = self.cache.shape, self.cache.device
         out = torch.empty_like(query)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):

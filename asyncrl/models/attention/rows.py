@@ -1,8 +1,8 @@
 """Attention over packed prefix trees by batched matrix products: one padded row per span, its prefix in front.
 
-For rows as short as those of most training (hundreds of tokens) a row's scores fit the cache, so plain products, one
-softmax and its backward beat torch's flash kernel on a CPU, above all in bfloat16, whose flash backward runs at a fifth
-of the float32 rate. Rows of like lengths share a bin; a bin is cut so that its scores stay in the cache.
+The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products, one softmax and its
+backward beat torch's flash kernel on a CPU, above all in bfloat16, whose flash backward runs at a fifth of the float32 rate.
+Rows of similar lengths share a bin; a bin is cut so that its scores stay in the cache.
 
 Products take the dtype of the inputs; scores and softmax are float32 (float64 for float64 inputs). The query heads of one
 key/value head are stacked as rows of one product, so keys and values are never expanded.
@@ -22,9 +22,9 @@ from torch import Tensor
 from ..native import library as native
 from .bins import RowBin, index_tensor
 
-# float32 scores of one bin: about what the cores' caches hold.
+# Most float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-# A row with more scores than this is better off with a kernel that never holds them.
+# A row with more scores is faster with a kernel that never stores them.
 ROW_BYTES = 32 << 20
 _PADDING = 1.25  # most padded scores per real score in a bin
 
@@ -41,7 +41,7 @@ class _ScoreBin(RowBin):
 
 
 def fits(rows: list[Row], heads: int) -> bool:
-    """Are all rows short enough for products?"""
+    """Whether all rows are short enough for plain products."""
     return max(length * (prefix + length) for _, prefix, _, length in rows) * heads * 4 <= ROW_BYTES
 
 
@@ -81,7 +81,7 @@ class RowAttention:
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """`gradients` become those of query, key and value; `kept`: what forward gave."""
+        """Writes the gradients of query, key and value into `gradients`. `kept`: the weights that forward returned."""
         kv_heads, dtype = key.shape[1], query.dtype
         for_query, for_key, for_value = gradients
         sums = [torch.zeros(key.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
@@ -114,7 +114,7 @@ def _weights(q: Tensor, k: Tensor, own: _ScoreBin, scaling: float, out: Tensor) 
 
 
 def share_out(rows: list[Row], heads: int) -> list[list[Row]]:
-    """Sort by length, then cut where padding would pass `_PADDING` or the scores `_BIN_BYTES`."""
+    """Sort rows by length, then start a new bin where padding would exceed `_PADDING` or scores `_BIN_BYTES`."""
     bins: list[list[Row]] = []
     real = context = 0
     for row in sorted(rows, key=lambda row: (-row[3], -row[1])):
