@@ -1,4 +1,4 @@
-"""Opens a decided run: run directory and journal, the other ranks, the ports, the prompts, the checkpoint, the pumps, in this order.
+"""Opens a decided run, in this order: run directory and journal, other ranks, ports, prompts, checkpoint, pumps.
 
 Everything that must be closed goes on one exit stack, which closes it in the opposite order, also after a start that failed.
 """

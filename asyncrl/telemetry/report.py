@@ -198,7 +198,7 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 
 def _sampled_steps(directory: Path) -> list[int]:
-    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. A long run has a million files, so no paths are kept."""
+    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. A long run has a million files: no list of paths."""
     if not directory.exists():
         return []
     with os.scandir(directory) as files:

@@ -111,8 +111,8 @@ class DecodePlan(Routed):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
-        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: the result of `DecodePlan.layout` on the device, where the
-        caller will overwrite it with other positions, none beyond `position_n`."""
+        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: the result of `DecodePlan.layout` on the device, where
+        the caller will overwrite it with other positions, none beyond `position_n`."""
         self.cache = cache
         self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
         self.longest = int(position_n.max(initial=-1)) + 1
