@@ -168,7 +168,7 @@ class RewardPool:
             raise LifecycleError("a reward pool can be opened once; make a new one")
         self._state = _PoolState.OPEN
         self._owner = asyncio.current_task()
-        self._folder = os.getcwd()  # later workers start here, too, if the run changes its folder
+        self._folder = os.getcwd()  # later workers start here, too
         sources = [source_of(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
@@ -358,7 +358,7 @@ class RewardPool:
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _with_room(self, call: Call) -> RewardWorker | None:
+    def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
         most = math.inf if call.alone else self._concurrency
         fit = [
@@ -515,7 +515,7 @@ class RewardPool:
         return Answer(**reply["answer"])
 
     @contextmanager
-    def _deadlines_moved(self, process: RewardWorker, call: Call) -> Iterator[None]:
+    def _deadlines_moved(self, process: RewardWorker, call: RewardCall) -> Iterator[None]:
         """Move the deadlines of the worker's coroutines by the time of a blocking call, during which they stand still."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
@@ -527,7 +527,7 @@ class RewardPool:
             for other in others:
                 other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
 
-    def _abandon(self, process: RewardWorker, call: Call, number: int | None, why: str) -> None:
+    def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
         """End a call without a caller: cancel its coroutine, or kill its worker."""
         if number is None:  # the request was not sent
             self._release(process, call)
@@ -540,7 +540,7 @@ class RewardPool:
             process.cancel(number)
             self._tasks.start_soon(self._wait_cancelled, process, call, number, why, name=f"end of {call.what}")
 
-    async def _wait_cancelled(self, process: RewardWorker, call: Call, number: int, why: str) -> None:
+    async def _wait_cancelled(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
         """Wait for a cancelled coroutine; kill its worker where it does not end in time. It cannot end while a blocking call runs,
         so the time of such calls is added."""
         now = anyio.current_time()
