@@ -278,7 +278,7 @@ async def test_books_that_were_deleted_end_a_transition(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_64_ranks_hear_of_every_change_however_slow_their_watchers_are() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "stress_ledger.py"), "--seconds", "1", "--changes", "500"]
+    command = [sys.executable, str(ROOT / "tools" / "chaos"), "ledger", "--seconds", "1", "--changes", "500"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

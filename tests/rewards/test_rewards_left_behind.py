@@ -1,4 +1,4 @@
-"""Nothing that a reward function starts outlives its worker: every end, in the short form of `tools/attack_rewards.py`."""
+"""Nothing that a reward function starts outlives its worker: every end, in the short form of `tools/chaos rewards`."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from warm import children
 from asyncrl.concurrency import leftovers
 from asyncrl.errors import RewardCrash
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "attack_rewards.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "chaos"
 GOES_ON, ENDED, KILLED = [], [0], [-signal.SIGKILL]
 ENDS = {
     "run killed at work": KILLED,
@@ -37,7 +37,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_outlives_its_worker(end):
-    command = [sys.executable, str(TOOL), "--only", end]
+    command = [sys.executable, str(TOOL), "rewards", "--only", end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)[end]

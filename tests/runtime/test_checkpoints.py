@@ -216,7 +216,7 @@ def flip(path: Path) -> None:
 
 def test_no_damaged_file_loads_and_each_is_named(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from attack_checkpoint import Outcome, attack
+    from chaos.checkpoint import Outcome, attack
 
     found = attack(three / "step_3", flips=8)
     assert {"adapter/adapter_model.safetensors", "config.json", "model.safetensors", "tokenizer.json"} <= found.keys()

@@ -1,10 +1,9 @@
-"""A run from YAML whose HTTP port is attacked (`tools/attack_http.py`, its short form) trains every good group."""
+"""A run from YAML whose HTTP port is attacked (`tools/chaos http`, its short form) trains every good group."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ CONSOLE = ("-m", "asyncrl.cli.app", "run")
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    yield __import__("attack_http")
-    sys.modules.pop("attack_http")
+    from chaos import http
+
+    return http
 
 
 def test_a_run_that_is_attacked_trains_every_good_group_and_ends_in_good_order(tmp_path: Path, tool: Any) -> None:
@@ -34,7 +34,7 @@ def test_a_run_that_is_attacked_trains_every_good_group_and_ends_in_good_order(t
         assert url.endswith(f"/{key}")
         target = tool.Target(url, process.pid)
         found = tool.attack(target, 150)
-        assert not tool.failures(found), tool.table(found)
+        assert not tool.failures(found), list(tool.rows_of(found))
         assert found["strangers"].answers == {"401": 3, "403": 1, "415": 1, "421": 1}
         assert found["bombs"].answers == {"413": 12} and found["bombs"].memory_mib < 400
         assert found["silent connections"].descriptors < 400

@@ -1,8 +1,7 @@
-"""Runs that are ended at random moments, and go on: the short form of tools/attack_runs.py, which looks at what they leave."""
+"""Runs that are ended at random moments, and go on: the short form of tools/chaos runs, which looks at what they leave."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import attack_runs
     import warm
+    from chaos import runs
 
-    monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
-    with attack_runs.adopting():  # the second life goes on where the first one ended
-        counts = attack_runs.attack(attack_runs.Plan(2, [kind], [how], seed=5, early=0.0), tmp_path)
+    monkeypatch.setattr(runs, "subprocess", warm.in_place_of_subprocess())
+    with runs.adopting():  # the second life goes on where the first one ended
+        counts = runs.attack(runs.Plan(2, [kind], [how], seed=5, early=0.0), tmp_path)
     assert counts == {f"{kind}, {how}": 2}, capsys.readouterr().out
-    sys.modules.pop("attack_runs")

@@ -161,7 +161,7 @@ def _rewards_at_work(runtime: Runtime) -> bool:
 
 async def test_a_reward_that_sleeps_does_not_hold_up_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mechanism: rewards are at work in their workers until sixteen more decode steps were made. How much these are slowed
-    down is measured by `tools/measure_reward_block.py`."""
+    down is measured by `tools/measure reward_block`."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     tree = REAL | {"reward": {"functions": [f"{REWARDS}:gated"], "workers": 2}, "engine": {"max_sequences": 4}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "attack_records.py"), "--requests", "1500", "--steps", "100"]
+    command = [sys.executable, str(ROOT / "tools/chaos/__main__.py"), "records", "--requests", "1500", "--steps", "100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = warm.run(command, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -26,16 +27,15 @@ def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -
 
 
 def test_a_run_outlives_its_workers_and_nothing_outlives_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import attack_runs
-    import attack_workers
+    from chaos import runs, workers
 
-    monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
-    monkeypatch.setattr(
-        sys, "argv", ["attack_workers", "--lives", "1", "--blows", "1", "--signals", "KILL", "--ends", "TERM"]
-    )
-    assert attack_workers.main() == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert "| node, SIGTERM | 1 | 0 |" in said and "| worker, SIGKILL | 1 | 0 |" in said
+    monkeypatch.setattr(runs, "subprocess", warm.in_place_of_subprocess())
+    parser = argparse.ArgumentParser()
+    workers.add_options(parser)
+    options = parser.parse_args(["--lives", "1", "--blows", "1", "--signals", "KILL", "--ends", "TERM"])
+    with runs.adopting():
+        counts = workers.attack(options, tmp_path)
+    assert counts == {"node, SIGTERM": 1, "worker, SIGKILL": 1}, capsys.readouterr().out

@@ -11,8 +11,8 @@ import warm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-import measure_mismatch
-from measure_mismatch import FLOAT32, Step, judge
+import commands
+from measure.mismatch import FLOAT32, Step, judge
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,14 @@ def test_a_run_is_allowed_twice_the_distance_of_the_oracle(dtype: str, run: tupl
 
 def test_a_run_prints_both_and_writes_them_down(tmp_path: Path) -> None:
     small = ("model.dtype=bfloat16", "train.max_steps=2", "rollout.max_tokens=24", "rollout.groups_per_step=2")
-    command = [sys.executable, str(measure_mismatch.__file__), *small, "--out", str(tmp_path / "found.md")]
+    command = [
+        sys.executable,
+        str(commands.TOOLS / "measure/__main__.py"),
+        "mismatch",
+        *small,
+        "--out",
+        str(tmp_path / "found.md"),
+    ]
     done = warm.run(command, env=os.environ, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]

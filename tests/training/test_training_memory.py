@@ -18,7 +18,7 @@ from asyncrl.training.memory import Lengths, predict_memory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-from measure_memory import CASES, MEMBERS, TOKENS, measure
+from measure.memory import CASES, MEMBERS, TOKENS, measure
 
 RESULTS = Path(__file__).resolve().parents[2] / "tools/results/memory.md"
 SIZES: dict[str, Any] = dict(

@@ -24,7 +24,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 
 
 def test_attacks_lose_nothing_and_give_nothing_twice() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "attack_rings.py"), "--short", "--json"]
+    command = [sys.executable, str(ROOT / "tools" / "chaos"), "rings", "--short", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

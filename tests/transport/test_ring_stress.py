@@ -1,4 +1,4 @@
-"""The record ring under kills, stops and restarts, in the ten-second form of `tools/stress_ring.py`."""
+"""The record ring under kills, stops and restarts, in the ten-second form of `tools/chaos stress`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transport_helpers import ROOT, environment
 
 
 def test_nothing_accepted_is_lost_torn_or_trained_twice() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "stress_ring.py"), "--seconds", "10"]
+    command = [sys.executable, str(ROOT / "tools" / "chaos"), "stress", "--seconds", "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""One rank of a run that meets a fault at an exact moment: what attack_phases.py starts in the place of `asyncrl.main`.
+"""What attacked runs train, and one rank of a run that meets a fault: `phases` starts it in the place of `asyncrl.main`.
 
 FAULT      a name of FAULTS
 FAULT_AT   "stage TEXT": when a stage of the start or of the end begins whose name begins so; "version N": when weights N are
@@ -7,6 +7,9 @@ FAULT_RANK the rank that meets it
 FAULT_MET  a file that is made just before
 
 FAULT=record makes none: it writes every moment that comes into that file, one a line.
+
+An attacked run lives for a few steps: the quickstart's warm-up would be most of its CPU time, so `build` makes its model smaller
+and without that.
 """
 
 from __future__ import annotations
@@ -23,19 +26,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.runtime.opened import OpenRun
-from asyncrl.runtime.progress import Stages
+import quickstart_model  # noqa: E402
+
+from asyncrl.concurrency.lane import ThreadLane  # noqa: E402
+from asyncrl.runtime.opened import OpenRun  # noqa: E402
+from asyncrl.runtime.progress import Stages  # noqa: E402
 
 FOR_EVER_S = 100_000
-fault, moment, rank = os.environ["FAULT"], os.environ["FAULT_AT"], os.environ["FAULT_RANK"]
-met = Path(os.environ["FAULT_MET"])
+fault, moment, rank, file = (os.environ.get(f"FAULT{name}", "") for name in ("", "_AT", "_RANK", "_MET"))
+met = Path(file)
 mine = os.environ.get("RANK", "0") == rank
+quickstart_model.warm_up = lambda *_: None
+
+
+def build(seed: int) -> tuple[Any, Any]:
+    return quickstart_model.build(seed, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
 
 
 def block() -> None:

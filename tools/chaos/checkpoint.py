@@ -1,7 +1,7 @@
 """Bit rot: flips one bit at a time in every file of a checkpoint, and counts what loads all the same.
 
-    python tools/attack_checkpoint.py                          # of two steps of the quickstart, 60 places in each file
-    python tools/attack_checkpoint.py --flips 2000 runs/mine   # of the newest checkpoint of a run (a copy is attacked)
+    python tools/chaos checkpoint                          # of two steps of the quickstart, 60 places in each file
+    python tools/chaos checkpoint --flips 2000 runs/mine   # of the newest checkpoint of a run (a copy is attacked)
 
 Besides, every file is cut by its last byte, and removed. Loading is what `resume=true` does: the newest checkpoint, with all of
 its state. Prints a table; exits 1 where anything loaded, or where the error does not name the file.
@@ -17,12 +17,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+from commands import EXAMPLES, table
 
-from asyncrl.checkpoint.store import CheckpointStore  # noqa: E402
-from asyncrl.errors import CheckpointError  # noqa: E402
-from asyncrl.main import main as run  # noqa: E402
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.errors import CheckpointError
+from asyncrl.main import main as run
 
 
 @dataclass
@@ -79,30 +78,21 @@ def copy_of(run: Path, folder: Path) -> Path:
 def small_run(folder: Path) -> Path:
     """Two steps of the quickstart."""
     settings = [f"run.dir={folder}", "train.max_steps=2", "telemetry.live=off"]
-    if code := run([str(ROOT / "examples" / "quickstart.yaml"), *settings]):
+    if code := run([str(EXAMPLES / "quickstart.yaml"), *settings]):
         sys.exit(code)
     return folder / "quickstart"
 
 
-def table(found: dict[str, Outcome]) -> str:
-    width = max(map(len, found))
-    lines = [f"{'file':{width}}  attacked  loaded  file not named"]
-    lines += [f"{name:{width}}  {each.places:8}  {each.loaded:6}  {each.unnamed:14}" for name, each in found.items()]
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, help="a run directory; default: two steps of the quickstart")
     parser.add_argument("--flips", type=int, default=60, help="places in each file")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         found = attack(copy_of(given.run or small_run(place), place), given.flips, given.seed)
-    print(table(found))
+    rows = ((name, each.places, each.loaded, each.unnamed) for name, each in found.items())
+    print("\n".join(table(("file", "attacked", "loaded", "file not named"), rows)))
     return 1 if any(each.loaded or each.unnamed for each in found.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

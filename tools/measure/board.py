@@ -1,6 +1,6 @@
 """The weight board at the sizes of SmolLM2-135M: what a version costs beside a plain copy of the same bytes, on one thread.
 
-    python tools/measure_board.py [--repeat 9] [--layers 30] [--dtype float32 bfloat16]
+    python tools/measure board [--repeat 9] [--layers 30] [--dtype float32 bfloat16]
 
     write      copy into a half, over memcpy into the same half
     bind       the modules of a reader move to a half
@@ -19,19 +19,18 @@ import argparse
 import asyncio
 import ctypes
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
+from commands import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.models.native import library
 from asyncrl.models.parameters.packed import pack, packing_works
 from asyncrl.models.policy import PolicyModel
-from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.sync import WeightPublisher, require_current
 
@@ -149,19 +148,16 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
     print(f"  hand-over {total:5.2f} ms   {', '.join(ratios)}; before it the refresh: {median(found['refresh']):.2f}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    print(f"{describe_cpu()}; kernels: {library.build()}, one thread")
+    print(f"{machine()}; kernels: {library.build()}, one thread")
     for dtype in options.dtype:
         measure(dtype, options.layers, options.repeat)
         asyncio.run(hand_over(dtype, options.layers, options.repeat))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

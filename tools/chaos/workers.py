@@ -1,7 +1,7 @@
 """Kills and stops the generation workers of whole runs at random moments, and the runs, and looks at what becomes of them.
 
-    python tools/attack_workers.py --lives 10
-    python tools/attack_workers.py --seconds 900 --blows 8
+    python tools/chaos workers --lives 10
+    python tools/chaos workers --seconds 900 --blows 8
 
 A life is a run of the quickstart with two workers, which goes on from the checkpoint of the one before. It takes blows: SIGKILL or
 SIGSTOP to one of the workers, wherever that is (at work, starting anew, before its first sequence). Then it is ended: SIGTERM or
@@ -26,7 +26,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,12 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from attack_runs import STARTED_S, Life, adopting, answer_signals, table
+from chaos.runs import STARTED_S, Life, adopting, answer_signals, keep_life
+from commands import left_in_shared_memory, print_tally
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from asyncrl.telemetry.sinks import read_jsonl  # noqa: E402
+from asyncrl.telemetry.sinks import read_jsonl
 
 WORKERS = 2
 SILENT_S = 6.0  # after which a stopped worker is killed, at work or while it starts
@@ -105,9 +102,6 @@ class WorkersLife(Life):
         """All that were hit have been replaced, and two steps came after that."""
         deaths = [int(line.get("engine/worker_deaths", 0)) for line in self.new_lines()]
         return sum(deaths) >= len(self.hit) and not any(deaths[-2:]) and len(deaths) >= 3
-
-    def owns(self, name: str) -> bool:
-        return f".{self.process.pid}." in name
 
     def named(self) -> Iterator[str]:
         """What is wrong with an end that nobody asked for."""
@@ -185,7 +179,7 @@ def finish(life: WorkersLife) -> Iterator[str]:
     yield from life.end()
     if life.process.poll() != 143:
         yield f"ended with {life.process.poll()} after SIGTERM"
-    if left_names := [name for name in os.listdir("/dev/shm") if life.owns(name)]:
+    if left_names := left_in_shared_memory(f".{life.process.pid}."):
         yield f"left in /dev/shm: {left_names}"
 
 
@@ -210,10 +204,7 @@ def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
         counts[end] += 1
         if found:
             counts[f"broken {end}"] += 1
-            kept = keep / f"life_{number}"
-            shutil.copytree(life.run, kept, symlinks=True)
-            shutil.copy(life.log, kept)
-            print(f"life {number} ({end}, {life.hit}): {'; '.join(found)}; what it left: {kept}", flush=True)
+            keep_life(folder, keep / f"life_{number}", f"life {number} ({end}, {life.hit}): {'; '.join(found)}")
             shutil.rmtree(life.run)
         if last:
             break
@@ -221,24 +212,21 @@ def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
     return counts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lives", type=int, default=10, help="at most")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further life but one begins")
     parser.add_argument("--blows", type=int, default=6, help="to the workers of a life")
     parser.add_argument("--ends", nargs="+", choices=ENDS, default=list(ENDS))
     parser.add_argument("--signals", nargs="+", choices=("KILL", "STOP"), default=["KILL", "STOP"])
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    answer_signals()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-workers-kept-"))
     began = time.monotonic()
     with adopting():
         counts = attack(options, keep)
-    code = table(counts, "what was hit, and how", "times")
+    code = print_tally(counts, "what was hit, and how", "times")
     print(f"\n{time.monotonic() - began:.0f} s")
     return code
-
-
-if __name__ == "__main__":
-    answer_signals()
-    sys.exit(main())

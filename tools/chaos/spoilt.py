@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table, one attack a line
-"""What attack_records.py sends: groups as they should be, and ways to spoil one.
+"""What `records` sends: groups as they should be, and ways to spoil one.
 
 A record attack changes the trajectories of a good group or the sections of its record; an HTTP attack changes the body of a
 good request. Each says what must become of it: `REFUSED` by name, `TRAINED`, or `EITHER` (the run's to decide).
@@ -11,19 +11,14 @@ import functools
 import json
 import math
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from asyncrl.records.layout import Section  # noqa: E402
-from asyncrl.types import FinishReason, Trajectory  # noqa: E402
+from asyncrl.records.layout import Section
+from asyncrl.types import FinishReason, Trajectory
 
 REFUSED, TRAINED, EITHER = "refused", "trained", "either"
 VOCABULARY = 20  # ids of a good group are below it; the model may have more

@@ -1,8 +1,8 @@
 """The shared ledger of many ranks over one real store, some of whose watchers the machine leaves aside for hundreds of changes.
 
-    python tools/stress_ledger.py                            # 64 ranks, some seconds, as in CI
-    python tools/stress_ledger.py --seconds 500              # by hand
-    python tools/stress_ledger.py --unsealed                 # what the authentication codes cost: compare `made_per_s`
+    python tools/chaos ledger                            # 64 ranks, some seconds, as in CI
+    python tools/chaos ledger --seconds 500              # by hand
+    python tools/chaos ledger --unsealed                 # what the authentication codes cost: compare `made_per_s`
 
 All ranks live in this process, each with its ledger, its two threads and its own connections. In a round a few of them make many
 changes and every other one makes one, as each does in a step; watchers are held up at random before they wait, some of them
@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -154,17 +153,15 @@ async def stress(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--changes", type=int, default=1000, help="in a round")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--unsealed", action="store_true", help="without authentication codes")
-    result = asyncio.run(stress(parser.parse_args()))
+
+
+def main(given: argparse.Namespace) -> int:
+    result = asyncio.run(stress(given))
     print(json.dumps(result))
     return int(result["longest_s"] > BOUND_S or result["keys_left"] > KEYS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

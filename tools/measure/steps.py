@@ -1,6 +1,6 @@
 """What very many small steps do to the process: memory, full garbage collections, lateness of the event loop; and to the disk.
 
-    python tools/measure_steps.py [--dry] [--steps 10000] [--folder DIR] [--out FILE.md] [a.b=value ...]
+    python tools/measure steps [--dry] [--steps 10000] [--folder DIR] [--out FILE.md] [a.b=value ...]
 
 A model of some thousand parameters trains on the quickstart's task, so that a step takes ten to twenty milliseconds and what a step
 leaves behind counts. `--dry`: without a model, one group a step; a million steps take an hour then, and gigabytes of disk.
@@ -21,20 +21,18 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent)]
+import uvloop
+from commands import EXAMPLES, command, machine, table
 
-import quickstart_model  # noqa: E402
+from asyncrl import Runtime, load_config
+from asyncrl.config.schema import Config
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config
-
+MODELS = Path(__file__).with_name("models.py")
 ALLOWED_MIB = 16.0
 OVERRIDES = [
-    f"model.path={__file__}:build",
-    f"data.train={__file__}:rows",
+    f"model.path={MODELS}:tiny",
+    f"data.train={MODELS}:tiny_rows",
     "rollout.group_size=2",
     "rollout.groups_per_step=2",
     "rollout.max_tokens=2",
@@ -52,17 +50,6 @@ DRY = [
     "reward.functions=[]",
     "telemetry.rollouts_per_step=0",  # else a file a step
 ]
-
-
-def build(seed: int) -> tuple[Any, Any]:
-    return quickstart_model.build(
-        seed, 2, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
-
-
-def rows() -> list[dict[str, str]]:
-    return quickstart_model.rows(512, 0, 2)
 
 
 def resident_mib() -> float:
@@ -101,21 +88,16 @@ class Row:
     late_ms: float  # largest p99 of a step's lateness
 
     def __str__(self) -> str:
-        return (
-            f"| {self.steps:,} | {self.mib:.1f} | {self.blocks:,} | {self.collections} | {self.share:.2%} | "
-            f"{1e3 * self.longest_s:.1f} | {1e3 * self.cpu_s:.2f} | {self.late_ms:.1f} |"
-        )
+        shares = f"{self.share:.2%} | {1e3 * self.longest_s:.1f} | {1e3 * self.cpu_s:.2f} | {self.late_ms:.1f}"
+        return f"| {self.steps:,} | {self.mib:.1f} | {self.blocks:,} | {self.collections} | {shares} |"
 
 
-HEAD = """\
-| steps | resident MiB | blocks of Python's allocator | full collections | their share of the time | longest, ms of CPU | CPU of a step, ms | largest p99 of a step's lateness, ms |
-|---|---|---|---|---|---|---|---|"""  # noqa: E501  # a table
+COLUMNS = "steps;resident MiB;blocks of Python's allocator;full collections;their share of the time;longest, ms of CPU"
+HEAD = [*table([*COLUMNS.split(";"), "CPU of a step, ms", "largest p99 of a step's lateness, ms"], ())]
 
 
 async def measure(config: Config) -> list[Row]:
     """Ten rows, printed as they come."""
-    from asyncrl import Runtime  # not above: the reward workers load this file too, and need no torch
-
     steps = config.train.max_steps
     assert steps is not None
     found: list[Row] = []
@@ -155,23 +137,19 @@ def files(folder: Path) -> list[str]:
     return ["| left on disk | files | MiB |", "|---|---|---|", *lines]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--dry", action="store_true", help="without a model")
     parser.add_argument("--folder", type=Path, help="where the run lies; a temporary one by default")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    import uvloop
 
-    from asyncrl import load_config
-    from asyncrl.telemetry.machine import describe_cpu
 
+def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         given = [*OVERRIDES, *(DRY if options.dry else ()), f"run.dir={folder}", f"train.max_steps={options.steps}"]
         config = load_config([EXAMPLES / "quickstart.yaml"], [*given, *options.overrides])
-        print(f"{describe_cpu()}, load {os.getloadavg()[0]:.1f}\n{HEAD}")
+        print(machine(), *HEAD, sep="\n")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `asyncrl run` has it
             found = runner.run(measure(config))
         left = files(Path(folder))
@@ -181,11 +159,7 @@ def main() -> int:
     print("\n".join(["", *left, "", verdict]))
     if options.out is not None:
         title = f"# Memory over {'many dry' if options.dry else 'many small'} steps"
-        where = f"{time.strftime('%Y-%m-%d')}, {describe_cpu()}"
-        lines = [title, "", where, "", HEAD, *map(str, found), "", *left, "", verdict, ""]
+        where = f"{time.strftime('%Y-%m-%d')}, `{command()}`, {machine()}"
+        lines = [title, "", where, "", *HEAD, *map(str, found), "", *left, "", verdict, ""]
         options.out.write_text("\n".join(lines), encoding="utf-8")
     return int(grown > ALLOWED_MIB)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

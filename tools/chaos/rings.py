@@ -1,7 +1,7 @@
 """Attacks the opening of a record ring, and its memory: nothing that was accepted may be lost, and nothing may come twice.
 
-    python tools/attack_rings.py            # every attack in full, some minutes
-    python tools/attack_rings.py --short    # as in CI
+    python tools/chaos rings            # every attack in full, some minutes
+    python tools/chaos rings --short    # as in CI
 
 Three producers put records, and all are killed, the owner too. What then lies in shared memory is attacked again and again, from
 the same bytes. *Failed openings*: with no more than k files; with an exception at the n-th call of the system or the library.
@@ -33,17 +33,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
+import anyio
+from commands import ROOT, end, start, table
+from transport_records import planned, whole
 
-import anyio  # noqa: E402
-from transport_records import planned, whole  # noqa: E402
-
-from asyncrl.transport.memory.segment import HEADER_BYTES, parts_of, path_of  # noqa: E402
-from asyncrl.transport.rings.producer import Producer  # noqa: E402
-from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
-from asyncrl.transport.rings.ring import RingMemory, RingReader  # noqa: E402
-from asyncrl.transport.rings.types import RingSettings  # noqa: E402
+from asyncrl.transport.memory.segment import HEADER_BYTES, parts_of, path_of
+from asyncrl.transport.rings.producer import Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.ring import RingMemory, RingReader
+from asyncrl.transport.rings.types import RingSettings
 
 SETTINGS = RingSettings(size=1 << 18, slots=8, ring_bytes=1 << 14)
 RECORDS = 5  # of each producer
@@ -83,36 +81,38 @@ Left: TypeAlias = dict[str, bytes]  # by the name of each segment
 
 def left_behind(name: str) -> Left:
     """The segments with the records of three producers, all of whom were killed, as their owner was."""
-    owner = _role("own", name)
-    assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
+    owner = _child("own", name)
     for ring in range(RINGS):
-        producer = _role("produce", name, "--epoch", str(ring))
-        assert producer.stdout is not None and producer.stdout.readline() == b"put\n"
-        producer.kill()
-        producer.communicate()
-    owner.kill()
-    owner.communicate()
+        producer = _child("produce", name, ring)
+        end([producer])
+    end([owner])
     return {part: Path(path_of(part)).read_bytes() for part in (name, *parts_of(name, "ring"))}
 
 
-def _role(role: str, name: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--role", role, "--name", name, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+def _child(role: str, *words: object) -> subprocess.Popen[bytes]:
+    """One that has got to work."""
+    child = start(__name__, role, *words, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    return child
 
 
-async def own(name: str) -> None:
+def own(name: str) -> None:
     """Open the ring, let nobody have a record, and wait for the kill."""
-    async with RecordRing(name, SETTINGS):
-        print("open", flush=True)
-        await anyio.sleep_forever()
+
+    async def wait() -> None:
+        async with RecordRing(name, SETTINGS):
+            print("ready", flush=True)
+            await anyio.sleep_forever()
+
+    asyncio.run(wait())
 
 
-def produce(name: str, epoch: int) -> None:
+def produce(name: str, ring: str) -> None:
+    epoch = int(ring)
     with Producer.attach(name) as producer:
         for record in range(RECORDS):
             producer.put(planned(100 * epoch + record, epoch=epoch))
-        print("put", flush=True)
+        print("ready", flush=True)
         signal.pause()
 
 
@@ -308,8 +308,7 @@ def stranger(name: str, content: Left) -> Outcome:
     """Somebody who can see every socket binds the addresses that the next owners would have, did they count."""
     outcome = Outcome()
     restore(name, content)
-    owner = _role("own", name)
-    assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
+    owner = _child("own", name)
     prefix = f"@asyncrl/{content[name][20:36].hex()}/"
     rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()]
     number = next(int(row.removeprefix(prefix)) for row in rows if row.startswith(prefix))
@@ -319,8 +318,7 @@ def stranger(name: str, content: Left) -> Outcome:
         taken.bind(f"\0{prefix[1:]}{number + ahead}")
         taken.listen(1)
         sockets.append(taken)
-    owner.kill()
-    owner.communicate()
+    end([owner])
     for _ in range(8):
         outcome.tried += 1
         judge(outcome, asyncio.run(take_all(name, release=False)), set())
@@ -353,30 +351,19 @@ def attacks(name: str, *, short: bool) -> dict[str, Outcome]:
         remove(name)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--short", action="store_true", help="not every call and every byte")
     parser.add_argument("--json", action="store_true")
-    for hidden in ("--role", "--name", "--epoch"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role == "own":
-        asyncio.run(own(given.name))
-    elif given.role == "produce":
-        produce(given.name, int(given.epoch))
+
+
+def main(given: argparse.Namespace) -> int:
+    found = attacks(f"attack-{os.getpid()}", short=given.short)
+    if given.json:
+        print(json.dumps({kind: vars(outcome) for kind, outcome in found.items()}))
     else:
-        found = attacks(f"attack-{os.getpid()}", short=given.short)
-        if given.json:
-            print(json.dumps({kind: vars(outcome) for kind, outcome in found.items()}))
-        else:
-            print("| attack | tried | owners that failed | lost | twice | errors | kept aside |")
-            print("|---|---:|---:|---:|---:|---:|---:|")
-            for kind, o in found.items():
-                print(f"| {kind} | {o.tried} | {o.failed} | {o.lost} | {o.twice} | {o.escaped} | {o.kept} |")
-                print("".join(f"    {n} x {said}\n" for said, n in o.said.items() if n), end="", file=sys.stderr)
-        return int(any(o.lost or o.twice or o.escaped for o in found.values()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        heads = ("attack", "tried", "owners that failed", "lost", "twice", "errors", "kept aside")
+        rows = [(kind, o.tried, o.failed, o.lost, o.twice, o.escaped, o.kept) for kind, o in found.items()]
+        print("\n".join(table(heads, rows)))
+        said = [f"    {kind}: {n} x {text}" for kind, o in found.items() for text, n in o.said.items() if n]
+        print("\n".join(said), file=sys.stderr)
+    return int(any(o.lost or o.twice or o.escaped for o in found.values()))

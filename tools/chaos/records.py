@@ -1,11 +1,11 @@
 """Spoilt groups against a live run: none of them may end it, or stay in the ring, or be refused without its name.
 
-    python tools/attack_records.py                          # 2,000 groups and requests, a minute or two
-    python tools/attack_records.py --requests 50000         # by hand
-    python tools/attack_records.py --only temperature       # those whose name holds the word
+    python tools/chaos records                          # 2,000 groups and requests, a minute or two
+    python tools/chaos records --requests 50000         # by hand
+    python tools/chaos records --only temperature       # those whose name holds the word
 
 A run of a tiny model is fed through shared memory, HTTP and `Runtime.submit`, in turns at random, with every attack of
-attacks.py and with good groups between them. It ends by itself at its last step; the next run of the ring goes on, until
+spoilt.py and with good groups between them. It ends by itself at its last step; the next run of the ring goes on, until
 everything was sent. Checked in the end: every run ended by itself, every group that cannot be trained was refused with its
 name and place, every good one was trained, no reply was a 5xx, and nothing is left in the ring or in /dev/shm.
 """
@@ -20,7 +20,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -31,28 +30,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "transport")]
+import aiohttp
+import anyio
+import yaml
+from chaos.spoilt import HTTP, RECORDS, REFUSED, TRAINED, Attack, Request, body, good
+from commands import ROOT, left_in_shared_memory
+from transport_records import draft_of
 
-import aiohttp  # noqa: E402
-import anyio  # noqa: E402
-import yaml  # noqa: E402
-from attacks import HTTP, RECORDS, REFUSED, TRAINED, Attack, Request, body, good  # noqa: E402
-from transport_records import draft_of  # noqa: E402
-
-from asyncrl import Runtime  # noqa: E402
-from asyncrl.config.load import load_config  # noqa: E402
-from asyncrl.errors import DataError, LifecycleError, RecordError, RingDetached, RingFull, VersionAhead  # noqa: E402
-from asyncrl.http.access import Address  # noqa: E402
-from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
-from asyncrl.pumps.pipeline import StepReport  # noqa: E402
-from asyncrl.records.write import plan  # noqa: E402
-from asyncrl.runtime.door import DoorStatistics  # noqa: E402
-from asyncrl.runtime.door import serve as ring_door  # noqa: E402
-from asyncrl.transport.inventory import clear  # noqa: E402
-from asyncrl.transport.rings.producer import AsyncProducer  # noqa: E402
-from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
-from asyncrl.transport.rings.types import RingSettings  # noqa: E402
+from asyncrl import Runtime
+from asyncrl.config.load import load_config
+from asyncrl.errors import DataError, LifecycleError, RecordError, RingDetached, RingFull, VersionAhead
+from asyncrl.http.access import Address
+from asyncrl.http.atropos import AtroposDoor, serve
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.records.write import plan
+from asyncrl.runtime.door import DoorStatistics
+from asyncrl.runtime.door import serve as ring_door
+from asyncrl.transport.inventory import clear
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 MODEL = ROOT / "tests" / "runtime" / "runtime_model.py"
 RING = RingSettings(size=64 << 20, slots=32, ring_bytes=1 << 20)
@@ -89,11 +86,10 @@ class Findings:
     sent: Counter[str] = field(default_factory=Counter)  # by door
     refused: Counter[str] = field(default_factory=Counter)  # by door
     wrong: Counter[str] = field(default_factory=Counter)  # by what is wrong
-    expected: dict[int, str] = field(
-        default_factory=dict
-    )  # group number -> name of its attack: to be refused in the ring
-    good: dict[int, str] = field(default_factory=dict)  # group number -> name: to be trained
-    trained: Counter[int] = field(default_factory=Counter)  # group number -> how often
+    # By group number: name of the attack that the ring has to refuse, name of what has to be trained, and how often it was.
+    expected: dict[int, str] = field(default_factory=dict)
+    good: dict[int, str] = field(default_factory=dict)
+    trained: Counter[int] = field(default_factory=Counter)
     heard: list[str] = field(default_factory=list)  # refusals of the ring's door
     steps: int = 0
     runs: int = 0
@@ -214,7 +210,7 @@ class Range:
                 traceback.print_exception(error)
                 self.found.wrong[f"a run ended with {_causes(error)}"] += 1
         await self._last()
-        left = [path for path in os.listdir("/dev/shm") if self.attacker.name in path]
+        left = left_in_shared_memory(self.attacker.name)
         self.found.wrong[f"left in /dev/shm: {left}"] += bool(left)
 
     def _config(self, **train: Any) -> Any:
@@ -289,22 +285,19 @@ def verdict(found: Findings) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=100, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="of the configuration: algorithm.loss=dr_grpo")
     parser.add_argument("--only", default="", help="a word in the names of the attacks")
-    args = parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         attacker = Attacker(f"attack-{os.getpid()}", args.requests, args.seed, args.only)
         asyncio.run(Range(attacker, Path(folder), args.steps, args.overrides).attack())
     result = verdict(attacker.found) | {"seconds": round(time.monotonic() - began, 1)}
     print(json.dumps(result, indent=1, ensure_ascii=True))
-    sys.exit(1 if result["wrong"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return 1 if result["wrong"] else 0

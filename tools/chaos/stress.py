@@ -1,7 +1,7 @@
 """Stress of the record ring: kills, stops, respawns and restarts at full speed, checked against fsynced logs.
 
-    python tools/stress_ring.py                          # 20 s; in CI 10
-    python tools/stress_ring.py --seconds 600            # the nightly form
+    python tools/chaos stress                          # 20 s; in CI 10
+    python tools/chaos stress --seconds 600            # the nightly form
 
 Eight producers put records of random sizes as fast as they can. Once a second one of them dies by SIGKILL at a random
 moment; every other one that is started dies at a store of the protocol (injected crash points, in turn). Each comes back as
@@ -21,24 +21,21 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
+import anyio
+from commands import end, left_in_shared_memory, start
+from transport_records import planned, whole
 
-import anyio  # noqa: E402
-from transport_records import planned, whole  # noqa: E402
-
-from asyncrl.errors import RingDetached, RingFull  # noqa: E402
-from asyncrl.transport.memory import words  # noqa: E402
-from asyncrl.transport.rings.producer import Producer  # noqa: E402
-from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
-from asyncrl.transport.rings.types import Delivery, RingSettings  # noqa: E402
+from asyncrl.errors import RingDetached, RingFull
+from asyncrl.transport.memory import words
+from asyncrl.transport.rings.producer import Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import Delivery, RingSettings
 
 SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20)
 DEADLINE = 2.0  # seconds a put waits for room
@@ -77,8 +74,8 @@ def read_log(path: Path, tail: int | None = None) -> list[str]:
 # -- a producer
 
 
-def produce(name: str, epoch: int, directory: Path, crash_at: int) -> None:
-    stopped = []
+def produce(name: str, folder: str, number: str, crash: str) -> None:
+    directory, epoch, crash_at, stopped = Path(folder), int(number), int(crash), list[bool]()
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     log = Log(directory / f"accepted-{epoch}")
     source = random.Random(epoch)
@@ -120,12 +117,15 @@ def _arm(crash_at: int, after: float) -> None:
 # -- the owner
 
 
-async def own(name: str, directory: Path) -> None:
+def own(name: str, folder: str) -> None:
+    asyncio.run(_own(name, Path(folder)))
+
+
+async def _own(name: str, directory: Path) -> None:
     path = directory / "trained"
     rows = read_log(path, TAIL)
-    trained = {
-        row for row in rows if row and row[0] != "#"
-    }  # what an owner had not released when it was killed comes again
+    # What an owner had not released when it was killed comes again.
+    trained = {row for row in rows if row and row[0] != "#"}
     log, stop = Log(path), directory / "stop"  # a file: a signal could come before its handler
     source, held = random.Random(), list[Delivery]()
     async with RecordRing(name, SETTINGS) as ring:
@@ -175,28 +175,17 @@ class Stress:
         self.epoch = 0
         self.kills: Counter[str] = Counter()
         self.source = random.Random(0)
-        self.owner = self._spawn("own")
+        self.owner = self._owner()
         self.producers = [self._producer(armed=False) for _ in range(producers)]
         self.epochs = list(range(1, producers + 1))
 
-    def _spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            __file__,
-            "--role",
-            arguments[0],
-            "--name",
-            self.name,
-            "--directory",
-            str(self.directory),
-        ]
-        return subprocess.Popen([*command, *arguments[1:]], env=environment)
+    def _owner(self) -> subprocess.Popen[bytes]:
+        return start(__name__, "own", self.name, self.directory)
 
     def _producer(self, *, armed: bool) -> subprocess.Popen[bytes]:
         self.epoch += 1
         crash_at = (self.epoch * 7) % STORES if armed else -1
-        return self._spawn("produce", "--epoch", str(self.epoch), "--crash-at", str(crash_at))
+        return start(__name__, "produce", self.name, self.directory, self.epoch, crash_at)
 
     def run(self, seconds: float) -> None:
         """Kill for `seconds`, counted from the first trained record, and longer until enough was killed.
@@ -216,7 +205,7 @@ class Stress:
                 self.owner.kill()
                 self.owner.wait()
                 seen = self._trained_bytes()
-                self.owner = self._spawn("own")
+                self.owner = self._owner()
                 self.kills["owner"] += 1
             if stopped is None and tick % 12 == 3 and self._works(0):
                 stopped = (time.monotonic() + 3 * DEADLINE, self.producers[0])
@@ -270,12 +259,6 @@ class Stress:
         if self.owner.wait(PATIENCE):
             raise SystemExit(f"the owner ended with code {self.owner.returncode}")
 
-    def stop_all(self) -> None:
-        for process in [*self.producers, self.owner]:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
 
 def check(directory: Path, name: str) -> dict[str, object]:
     accepted: set[tuple[int, int, int]] = set()
@@ -286,30 +269,22 @@ def check(directory: Path, name: str) -> dict[str, object]:
     rows = [row for row in read_log(directory / "trained") if row]
     complaints = [row for row in rows if row.startswith("# torn")]
     trained = Counter(tuple(map(int, row.split())) for row in rows if row[0] != "#" and row.count(" ") == 2)
-    left = [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
     return {
         "accepted": len(accepted),
         "trained": len(trained),
         "lost": len(accepted - set(trained)),
         "twice": sum(count > 1 for count in trained.values()),
         "torn": len(complaints),
-        "left in /dev/shm": left,
+        "left in /dev/shm": left_in_shared_memory(name),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--producers", type=int, default=8)
-    for hidden in ("--role", "--name", "--directory", "--epoch", "--crash-at"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role == "produce":
-        produce(given.name, int(given.epoch), Path(given.directory), int(given.crash_at))
-        return 0
-    if given.role == "own":
-        asyncio.run(own(given.name, Path(given.directory)))
-        return 0
+
+
+def main(given: argparse.Namespace) -> int:
     name = f"stress-{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
         stress = Stress(name, Path(folder), given.producers)
@@ -317,12 +292,8 @@ def main() -> int:
             stress.run(given.seconds)
             stress.finish()
         finally:
-            stress.stop_all()
+            end([*stress.producers, stress.owner])
         result = check(Path(folder), name)
     print(json.dumps({**result, "kills": dict(stress.kills), "seconds": given.seconds}))
     bad = result["lost"] or result["twice"] or result["torn"] or result["left in /dev/shm"] or not result["accepted"]
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Attack on reward workers: every way in which one can end, and whether anything that it started outlives it.
 
-    python tools/attack_rewards.py                # each end once, as in CI
-    python tools/attack_rewards.py --rounds 50    # by hand
+    python tools/chaos rewards                # each end once, as in CI
+    python tools/chaos rewards --rounds 50    # by hand
 
 A reward function starts a brood: a child, a grandchild, a fork that ignores SIGTERM, a stopped one, a session, a daemon (two
 forks and a session), one with an empty environment, and one that is never the same process for longer than two milliseconds.
@@ -25,6 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from commands import end as end_all
+from commands import is_alive, start
 
 FILE = Path(__file__).resolve()
 BROOD = ("child", "grandchild", "fork", "stopped", "session", "daemon", "bare daemon", "restless")
@@ -110,7 +113,12 @@ def _restless(pulse: Path) -> None:
 # -- a run
 
 
-async def run(end: str, token: str, notes: Path) -> None:
+def run(end: str, token: str, notes: str) -> None:
+    """In a child."""
+    asyncio.run(_run(end, token, Path(notes)))
+
+
+async def _run(end: str, token: str, notes: Path) -> None:
     from asyncrl.concurrency.watchdog import Watchdog
     from asyncrl.config.schema import RewardConfig, WatchdogConfig
     from asyncrl.errors import RewardError
@@ -182,22 +190,12 @@ def brood(token: str, notes: Path) -> set[str]:
             found.add("restless")
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if entry.isdigit() and _state(int(entry)) not in "ZX":
+            if entry.isdigit() and is_alive(int(entry)):
                 command = Path(f"/proc/{entry}/cmdline").read_bytes() + Path(f"/proc/{entry}/comm").read_bytes()
                 _, marked, rest = command.partition(token.encode())
                 if marked and rest[:1].isdigit() and rest[1:2] in (b"\0", b"\n", b" "):
                     found.add(f"{BROOD[int(rest[:1])]}")
     return found
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return _state(pid) not in "ZX"
-    return False
 
 
 def _until(condition: Any, seconds: float = PATIENCE_S) -> bool:
@@ -209,17 +207,15 @@ def _until(condition: Any, seconds: float = PATIENCE_S) -> bool:
     return True
 
 
-def _start(end: str, token: str, notes: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(FILE.parents[1]), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(FILE), "--end", end, "--token", token, "--notes", str(notes)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+def _child(end: str, token: str, notes: Path) -> subprocess.Popen[str]:
+    return start(__name__, "run", end, token, notes, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
     """Let one run end one worker in this way. What is left, and how long the others took to go."""
     token = str(random.SystemRandom().randrange(10**8, 10**9))
     notes = folder / token
-    process = _start(end, token, notes)
+    process = _child(end, token, notes)
     others = [process]
     try:
         if end not in ("worker crashes", "watchdog's hard exit", "worker replaced"):
@@ -233,7 +229,7 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
         _strike(end, process, worker, guard if guarded else None)
         if end == "guard and run killed":  # the next owner
             process.wait()
-            others.append(_start("pool closed", str(int(token) + 1), folder / "next"))
+            others.append(_child("pool closed", str(int(token) + 1), folder / "next"))
             _until((folder / "next").exists)
         if end in GOES_ON:
             assert process.stdout is not None and process.stdout.readline() == "scored again\n", f"{end}: no other call"
@@ -241,17 +237,15 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
             process.wait(PATIENCE_S)
         began = time.monotonic()
         ours = [worker, guard] if guarded else [worker]
-        _until(lambda: not brood(token, notes) and not any(map(_alive, ours)), bound)
+        _until(lambda: not brood(token, notes) and not any(map(is_alive, ours)), bound)
         left = sorted(brood(token, notes)) + [
-            ("worker", "guard")[index] for index, pid in enumerate(ours) if _alive(pid)
+            ("worker", "guard")[index] for index, pid in enumerate(ours) if is_alive(pid)
         ]
         return {"left": left, "seconds": time.monotonic() - began, "code": process.poll()}
     finally:
         for name in ("next", "next.pulse"):
             (folder / name).unlink(missing_ok=True)
-        for each in others:
-            each.kill()
-            each.wait()
+        end_all(others)
         _clean(token, notes)
         _clean(str(int(token) + 1), folder / "next")
 
@@ -279,18 +273,13 @@ def _clean(token: str, notes: Path) -> None:
                     os.kill(int(entry), signal.SIGKILL)
 
 
-def main() -> int:
-    options = argparse.ArgumentParser(description="ends reward workers in every way and lists what outlives them")
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--rounds", type=int, default=1, help="of each end")
     options.add_argument("--bound", type=float, default=5.0, help="seconds after which what lives was left behind")
     options.add_argument("--only", choices=list(ENDS), action="append")
-    options.add_argument("--end", choices=list(ENDS), help=argparse.SUPPRESS)
-    options.add_argument("--token", help=argparse.SUPPRESS)
-    options.add_argument("--notes", help=argparse.SUPPRESS)
-    given = options.parse_args()
-    if given.end:
-        asyncio.run(run(given.end, given.token, Path(given.notes)))
-        return 0
+
+
+def main(given: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for end in given.only or ENDS:
@@ -302,7 +291,3 @@ def main() -> int:
             print(f"{end:24} {len(rounds):4}  {slowest:6.2f} s  left: {', '.join(left) or 'nothing'}", file=sys.stderr)
     print(json.dumps(result))
     return 1 if any(one["left"] for one in result.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Predicted memory beside what a run of the product's own parts takes: `asyncrl.training.memory` on every path of a model.
 
-    python tools/measure_memory.py [--case NAME ...] [--dtype float32] [--out tools/results/memory.md]
+    python tools/measure memory [--case NAME ...] [--dtype float32] [--out tools/results/memory.md]
 
 Each case is a child process: it loads a model with random weights, takes one training step of one full microbatch, and decodes
 as many sequences as the cache has rows, all to their last token. Between these parts the resident memory of the process is
@@ -28,9 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from commands import command, machine, start, table
 
 MIB = 1 << 20
 MEMBERS = 8  # completions of a prompt
@@ -69,6 +72,10 @@ _CHOICES: dict[str, Any] = dict(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=1, head_dim=16, vocab_size=16_000, num_hidden_layers=12,
     num_experts=64, num_experts_per_tok=32, moe_intermediate_size=8,
 )  # fmt: skip
+_NARROW = dict(
+    hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=2000, num_hidden_layers=3,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192,
+)  # fmt: skip
 CASES = {
     "llama, fused": Case("llama", _SIZES, "fused"),
     "llama, packed": Case("llama", _SIZES, "packed"),
@@ -94,31 +101,9 @@ CASES = {
     "mamba, plain eager": Case(
         "mamba", {"hidden_size": 160, "num_hidden_layers": 8, "vocab_size": 16_000}, "plain (eager"
     ),
+    # Of a size for tests: experts narrower than what they are fed.
+    "small qwen3_moe, fused, checkpointing": Case("qwen3_moe", _NARROW, "fused", checkpointing=True),
 }
-# Of a size for tests, and odd: experts narrower than what they are fed, few or many.
-_NARROW = dict(
-    hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=2000, num_hidden_layers=3
-)
-_FEW = _NARROW | {"num_experts_per_tok": 2}
-_EIGHT = _FEW | {"num_experts": 8, "moe_intermediate_size": 192}
-_HYBRID = _NARROW | {"intermediate_size": 704, "layer_types": ["conv", "conv", "full_attention"]}
-SMALL = {
-    "llama, fused, checkpointing": Case("llama", _NARROW | {"intermediate_size": 704}, "fused", checkpointing=True),
-    "qwen3_moe, fused": Case("qwen3_moe", _EIGHT, "fused"),
-    "qwen3_moe, fused, checkpointing": Case("qwen3_moe", _EIGHT, "fused", checkpointing=True),
-    "gpt_oss, fused, checkpointing": Case(
-        "gpt_oss", _FEW | {"num_local_experts": 32, "intermediate_size": 96}, "fused", checkpointing=True
-    ),
-    "gpt_oss, packed, checkpointing": Case(
-        "gpt_oss", _FEW | {"num_local_experts": 8, "intermediate_size": 192}, "packed", checkpointing=True
-    ),
-    "lfm2, plain eager": Case("lfm2", _HYBRID, "plain (eager"),
-}
-
-
-def case_of(name: str) -> Case:
-    """`small ...` are the test suite's."""
-    return SMALL[name.removeprefix("small ")] if name.startswith("small ") else CASES[name]
 
 
 def build(seed: int) -> Any:
@@ -126,7 +111,7 @@ def build(seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    case = case_of(os.environ["MEASURE_MEMORY_CASE"])
+    case = CASES[os.environ["MEASURE_MEMORY_CASE"]]
     torch.manual_seed(seed)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = AutoModelForCausalLM.from_config(
@@ -188,7 +173,7 @@ def parts_of(name: str, dtype: str, only_microbatch: bool = False) -> dict[str, 
     from asyncrl.training.memory import Lengths, predict_memory
     from asyncrl.training.trainer import TorchTrainer
 
-    case = case_of(name)
+    case = CASES[name]
     path = next(each for each in PATHS if str(each).startswith(case.path))
     model = ModelConfig(path=f"{Path(__file__).resolve()}:build", dtype=dtype)
     train = TrainConfig(tokens_per_microbatch=TOKENS, gradient_checkpointing=case.checkpointing)
@@ -315,78 +300,56 @@ async def decode(policy: Any, case: Case, *, record_routes: bool = False) -> lis
     return ended
 
 
+def child(file: str, case: str, dtype: str, only_microbatch: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    Path(file).write_text(json.dumps(parts_of(case, dtype, bool(only_microbatch))), encoding="utf-8")
+
+
 def measure(case: str, dtype: str, only_microbatch: bool = False) -> dict[str, Any]:
     """In a child process."""
-    environment = os.environ | {
-        "MEASURE_MEMORY_CASE": case,
-        "MALLOC_TRIM_THRESHOLD_": "0",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
-    }
+    trim = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {"MEASURE_MEMORY_CASE": case, **trim}
+    words = (case, dtype, "only" if only_microbatch else "")
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", suffix=".json") as answer:
-        command = [sys.executable, __file__, "--child", answer.name, "--case", case, "--dtype", dtype]
-        command += ["--only-microbatch"] if only_microbatch else []
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = start("measure.memory", "child", answer.name, *words, env=environment, stdout=subprocess.DEVNULL)
+        if code := process.wait():
+            raise RuntimeError(f"{case}, {dtype}: the child ended with {code}")
         found: dict[str, Any] = json.load(answer)
     return found
 
 
-def rows_of(case: str, dtype: str, found: dict[str, Any]) -> list[str]:
-    total = {side: sum(found[side].values()) for side in ("predicted", "measured")}
-    lines = []
-    for kind in (*found["predicted"], "all"):
-        wanted, got = ((total if kind == "all" else {s: found[s][kind] for s in total})[side] for side in total)
-        lines.append(
-            f"| {case} | {dtype} | {kind} | {wanted / MIB:.0f} | {got / MIB:.0f} | {wanted / max(got, 1):.2f} |"
-        )
-    return lines
+def rows_of(case: str, dtype: str, found: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    found = {side: found[side] | {"all": sum(found[side].values())} for side in ("predicted", "measured")}
+    for kind, wanted in found["predicted"].items():
+        got = found["measured"][kind]
+        yield case, dtype, kind, f"{wanted / MIB:.0f}", f"{got / MIB:.0f}", f"{wanted / max(got, 1):.2f}"
 
 
-def report(lines: list[str], arguments: argparse.Namespace) -> str:
-    from asyncrl.telemetry.machine import describe_cpu
-
-    head = [
-        "# Predicted and measured memory",
-        "",
-        f"{time.strftime('%Y-%m-%d')}, `python tools/measure_memory.py {' '.join(sys.argv[1:])}`".rstrip(" `") + "`, "
-        f"{describe_cpu()}, one thread.",
-        f"Models with random weights; {TOKENS} packed tokens of groups of {MEMBERS} completions of {Case.completion} tokens behind "
-        f"a prompt of {Case.prompt}; {Case.sequences} sequences of {Case.prompt + Case.completion} positions.",
-        "",
-        "| model, path | dtype | part | predicted, MiB | measured, MiB | ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*head, *lines]) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=[*CASES, *(f"small {name}" for name in SMALL)])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--only-microbatch", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    cases, dtypes = arguments.case or list(CASES), arguments.dtype or ["float32", "bfloat16"]
-    if arguments.child:
-        import torch
 
-        torch.set_num_threads(1)
-        arguments.child.write_text(
-            json.dumps(parts_of(cases[0], dtypes[0], arguments.only_microbatch)), encoding="utf-8"
-        )
-        return 0
-    lines: list[str] = []
-    for case in cases:
-        for dtype in dtypes:
+
+def main(options: argparse.Namespace) -> int:
+    rows: list[tuple[object, ...]] = []
+    for case in options.case or CASES:
+        for dtype in options.dtype or ["float32", "bfloat16"]:
             found = measure(case, dtype)
             print(json.dumps({"case": case, "dtype": dtype, **found}), file=sys.stderr, flush=True)
-            lines += rows_of(case, dtype, found)
-            print("\n".join(lines[-len(found["predicted"]) - 1 :]), flush=True)
-    if arguments.out:
-        arguments.out.write_text(report(lines, arguments), encoding="utf-8")
+            rows += rows_of(case, dtype, found)
+    lines = list(table(("model, path", "dtype", "part", "predicted, MiB", "measured, MiB", "ratio"), rows))
+    print("\n".join(lines))
+    if options.out:
+        said = f"Models with random weights; {TOKENS} packed tokens of groups of {MEMBERS} completions behind a prompt."
+        head = [
+            "# Predicted and measured memory",
+            "",
+            f"{time.strftime('%Y-%m-%d')}, `{command()}`, {machine()}.",
+            said,
+            "",
+        ]
+        options.out.write_text("\n".join([*head, *lines, ""]), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Router replay (R3): how far the trainer's log-probs are from the sampler's, with recorded routes and without.
 
-    python tools/measure_replay.py            # writes tools/results/replay.json and .png; exit 1 if the goal is missed
-    python tools/measure_replay.py --engine vllm    # sampled by vLLM in a worker; writes replay_vllm.json and .png
+    python tools/measure replay            # writes tools/results/replay.json and .png; exit 1 if the goal is missed
+    python tools/measure replay --engine vllm    # sampled by vLLM in a worker; writes replay_vllm.json and .png
 
 Two runs of a small Qwen3-MoE (four layers, 32 experts, four a token, random weights) in bfloat16 with float32 masters, alike but
 for `algorithm.router_replay`. They are sync, so each token is trained by the very weights that sampled it: what differs is the
@@ -18,8 +18,6 @@ import asyncio
 import json
 import math
 import os
-import shlex
-import sys
 import tempfile
 import time
 from datetime import date
@@ -28,21 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from commands import RESULTS, command, machine
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]  # reward workers load this file, too
+from asyncrl import Runtime, load_config
 
-from letters import LETTERS, WORDS, share, tokenizer  # noqa: E402, F401  share: the reward
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "tools" / "results"
+MODELS = Path(__file__).with_name("models.py")
 SETTINGS = {
     "preset": "sync",
     "threads": 1,
-    "model.path": f"{Path(__file__)}:build",
+    "model.path": f"{MODELS}:experts",
     "model.dtype": "bfloat16",
-    "data.train": f"{Path(__file__)}:rows",
+    "data.train": f"{MODELS}:rows",
     "data.max_prompt_tokens": 12,
-    "reward": f"{Path(__file__)}:share",
+    "reward": f"{MODELS}:share",
     "rollout.group_size": 8,
     "rollout.groups_per_step": 2,
     "rollout.max_tokens": 32,
@@ -54,31 +51,8 @@ SETTINGS = {
 }
 
 
-VLLM = {"model.path": f"{Path(__file__)}:build_wide", "generation.engine": "vllm", "generation.threads": 1}
-
-
-def build_wide(seed: int) -> tuple[Any, Any]:
-    """The same with heads of the smallest size that vLLM takes."""
-    return build(seed, head_dim=32)
-
-
-def build(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
-    """(model, tokenizer): letters as tokens."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=len(WORDS), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=head_dim, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
-        initializer_range=0.15, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config), tokenizer()
-
-
-def rows() -> list[dict[str, str]]:
-    """Prompts of four letters; vowels are wanted."""
-    return [{"prompt": f"{LETTERS[i % 26]}{LETTERS[i // 26 % 26]}xy="} for i in range(520)]
+# With heads that vLLM takes.
+VLLM = {"model.path": f"{MODELS}:wide_experts", "generation.engine": "vllm", "generation.threads": 1}
 
 
 class Listening:
@@ -90,8 +64,6 @@ class Listening:
         self._parts: dict[int, list[Any]] = {}
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
         found = self._forward(batch, *args, **kwargs)
         if torch.is_grad_enabled():
             difference = found[0].detach().double().numpy() - batch.sampler_logprobs
@@ -106,8 +78,6 @@ class Listening:
 
 async def run(replay: bool, steps: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """One run, with a number for each of its steps."""
-    from asyncrl import Runtime, load_config  # not above: the reward workers load this file too, and need no torch
-
     options = SETTINGS | more | {"algorithm.router_replay": replay, "train.max_steps": steps, "run.dir": folder}
     given = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
     rewards: list[float] = []
@@ -157,21 +127,20 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    options = parser.parse_args()
-    from asyncrl.telemetry.machine import describe_cpu
 
+
+def main(options: argparse.Namespace) -> int:
     more, name = ({}, "replay") if options.engine == "embedded" else (VLLM, "replay_vllm")
     with tempfile.TemporaryDirectory() as folder:
         runs = [asyncio.run(run(replay, options.steps, folder, more)) for replay in (False, True)]
     without, with_replay = (each["mean_k3"] for each in runs)
     record = {
         "date": date.today().isoformat(),
-        "command": shlex.join(["python", "tools/measure_replay.py", *sys.argv[1:]]),
-        "machine": f"{describe_cpu()}, {os.cpu_count()} cores, one thread",
+        "command": command(),
+        "machine": f"{machine()}, {os.cpu_count()} cores, one thread",
         "ratio": float(f"{with_replay / without:.3g}"),
         "runs": runs,
     }
@@ -183,7 +152,3 @@ def main() -> int:
         print({key: value for key, value in each.items() if not isinstance(value, list)})
     print(f"KL with replay is {with_replay / without:.3f} of that without; at most half is the goal")
     return 0 if with_replay <= 0.5 * without else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,19 @@
-"""What the tools that measure vLLM share: models of SmolLM2's sizes, our engine as a worker has it, vLLM's own arguments, children.
+"""Tokens per second of vLLM as a worker has it, with the cost of new weights, beside vLLM by itself; the sizes of SmolLM2-135M.
 
-A side is a child of the tool (`--child NAME`) with its own interpreter: it says "ready", takes turns as lines of JSON, and answers
-each with one. Sides take turns, one at work and the others idle.
+    .venv-vllm/bin/python tools/measure vllm [--jobs 64x128 16x512] [--model DIR] [--dtype float32 bfloat16] [--threads 2]
+
+    ours       a version is copied into vLLM's parameters, then the step generates; layers are not packed
+    offline    `vllm.LLM` as it comes (its own process, compiled), the same cores, with `LLM.generate` and no new weights
+    async      `AsyncLLM`, likewise, all requests at once
+
+A step: a job's sequences with prompts of 48 tokens that no two share, sampled at temperature 1. Each side is a process of its own;
+they take turns, one at work and the others idle; medians. `asyncrl bench weights` measures a change of weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -15,16 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import psutil
+from commands import command, machine, start, table
 
-from asyncrl.telemetry.machine import describe_cpu
-
+SIDES = ("ours", "offline", "async")
+COLUMNS = "dtype;job;side;tokens/s of whole steps;of generation alone;new weights, ms;start, s;peak MiB"
 PROMPT = 48  # tokens of a prompt
 CACHE = 2 << 30  # bytes of vLLM's own cache
 ENDED_S = 30.0  # that a side has for its end, which is not measured
@@ -122,7 +130,7 @@ class Trainer:
         from asyncrl.models.policy import PolicyModel
         from asyncrl.transport.memory.board import Board
 
-        self.policy = PolicyModel(module_of(options), options.dtype[0])
+        self.policy = PolicyModel(module_of(options), options.dtype)
         weights, dtype = self.policy.weights, self.policy.dtype
         self.board = Board.create(weights.size, dtype, weights.layout_digest())
         self.publish(0)
@@ -191,12 +199,63 @@ def arguments(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "model": folder,
             "skip_tokenizer_init": True,
             "load_format": "auto" if options.model else "dummy",
-            "dtype": options.dtype[0],
+            "dtype": options.dtype,
             "generation_config": "vllm",
             "max_model_len": context,
             "max_num_seqs": sequences,
             "kv_cache_memory_bytes": CACHE,
         }
+
+
+def offline(options: argparse.Namespace) -> None:
+    with arguments(options) as given:
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(**given)
+        for turn in turns():
+            params = SamplingParams(temperature=1.0, max_tokens=turn["tokens"], ignore_eos=True, detokenize=False)
+            asked = [{"prompt_token_ids": each} for each in prompts(turn["sequences"], turn["number"])]
+            began = time.perf_counter()
+            found = llm.generate(asked, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            answer(seconds=seconds, tokens=sum(len(each.outputs[0].token_ids) for each in found), bind=0.0)
+
+
+async def by_async_llm(options: argparse.Namespace) -> None:
+    with arguments(options) as given:
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, disable_log_stats=True))
+
+        async def one(ids: list[int], params: Any, name: str) -> int:
+            count = 0
+            async for output in llm.generate({"prompt_token_ids": ids}, params, name):
+                count = len(output.outputs[0].token_ids)
+            return count
+
+        for turn in turns():
+            kind = RequestOutputKind.FINAL_ONLY
+            params = SamplingParams(
+                temperature=1.0, max_tokens=turn["tokens"], ignore_eos=True, detokenize=False, output_kind=kind
+            )
+            asked = prompts(turn["sequences"], turn["number"])
+            began = time.perf_counter()
+            counts = await asyncio.gather(
+                *(one(ids, params, f"{turn['number']}.{index}") for index, ids in enumerate(asked))
+            )
+            answer(seconds=time.perf_counter() - began, tokens=sum(counts), bind=0.0)
+        llm.shutdown()
+
+
+async def by_us(options: argparse.Namespace) -> None:
+    async with ours(options) as made:
+        for version, turn in enumerate(turns()):
+            bind = await made.move(version)
+            began = time.perf_counter()
+            tokens = await made.generate(turn["sequences"], turn["tokens"], turn["number"])
+            answer(seconds=bind + time.perf_counter() - began, tokens=tokens, bind=bind)
 
 
 # -- children
@@ -219,17 +278,13 @@ class Side:
     """A child. `found`: its answers, by what was asked."""
 
     def __init__(self, name: str, dtype: str, options: argparse.Namespace) -> None:
-        numbers = [f"--{each}={getattr(options, each)}" for each in ("layers", "threads")]
-        jobs = ["--jobs", *(f"{sequences}x{tokens}" for sequences, tokens in options.jobs)]
-        model = ["--model", options.model] if options.model else []
-        command = [sys.executable, sys.argv[0], "--child", name, "--dtype", dtype, *numbers, *jobs, *model]
-        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+        given = json.dumps(vars(options) | {"dtype": dtype})
+        environment = {"OMP_NUM_THREADS": str(options.threads), "VLLM_LOGGING_LEVEL": "ERROR"}
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         began = time.perf_counter()
         self.found: dict[Any, list[dict[str, float]]] = {}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env=environment
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = start(__name__, "side", name, given, env=environment, **pipes)
         self._read("ready")
         self.start = time.perf_counter() - began
 
@@ -262,13 +317,18 @@ class Side:
         raise RuntimeError(f"a side ended: {self.process.wait()}")
 
 
+def side(name: str, given: str) -> None:
+    """In the child."""
+    options = argparse.Namespace(**json.loads(given))
+    if name == "offline":
+        offline(options)
+    else:
+        asyncio.run(by_async_llm(options) if name == "async" else by_us(options))
+
+
 def take_turns(dtype: str, options: argparse.Namespace) -> dict[str, Side]:
-    """Every side, started one after the other, after all turns. They are closed."""
-    return turns_of({name: Side(name, dtype, options) for name in options.sides}, options)
-
-
-def turns_of(sides: dict[str, Side], options: argparse.Namespace) -> dict[str, Side]:
-    """All turns of all jobs, after one of few tokens to warm up, in an order that turns. The sides are closed then."""
+    """Every side, after all turns of all jobs; the first turn has few tokens and warms up. The order turns; all are closed."""
+    sides = {name: Side(name, dtype, options) for name in options.sides}
     for number in range(options.turns + 1):
         for name in sorted(sides, reverse=bool(number % 2)):
             for sequences, tokens in options.jobs:
@@ -281,32 +341,26 @@ def turns_of(sides: dict[str, Side], options: argparse.Namespace) -> dict[str, S
     return sides
 
 
-def print_table(
-    options: argparse.Namespace, columns: Sequence[str], rows: Callable[[str, argparse.Namespace], list[str]]
-) -> None:
-    """`rows(dtype, options)` of every dtype, under machine, command, load and the names of the columns."""
-    print(heading(options), end="\n\n")
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
-    for dtype in options.dtype:
-        print("\n".join(rows(dtype, options)), flush=True)
+def rows_of(dtype: str, options: argparse.Namespace) -> Iterator[tuple[object, ...]]:
+    sides = take_turns(dtype, options)
+    for job in options.jobs:
+        for name, side in sides.items():
+            seconds, tokens, bind = (side.median(job, each) for each in ("seconds", "tokens", "bind"))
+            speeds = f"{tokens / seconds:.0f}", f"{tokens / (seconds - bind):.0f}", f"{bind * 1e3:.0f}"
+            yield dtype, f"{job[0]} x {job[1]}", name, *speeds, f"{side.start:.0f}", f"{side.median(job, 'mib'):.0f}"
 
 
-def parser_of(text: str | None, sides: tuple[str, ...], jobs: list[tuple[int, int]]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--sides", nargs="+", default=list(sides), choices=sides)
-    parser.add_argument("--jobs", nargs="+", type=job, default=jobs, metavar="SEQUENCESxTOKENS")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--jobs", nargs="+", type=job, default=[(64, 128), (16, 512)], metavar="SEQUENCESxTOKENS")
     parser.add_argument("--model", help="a directory; left out: random weights of SmolLM2's sizes")
     for name, default in (("layers", 30), ("threads", 2), ("turns", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--child", choices=sides, help=argparse.SUPPRESS)
-    return parser
 
 
-def heading(options: argparse.Namespace) -> str:
-    """Machine, command and load, for above a table."""
-    given = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    if options.model:
-        given = given.replace(options.model, "MODEL")
-    load = os.getloadavg()[0]
-    return f"{describe_cpu()}, {options.threads} thread(s), `python tools/{given}`; load at the start {load:.1f}"
+def main(options: argparse.Namespace) -> int:
+    print(f"{machine()}, {options.threads} thread(s), `{command()}`", end="\n\n")
+    rows = [row for dtype in options.dtype for row in rows_of(dtype, options)]
+    print("\n".join(table(COLUMNS.split(";"), rows)))
+    return 0

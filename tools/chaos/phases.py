@@ -1,10 +1,10 @@
 """Every fault in every phase of a run: while it starts, while it trains, while it ends; and the life after it.
 
-    python tools/attack_phases.py                             # one moment of each phase
-    python tools/attack_phases.py --all                       # each stage of the start and of the end
-    python tools/attack_phases.py --ranks 2 --faults blocks SIGSTOP --phases run    # the second rank meets the fault
-    python tools/attack_phases.py --ranks 2 --rank 0                                # the first one does, which hosts the store
-    python tools/attack_phases.py --all --minutes 5 --tally met.json                # a part of it; the next call goes on from there
+    python tools/chaos phases                             # one moment of each phase
+    python tools/chaos phases --all                       # each stage of the start and of the end
+    python tools/chaos phases --ranks 2 --faults blocks SIGSTOP --phases run    # the second rank meets the fault
+    python tools/chaos phases --ranks 2 --rank 0                                # the first one does, which hosts the store
+    python tools/chaos phases --all --minutes 5 --tally met.json                # a part of it; the next call goes on from there
 
 A life of a few steps meets one fault of `faults.py` at one moment. Then this must hold:
 
@@ -24,7 +24,6 @@ import contextlib
 import math
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,7 +31,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack_runs import GROUPS, ROOT, Life, adopting, answer_signals, start_warm, table, tallied, trained
+from chaos.runs import GROUPS, Life, adopting, answer_signals, keep_life, start_warm, trained
+from commands import TOOLS, print_tally, tally_of
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
@@ -42,7 +42,7 @@ STEPS, LATER = 6, 9  # of the life that meets the fault, and of the one after it
 STANDSTILL_S = 20.0  # of a stage, a lane or everything; the event loop has less
 DEADLINE_S = 100.0  # from the fault on; torchrun alone may take 30 of them to end what does not answer
 PHASES = ("start", "run", "end")
-FAULTY = str(ROOT / "tools" / "faults.py")
+FAULTY = str(TOOLS / "chaos" / "faults.py")
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,12 @@ def attack(plan: Plan, keep: Path) -> Counter[str]:
             if found:
                 counts[f"broken {name}"] += 1
                 kept = keep / f"{fault}_{moment}".replace(" ", "_")
-                shutil.copytree(folder, kept, symlinks=True, dirs_exist_ok=True)
-                print(f"{fault} at {moment!r}: {'; '.join(found)}; what it left: {kept}", flush=True)
+                keep_life(folder, kept, f"{fault} at {moment!r}: {'; '.join(found)}")
             shutil.rmtree(folder)
     return counts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rank", type=int, choices=(0, 1), help="that meets the fault; the last one")
     parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
@@ -239,8 +237,11 @@ def main() -> int:
     parser.add_argument(
         "--tally", type=Path, help="a JSON file to which the counts are added; what it has is not met again"
     )
-    parser.add_argument("--warm", action="store_true", help="as of attack_runs.py")
-    options = parser.parse_args()
+    parser.add_argument("--warm", action="store_true", help="as of `runs`")
+
+
+def main(options: argparse.Namespace) -> int:
+    answer_signals()
     if options.warm:
         start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-phases-kept-"))
@@ -249,15 +250,9 @@ def main() -> int:
     chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
     chosen = {phase: chosen[phase] for phase in options.phases}
     print(chosen, flush=True)
-    done = tallied(Counter(), options.tally)
+    done = tally_of(options.tally)
     with adopting():
         counts = attack(Plan(options.ranks, options.rank, options.faults, chosen, options.minutes, done), keep)
     with contextlib.suppress(OSError):
         keep.rmdir()  # where nothing was broken
-    table(tallied(counts, options.tally), "fault | phase | moment", "lives")
-    return int(any(name.startswith("broken") for name in counts))
-
-
-if __name__ == "__main__":
-    answer_signals()
-    sys.exit(main())
+    return print_tally(counts, "fault | phase | moment", "lives", file=options.tally)

@@ -1,6 +1,6 @@
 """How many sequences come out the same, token for token, when others are decoded beside them: what rounding does to a seed.
 
-    python tools/measure_company.py PATH [--dtype bfloat16 float32] [--sequences 64] [--tokens 64] [--company 40 3]
+    python tools/measure company PATH [--dtype bfloat16 float32] [--sequences 64] [--tokens 64] [--company 40 3]
 
 The same prompts with the same seeds are sampled once with the first number of `--company` together, once with the second.
 PATH: what model.path takes. On one core; its kernels decide the numbers, so the machine is named beside them.
@@ -9,16 +9,15 @@ PATH: what model.path takes. On one core; its kernels decide the numbers, so the
 from __future__ import annotations
 
 import argparse
-import sys
 
 import numpy as np
 import torch
+from commands import machine
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
-from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.types import FinishReason, GenerationRequest, Int32Array, SamplingParams
 
 PROMPT = 16  # tokens
@@ -61,16 +60,17 @@ def sample(policy: PolicyModel, asked: list[GenerationRequest], together: int) -
     return [ended[number] for number in range(len(asked))]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--company", type=int, nargs=2, default=(40, 3))
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    print(f"{describe_cpu()}, one thread")
+    print(f"{machine()}, one thread")
     for dtype in given.dtype:
         policy, _ = load_policy(ModelConfig(path=given.path, dtype=dtype), longest=PROMPT + given.tokens)
         asked = requests(int(policy.config.get_text_config().vocab_size), given.sequences, given.tokens)
@@ -85,7 +85,3 @@ def main() -> int:
             flush=True,
         )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

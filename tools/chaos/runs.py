@@ -1,9 +1,9 @@
 """Ends whole runs at random moments, and looks at what they leave: one rank and two, replicated and sharded.
 
-    python tools/attack_runs.py --lives 20                            # every kind in turns
-    python tools/attack_runs.py --lives 100 --kinds 2-fsdp --signals TERM INT
-    python tools/attack_runs.py --lives 500 --warm                    # a quarter of the CPU time: nobody loads torch anew
-    python tools/attack_runs.py --warm --minutes 8 --seed 3 --tally kills.json   # a part of many, which add up in that file
+    python tools/chaos runs --lives 20                            # every kind in turns
+    python tools/chaos runs --lives 100 --kinds 2-fsdp --signals TERM INT
+    python tools/chaos runs --lives 500 --warm                    # a quarter of the CPU time: nobody loads torch anew
+    python tools/chaos runs --warm --minutes 8 --seed 3 --tally kills.json   # a part of many, which add up in that file
 
 A life starts (or goes on from the checkpoint of the one before), commits steps, and is ended by a signal: SIGTERM or SIGINT to
 the launcher or to all of the job at once, SIGKILL to the launcher, to one rank or to all of them. One in five is ended while it
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import math
 import os
 import random
@@ -43,13 +42,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from commands import EXAMPLES, ROOT, print_tally
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from asyncrl.checkpoint.store import Checkpoint, CheckpointStore  # noqa: E402
-from asyncrl.errors import CheckpointError  # noqa: E402
-from asyncrl.telemetry.sinks import read_jsonl  # noqa: E402
+from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
+from asyncrl.errors import CheckpointError
+from asyncrl.telemetry.sinks import read_jsonl
 
 GROUPS = 4  # of a step
 EVERY = 5  # steps, of a checkpoint
@@ -102,7 +99,7 @@ class Life:
         resume = self.saved_before > 0
         settings = [
             f"run.name=run run.dir={self.folder}/runs run.overwrite={str(not resume).lower()} resume={str(resume).lower()}",
-            f"model.path={ROOT}/tools/attacked_model.py:build",
+            f"model.path={ROOT}/tools/chaos/faults.py:build",
             f"rollout.groups_per_step={GROUPS} rollout.group_size=4 rollout.max_tokens=8 train.max_steps=1000000",
             f"checkpoint.every={EVERY} distributed.sharding={self.sharding} telemetry.live=off telemetry.rollouts_per_step=0",
         ]
@@ -111,7 +108,7 @@ class Life:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
         command += [
             *self.program,
-            str(ROOT / "examples" / "quickstart.yaml"),
+            str(EXAMPLES / "quickstart.yaml"),
             *" ".join(settings).split(),
             *self.settings,
         ]
@@ -317,12 +314,7 @@ def attack(plan: Plan, keep: Path) -> Counter[str]:
         counts[name] += 1
         if found:
             counts[f"broken {name}"] += 1
-            kept = keep / f"life_{number}"
-            if life.run.exists():
-                shutil.copytree(life.run, kept, symlinks=True)
-            kept.mkdir(exist_ok=True)
-            shutil.copy(life.log, kept)
-            print(f"life {number} ({name}): {'; '.join(found)}; what it left: {kept}", flush=True)
+            keep_life(life.folder, keep / f"life_{number}", f"life {number} ({name}): {'; '.join(found)}")
         if found or chance.random() < 0.1:  # and a fresh start now and then
             shutil.rmtree(life.run, ignore_errors=True)
     for folder in folders.values():
@@ -330,22 +322,10 @@ def attack(plan: Plan, keep: Path) -> Counter[str]:
     return counts
 
 
-def tallied(counts: Counter[str], file: Path | None) -> Counter[str]:
-    """With those of the parts before, which `file` has."""
-    if file is None:
-        return counts
-    before = Counter[str](json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
-    file.write_text(json.dumps(before + counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    return before + counts
-
-
-def table(counts: Counter[str], *heads: str) -> int:
-    """What was counted, and how often it was broken. The exit code."""
-    head = f"| {' | '.join(heads)} | broken |"
-    print(f"\n{head}\n{'|---' * (head.count('|') - 1)}|")
-    for name in sorted(name for name in counts if not name.startswith("broken")):
-        print(f"| {name} | {counts[name]} | {counts[f'broken {name}']} |")
-    return int(any(name.startswith("broken") for name in counts))
+def keep_life(folder: Path, kept: Path, said: str) -> None:
+    """Its files and its output, for somebody to look at."""
+    shutil.copytree(folder, kept, symlinks=True)
+    print(f"{said}; what it left: {kept}", flush=True)
 
 
 def answer_signals() -> None:
@@ -364,8 +344,7 @@ def start_warm() -> None:
     subprocess = warm.in_place_of_subprocess()  # type: ignore[assignment]  # what is used here has the same names
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lives", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
@@ -376,7 +355,10 @@ def main() -> int:
     parser.add_argument(
         "--warm", action="store_true", help="programs start as the tests' do, from one that has loaded torch"
     )
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    answer_signals()
     if options.warm:
         start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-lives-"))
@@ -385,10 +367,4 @@ def main() -> int:
         counts = attack(plan, keep)
     with contextlib.suppress(OSError):
         keep.rmdir()  # where nothing was broken
-    table(tallied(counts, options.tally), "ended", "lives")
-    return int(any(name.startswith("broken") for name in counts))
-
-
-if __name__ == "__main__":
-    answer_signals()
-    sys.exit(main())
+    return print_tally(counts, "ended", "lives", file=options.tally)

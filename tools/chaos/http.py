@@ -1,7 +1,7 @@
 """Attacks the HTTP door of a live run: whatever is sent, the run trains every group that was accepted.
 
-    python tools/attack_http.py                        # a run of the quickstart's model is started; 6,000 mutated requests
-    python tools/attack_http.py --requests 300 --url http://127.0.0.1:8000/KEY --pid PID --rollouts runs/mine/rollouts
+    python tools/chaos http                        # a run of the quickstart's model is started; 6,000 mutated requests
+    python tools/chaos http --requests 300 --url http://127.0.0.1:8000/KEY --pid PID --rollouts runs/mine/rollouts
 
 Strangers (no key, other hosts, web pages), gzip bombs, deep and wide JSON, a body of 16 MiB, a thousand silent connections,
 a thousand registrations, senders that never end, and mutations of good requests, byte by byte. Beside each attack a client asks
@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
+from commands import EXAMPLES, ROOT, table
+
 JSON = "Content-Type: application/json"
 PATIENCE_S = 60.0  # for a reply to a request that is complete
 FULL = b'"status":"full"'
@@ -320,15 +321,13 @@ def untrained(target: Target, rollouts: Path, patience: float = 120.0) -> set[fl
     return left
 
 
-def table(found: dict[str, Outcome]) -> str:
-    lines = [
-        "| attack | answers | longest wait of another client, ms | memory, MiB | descriptors |",
-        "|---|---|---|---|---|",
-    ]
+def rows_of(found: dict[str, Outcome]) -> Iterator[str]:
+    heads = ("attack", "answers", "longest wait of another client, ms", "memory, MiB", "descriptors")
+    rows = []
     for name, each in found.items():
         answers = ", ".join(f"{count} x {said}" for said, count in sorted(each.answers.items()))
-        lines.append(f"| {name} | {answers} | {each.lag_ms:.0f} | +{each.memory_mib:.0f} | {each.descriptors} |")
-    return "\n".join(lines)
+        rows.append((name, answers, f"{each.lag_ms:.0f}", f"+{each.memory_mib:.0f}", each.descriptors))
+    yield from table(heads, rows)
 
 
 @contextmanager
@@ -344,7 +343,7 @@ def quickstart(folder: Path) -> Iterator[tuple[Target, Path]]:
         "rollout.max_tokens=8192",
         "engine.max_sequences=1",
     ]
-    command = [sys.executable, "-m", "asyncrl.main", str(ROOT / "examples" / "agent_loop.yaml"), *settings]
+    command = [sys.executable, "-m", "asyncrl.main", str(EXAMPLES / "agent_loop.yaml"), *settings]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     log = folder / "log.txt"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as run:
@@ -359,17 +358,17 @@ def quickstart(folder: Path) -> Iterator[tuple[Target, Path]]:
             print(f"the run ended with {run.wait(60)} after SIGTERM")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=6000, help="mutated ones")
     parser.add_argument("--url", help="of a run that is there, with its key; then also --pid and --rollouts")
     parser.add_argument("--pid", type=int)
     parser.add_argument("--rollouts", type=Path)
-    given = parser.parse_args()
 
+
+def main(given: argparse.Namespace) -> int:
     def judge(target: Target, rollouts: Path) -> int:
         found = attack(target, given.requests)
-        print(table(found))
+        print("\n".join(rows_of(found)))
         bad, left = failures(found), untrained(target, rollouts)
         print(
             f"{len(target.good)} good members posted, {len(left)} not trained; answers that may not be: {bad or 'none'}"
@@ -380,7 +379,3 @@ def main() -> int:
         return judge(Target(given.url, given.pid), given.rollouts)
     with tempfile.TemporaryDirectory() as folder, quickstart(Path(folder)) as (target, rollouts):
         return judge(target, rollouts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

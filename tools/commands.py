@@ -1,0 +1,114 @@
+"""What `tools/chaos` and `tools/measure` share: subcommands, children, the machine, tables, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+RESULTS = TOOLS / "results"
+EXAMPLES = ROOT / "examples"
+# Of this program and of its children: the package, the tools, the examples' models, the tests' records.
+PATHS = [str(path) for path in (ROOT, TOOLS, EXAMPLES, ROOT / "tests" / "transport")]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def main(package: str, usage: str | None) -> int:
+    """`NAME [options]` runs `main` of the module NAME, `NAME:FUNCTION [words]` one of its functions: a child of the tool."""
+    sys.path[1:1] = PATHS
+    names = sorted(path.stem for path in (TOOLS / package).glob("*.py") if "def add_options" in path.read_text("utf-8"))
+    name, _, role = (sys.argv[1:] or [""])[0].partition(":")
+    if name not in names:
+        print(usage)
+        print(f"Subcommands: {', '.join(names)}. `NAME --help` says what each does.")
+        return int(name not in ("-h", "--help"))
+    module = importlib.import_module(f"{package}.{name}")
+    if role:
+        return getattr(module, role)(*sys.argv[2:]) or 0
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"tools/{package} {name}", description=module.__doc__, formatter_class=form)
+    module.add_options(parser)
+    return int(module.main(parser.parse_intermixed_args(sys.argv[2:])))
+
+
+def start(module: str, function: str, *words: object, **options: Any) -> subprocess.Popen[Any]:
+    """A child that calls a function of a tool's module with these words. `options`: of `Popen`; `env` is added to this one's."""
+    package, _, name = module.partition(".")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **options.pop("env", {})}
+    environment["PYTHONPATH"] = os.pathsep.join(PATHS)
+    command = [sys.executable, str(TOOLS / package), f"{name}:{function}", *map(str, words)]
+    return subprocess.Popen(command, env=environment, **options)
+
+
+def end(processes: Iterable[subprocess.Popen[Any]]) -> None:
+    """Those that still live are killed."""
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def left_in_shared_memory(text: str) -> list[str]:
+    """Names with this text in them."""
+    return sorted(name for name in os.listdir(SHARED_MEMORY) if text in name)
+
+
+def command() -> str:
+    """The line that started this tool, for above a table."""
+    program = Path(sys.argv[0])
+    return " ".join(["python", f"tools/{(program.parent if program.suffix else program).name}", *sys.argv[1:]])
+
+
+def machine() -> str:
+    """What a number is measured on."""
+    from asyncrl.telemetry.machine import describe_cpu
+
+    return f"{describe_cpu()}, load {os.getloadavg()[0]:.1f}"
+
+
+def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(configuration files, overrides)"""
+    return [word for word in given if "=" not in word], [word for word in given if "=" in word]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def print_tally(counts: Counter[str], *heads: str, file: Path | None = None) -> int:
+    """How often each thing happened, and how often something was wrong then ("broken ..."). The exit code: 1 where it was.
+
+    `file`: JSON with the counts of the calls before, to which these are added.
+    """
+    broken = any(name.startswith("broken") for name in counts)
+    if file is not None:
+        counts = counts + tally_of(file)
+        file.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    names = sorted(name for name in counts if not name.startswith("broken"))
+    rows = ((name, counts[name], counts[f"broken {name}"]) for name in names)
+    print("\n".join(["", *table([*heads, "broken"], rows)]))
+    return int(broken)
+
+
+def tally_of(file: Path | None) -> Counter[str]:
+    return Counter(json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {})
