@@ -222,15 +222,11 @@ def test_mismatch_by_age_and_of_the_current_version() -> None:
     assert metrics["mismatch/current_tokens"] <= pure.scored + mixed.scored
     assert metrics["mismatch/current_max"] >= 0.25 - 1e-5
     assert {"mismatch_kl/by_age/0", "mismatch_kl/by_age/1"} <= set(metrics)
-    only = train_step(trainer_at(core, 1), [pure, old]).metrics  # `old` is wholly of version 0: not compared
+    fresh = make_trainer()
+    fresh.policy.version = 1
+    only = train_step(fresh, [pure, old]).metrics  # `old` is wholly of version 0: not compared
     assert only["mismatch/current_tokens"] == pure.scored
     assert only["mismatch/current_mean"] > 0
-
-
-def trainer_at(core: TorchTrainer, version: int) -> TorchTrainer:
-    fresh = make_trainer()
-    fresh.policy.version = version
-    return fresh
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
