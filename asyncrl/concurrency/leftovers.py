@@ -1,10 +1,11 @@
-"""What guarded children of dead runs left behind, found by the mark in its environment: the next run kills it.
+"""Kills processes that dead runs left behind. The mark in a process's environment tells its run.
 
-This is the last resort. Nothing is left while a guard lives (`guard.py`); where guard and run were both killed, the child dies with
-the guard, and what it had started is found here, except for what has cleared its environment.
+This is the last resort. As long as the guard of a child lives, the guard kills every process of the child (`guard.py`). If the
+guard was killed, the child dies with it, but processes of the child go on. The next run finds them here, unless they cleared their
+environment.
 
-A mark names the process of the run (number, start time, and the namespaces in which these count) and one of its children. Processes
-of other users, other namespaces and living runs are left alone.
+A mark has the run's process number and start time, the namespaces in which both are valid, and the number of a child. Processes of
+other users, other namespaces and living runs are not touched.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 
 from .guard import MARK
 
-# What was forked during one round is found in the next.
+# A round misses processes that are forked during it; the next round finds them.
 _ROUNDS = 20
-# For the end of one that was killed.
+# Longest wait for the end of a killed process.
 _WAIT_MS = 1000
 
 
@@ -31,8 +32,8 @@ def mark_of(number: int) -> str:
 
 
 def kill_leftovers(mark: str | None = None) -> list[str]:
-    """Kill what carries this mark; None: the mark of any run that is dead. Returns who it was, as "number (name)". It blocks: call
-    it in a thread."""
+    """Kill the processes with this mark; None: with the mark of any dead run. Returns a "number (name)" for each. It blocks, so
+    call it in a thread."""
     killed: dict[int, str] = {}
     for _ in range(_ROUNDS if sys.platform == "linux" else 0):
         found = dict(_kill(mark))
@@ -43,14 +44,14 @@ def kill_leftovers(mark: str | None = None) -> list[str]:
 
 
 def _kill(wanted: str | None) -> Iterator[tuple[int, str]]:
-    # Where a reward function of a run that is dead by now has started us, its mark is no sign of a leftover.
+    # This run may be a process of a dead run's reward function. Then all processes of this run have the dead run's mark.
     ours = os.environ.get(MARK)
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
-        # It has ended, or is another user's.
+        # OSError: the process has ended, or belongs to another user.
         with contextlib.suppress(OSError):
             if pid == os.getpid() or os.stat(f"/proc/{pid}").st_uid != os.geteuid():
                 continue
-            # Before its mark is read: then it cannot mean a later process of that number.
+            # Opened before the mark is read: a later process that gets the same number is never killed.
             handle = os.pidfd_open(pid)
             try:
                 mark = _mark(pid)
@@ -74,13 +75,13 @@ def _mark(pid: int) -> str:
 
 
 def _is_of_a_dead_run(mark: str) -> bool:
-    """False for what is no mark of ours."""
+    """Returns False for a malformed mark and for one of other namespaces."""
     pid, started, namespaces = [*mark.split(":"), "", "", ""][:3]
     return pid.isdigit() and started.isdigit() and namespaces == _namespaces() and _start_time(int(pid)) != int(started)
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which the process began. None where there is none, or only its zombie."""
+    """Clock ticks from boot to the start of the process. None if the process has ended (a zombie has)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -89,7 +90,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _namespaces() -> str:
-    """Where process numbers and start times mean the same as here."""
+    """The ids of our namespaces of process numbers and of time."""
     found = []
     for name in ("pid", "time"):
         with contextlib.suppress(OSError):

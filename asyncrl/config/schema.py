@@ -69,7 +69,7 @@ class ModelConfig(SettingsSection):
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
         "Passes over the head's logits: `torch`, or on a CPU the native kernels; `liger`, Triton kernels (a GPU and the "
-        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: those where they can be had.",
+        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger where it works, else torch.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -97,8 +97,8 @@ class DataConfig(SettingsSection):
     )
     control_tokens: Literal["template", "text"] = field(
         "template",
-        "Who writes control tokens such as the end of a turn: the chat template alone, so that what a message, a tool or an "
-        "argument holds is text; or `text`: whoever writes the text of one. In raw prompts it is always the text.",
+        "Where control tokens such as the end of a turn come from. template: from the chat template alone; the same characters in "
+        "a message, a tool or an argument are plain text. text: also from those. Raw prompts always work like `text`.",
     )
     date: str | None = field(
         None,
@@ -128,8 +128,8 @@ class EngineConfig(SettingsSection):
     kv_positions: int | None = field(
         None,
         "Tokens, of prompts and completions to come, for which the running sequences reserve cache together: their number "
-        "times the longest of them. Who does not fit waits. Derived: max_sequences x (longest prompt that was found before "
-        "the run + rollout.max_tokens).",
+        "times the longest of them. A sequence that does not fit waits. Derived: max_sequences x (longest prompt that was found "
+        "before the run + rollout.max_tokens).",
         ge=1,
     )
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
@@ -169,7 +169,7 @@ class GenerationConfig(SettingsSection):
 
 
 class AlgorithmBase(SettingsSection):
-    """What belongs to no method; the methods' own sections are added below."""
+    """The settings that every method shares; the methods' own sections are added below."""
 
     loss: str = field(
         "grpo",
@@ -202,9 +202,9 @@ class AlgorithmBase(SettingsSection):
     )
     router_replay: bool = field(
         False,
-        "Models with experts: the sampler says which experts each token went to, prompt too, and the trainer sends it there "
-        "again, with weights of its own (R3); in training and in old log-probs, not in the reference. Trajectories from outside, "
-        "and of environments of your own, then need `routed_experts`.",
+        "Models with experts: the sampler records the experts of each token, prompt tokens too. The trainer uses the same "
+        "experts with its own router weights (R3), in training and in old log-probs, not in the reference. Trajectories from "
+        "outside, and of environments of your own, then need `routed_experts`.",
     )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
@@ -216,7 +216,7 @@ class AlgorithmBase(SettingsSection):
     @field_validator("loss", "advantage")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        """By name without case, or by the address of what `schema_of` has loaded."""
+        """Accept a known name in any case, or an address, which `schema_of` has loaded."""
         spelled, names = value.lower().replace("-", "_"), LOSSES if info.field_name == "loss" else ADVANTAGES
         if spelled not in names and ":" not in value:
             raise PydanticCustomError("name", "no such name")
@@ -226,7 +226,7 @@ class AlgorithmBase(SettingsSection):
 if TYPE_CHECKING:
 
     class AlgorithmConfig(AlgorithmBase):
-        """The terms as their settings."""
+        """For mypy: the sections that `create_model` adds below."""
 
         importance: Importance = Importance()
         kl: Kl = Kl()
@@ -248,7 +248,7 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up, towards min_lr_ratio x lr right behind the last step (as transformers).",
+        "Schedule after the warm-up. It would reach min_lr_ratio x lr one step after the last, as in transformers.",
     )
     warmup_steps: int = field(0, "Steps of linear warm-up; the first of them has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
@@ -299,7 +299,7 @@ class EvaluateConfig(SettingsSection):
     )
     pass_reward: float = field(1.0, "A completion with at least this reward (`pass_by`) counts as passed in pass@k.")
     pass_by: str = field(
-        "reward", "What pass_reward looks at: `reward`, the weighted sum, or one component by its name."
+        "reward", "What pass_reward is compared with: `reward`, the weighted sum, or one component by its name."
     )
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 
@@ -319,9 +319,9 @@ class CheckpointConfig(SettingsSection):
 
 
 class WatchdogConfig(SettingsSection):
-    """How long what may take before the watchdog ends the run."""
+    """Time limits after which the watchdog ends the run."""
 
-    interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
+    interval_s: float = field(5.0, "Time between two checks of the watchdog thread.", gt=0)
     stall_timeout_s: float = field(
         600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
     )
@@ -333,7 +333,7 @@ class WatchdogConfig(SettingsSection):
     )
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
     abort_grace_s: float = field(
-        25.0, "How long an ordered shutdown may take before the process is ended hard (torchrun kills after 30).", gt=0
+        25.0, "How long an ordered shutdown may take before the process exits at once (torchrun kills after 30).", gt=0
     )
 
 
@@ -347,14 +347,14 @@ _PROFILE: dict[str, Any] = {
             ge=1,
         ),
     ),
-    "steps": (int, field(1, "Steps of it.", ge=1)),
+    "steps": (int, field(1, "Number of steps in the profile.", ge=1)),
 }
-# Made by a call, because `from` is a keyword.
+# A class statement cannot have the field `from`, which is a keyword of Python.
 ProfileConfig: Any = create_model("ProfileConfig", __base__=SettingsSection, __module__=__name__, **_PROFILE)
 
 
 class TelemetryConfig(SettingsSection):
-    """What a run tells about itself, and where."""
+    """Traces, reports, the live view and sinks of metrics."""
 
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
     trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
@@ -372,13 +372,14 @@ class RunConfig(SettingsSection):
     dir: LocalPath = field("runs", "Where run directories live.")
     overwrite: bool = field(
         False,
-        "At a job's first start: start anew where a run is, which is renamed; the newest two such are kept. See `resume`.",
+        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed ones are kept. See "
+        "`resume`.",
     )
 
     @field_validator("name")
     @classmethod
     def _one_part(cls, name: str) -> str:
-        """An empty name (an unset variable) is the directory of all runs, and one with a slash may lie within another run."""
+        """Refuse an empty name (an unset variable), which would be the directory of all runs, and one within another run."""
         if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(
                 "the name of one directory in run.dir, not empty and without a slash; run.dir says where it lies"
@@ -399,12 +400,12 @@ class DryRunConfig(SettingsSection):
 
 
 class Config(SettingsSection):
-    """The whole configuration of a run: its sections, and what belongs to none of them."""
+    """The whole configuration of a run: its sections, and settings outside of sections."""
 
     preset: Literal["sync", "one_off", "async"] = field(
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
-    # As far as torch and numpy go.
+    # torch and numpy take no larger seed.
     seed: int = field(0, "Keys all randomness together with (group, member).", ge=0, le=2**64 - 1)
     resume: Literal["auto"] | bool = field(
         "auto",
@@ -439,7 +440,7 @@ class Config(SettingsSection):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def __new__(cls, /, **tree: Any) -> Config:
-        """With the settings of the methods that `algorithm` names by address, as `load_config` gives it."""
+        """Makes an instance of `schema_of(tree)`, which has the settings of methods that `algorithm` names by address."""
         return super().__new__(schema_of(tree) if cls is Config else cls)
 
     @field_validator("reward", mode="before")
@@ -449,7 +450,7 @@ class Config(SettingsSection):
 
 
 def schema_of(tree: Mapping[str, Any]) -> type[Config]:
-    """`Config`; where `algorithm` names methods by address, one that has their settings, too. Loads them. Errors: ConfigError."""
+    """`Config`, or a subclass with the settings of methods that `algorithm` names by address. Loads these. Errors: ConfigError."""
     given: Any = tree.get("algorithm")
     given = given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
     named = {kind: str(given[kind]) for kind in ("loss", "advantage") if ":" in str(given.get(kind))}

@@ -1,6 +1,6 @@
-"""The forms a column takes: on the wire jagged, padded only where somebody asks for it and names the padding.
+"""The forms of a column. Columns travel without padding; `materialize` pads them, with the values that its caller names.
 
-    form     a column of N rows comes and goes as                        a row is
+    form     a column of N rows                                          a row
     JAGGED   `Jagged`, or a list of arrays                               an array [L_i, ...], L_i of its own
     DENSE    an array [N, a, ...]                                        an array [a, ...]
     SCALAR   an array [N]                                                a number
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from asyncrl.errors import DataError
 from asyncrl.types import Int64Array
 
-# What padding means where 0 would be taken for a value. The pad token's id is the tokenizer's: it is always named.
+# Columns in which 0 is a value need another padding. The id of the pad token depends on the tokenizer, so callers must name it.
 DEFAULT_PADS: dict[str, float] = {"versions": -1, "routed_experts": -1}
 NAMED_PADS = frozenset({"tokens"})
 
@@ -107,7 +107,7 @@ Columns: TypeAlias = dict[str, Column]
 def trim(values: npt.NDArray[Any], lengths: Sequence[int], name: str = "column") -> Jagged:
     """A padded array [N, W, ...] as jagged rows of these lengths; what lies behind a row's length is padding.
 
-    Errors: DataError where the rows do not count up, or W is less than the longest row: that would cut tokens off.
+    Errors: DataError if N is not the number of lengths, or W is less than the longest row: that would cut tokens off.
     """
     if values.ndim < 2 or values.shape[0] != len(lengths):
         raise DataError(f"{name}: expected [{len(lengths)}, width, ...], found {list(values.shape)}")
@@ -195,7 +195,7 @@ def keep(form: ColumnForm, row: Any) -> Any:
 def join(form: ColumnForm, rows: Sequence[Any], name: str) -> Column:
     """A column of rows that `keep` made; copies. Errors: DataError where dense rows have different shapes."""
     if form is ColumnForm.OBJECT:
-        column = np.empty(len(rows), dtype=object)  # np.array() would look into lists and make them dimensions
+        column = np.empty(len(rows), dtype=object)  # np.array() would make lists dimensions
         for index, row in enumerate(rows):
             column[index] = clone(row)
         return column

@@ -2,15 +2,15 @@
 
 `torch.distributed.fsdp.fully_shard` on each block and on the root around them: the parameters of a block are gathered (in
 the compute dtype) just before its forward and again before its backward, and its gradients are summed and scattered after
-it. Sums, never means: FSDP2 divides by the number of ranks unless told otherwise, and our 1/N is known at finish alone.
+it. They are sums: FSDP2's division by the number of ranks is switched off, because our 1/N is known at finish alone.
 
 Every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
-on the lane. Whoever has nothing to run runs a microbatch of weight 0 (training/sharded.py).
+on the lane. A rank without work runs a microbatch of weight 0 (training/sharded.py).
 
     rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
     ranks may hold fewer rows, or none
 
-Gradients of this rank's rows lie in one flat buffer: FSDP2 adds to a gradient that is there, in place. Zhao et al.,
+Gradients of this rank's rows lie in one flat buffer, because FSDP2 adds in place to a gradient that exists. Zhao et al.,
 "PyTorch FSDP" (arXiv:2304.11277), section 3.
 """
 
@@ -36,7 +36,7 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 class ShardedParameters:
-    """Owns the shards of a module's parameters; the module is changed in place. Lives on the lane.
+    """Owns the shards of a module's parameters, and changes the module in place. Use it on the lane.
 
     `grad`: this rank's gradients in the master dtype, one buffer, padding zero.
     """
@@ -85,7 +85,7 @@ class ShardedParameters:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Zeros, and bound to the parameters: FSDP2 adds to what is there."""
+        """Fill `grad` with zeros and bind its views to the parameters, so that FSDP2 adds into them."""
         self.grad.zero_()
         for parameter, local in zip(self._parameters, self._grads, strict=True):
             parameter.grad = DTensor.from_local(
@@ -98,23 +98,23 @@ class ShardedParameters:
             )
 
     def zero_frozen(self) -> None:
-        """Drop what the layers wrote for weights that are not trained."""
+        """Zero the gradients of weights that are not trained."""
         for name, gradient in self.named_grads():
             if name in self.frozen:
                 gradient.zero_()
 
     def reset(self) -> None:
-        """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed.
+        """After a forward or backward that raised: wait for its collectives and drop them. Gradients are not zeroed.
 
-        Before torch 2.13 there was no such call: there the next forward may fail instead.
+        torch before 2.13 has no such call, so the next forward may fail there.
         """
         getattr(self._root, "reset_iter_state", _nothing)()
 
     def release(self) -> None:
-        """Forget the process group; masters and gradients stay. Before this rank leaves its world: a group that somebody still
-        holds keeps its connections, and a rank that waits for this one in a collective would not hear that it is gone.
+        """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
+        with references keeps its connections open, and a rank that waits for this one in a collective would wait on.
 
-        These names are not torch's public ones. Where it calls them otherwise, the others hear it when this process ends.
+        The names below are private to torch. If torch renames them, the connections close when this process ends.
         """
         for part, _ in self._parts:
             group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)  # one: there is one mesh
@@ -124,7 +124,7 @@ class ShardedParameters:
         getattr(self._mesh, "_pg_registry", {}).clear()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's rows of the master); some have none."""
+        """(name, this rank's rows of the master); there may be no rows."""
         yield from zip(self.names, self._masters, strict=True)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +137,7 @@ class ShardedParameters:
         return full[first:last]
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's rows of full tensors by name. KeyError names what is missing, or has another shape."""
+        """Copy this rank's rows of full tensors by name. Errors: KeyError for a missing name or another shape."""
         missing = [name for name in self.names if name not in state]
         if missing:
             raise KeyError(
@@ -174,7 +174,7 @@ def _shard(
     names: Mapping[int, str],
 ) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
     """Cut everything; per part the (name, module, attribute) of its parameters."""
-    # Inputs are not cast: among them are temperatures. Gradients are summed in the master dtype.
+    # Inputs are not cast, because some are temperatures. Gradients are summed in the master dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
     )

@@ -5,15 +5,14 @@
     waits for    the acknowledgement of every sink; evaluation and checkpoint; the next publication
     is woken by  the train pump (a step was committed), the engines
 
-Order for each version: every sink acknowledges, evaluation and checkpoint where they are due (both see exactly this
-version: the train pump does not finish its next step before they are done, unless a worker is pinned to the version for
-the evaluation: evaluate.py), then the slots are released together.
+Order for each version: every sink acknowledges it; evaluation and checkpoint run if they are due; the slots are released together.
+Evaluation and checkpoint see exactly this version, because the train pump does not finish its next step before they are done. An
+evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
 
-With `rollout.weight_sync_interval: k` the sinks get a version once k steps were applied since the last one that they got (elapsed
-steps, not a multiple of k: no rhythm of steps can miss it), and sooner where an evaluation needs the newest weights, in the
-warm-up, and after the last step. Until then the slots of those steps stay held: the ledger must see that the engines
-still sample from old weights. It has slots for k - 1 such steps more (`config.resolve.turns_bound`), so nothing waits.
-"""
+With `rollout.weight_sync_interval: k` the sinks get a version k steps after the last version that they got. They get it sooner if
+an evaluation needs the newest weights, in the warm-up, and after the last step. The slots of steps in between stay held, so the
+ledger counts the age of what the engines still sample. It has slots for k - 1 more steps (`config.resolve.turns_bound`), so nothing
+waits."""
 
 from __future__ import annotations
 
@@ -35,15 +34,15 @@ class PublishPump:
     def __init__(
         self, ports: Ports, at_version: Callable[[int], Awaitable[None]], first: Callable[[], Awaitable[None]]
     ) -> None:
-        """`at_version(version)` does what is due at that version: evaluation, checkpoint; `first()`, before the first step, too."""
+        """`at_version(version)` evaluates and checkpoints if they are due; `first()` does so before the first step."""
         self._ports = ports
         self._at_version = at_version
         self._first = first
         # Turns below this one are published; `first` counts as the publish of the turn before the first.
         self._done_turn = ports.ledger.turn - 1
-        # The engines hold the weights that follow the turn before this one.
+        # Turns below this one are trained into the weights that the engines have.
         self._synced_turn = ports.ledger.turn
-        # The newest publication, where the engines do not have its weights.
+        # The newest publication, as long as the engines do not have its weights.
         self._owed: Publication | None = None
         self._advanced = anyio.Event()
 
@@ -71,7 +70,7 @@ class PublishPump:
             await self.sync()
         await self._at_version(publication.version)
         if self._owed is None:
-            await ports.ledger.release(publication.turn)  # and with it every earlier turn that was not
+            await ports.ledger.release(publication.turn)  # releases earlier turns too
         for sink in ports.sinks:
             if isinstance(sink, SettlingSink):
                 await sink.settled()
@@ -87,7 +86,7 @@ class PublishPump:
         return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
 
     async def sync(self) -> None:
-        """Hand the newest published version to every engine now, unless they have it."""
+        """Hand the newest published version to every engine that does not have it."""
         if self._owed is None:
             return
         ports, version = self._ports, self._owed.version
@@ -105,6 +104,6 @@ class PublishPump:
             await anyio.lowlevel.checkpoint_if_cancelled()
             await sink.update_weights(version)
         except EngineClosed:
-            # Where the engine was cancelled together with this task, the cancellation is raised.
+            # If this task was cancelled too, raise the cancellation instead.
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise

@@ -1,9 +1,9 @@
-"""Do the rewards of a run teach anything? Steps in which no reward differs are counted, and said with a likely reason.
+"""Counts steps whose rewards teach nothing, and warns with a likely reason.
 
-`reward/steps_without_signal` is how many steps in a row, the present one included, had no completion with a reward at
-all, one reward for all of their completions, or, where advantages are taken within a group, no group with two different
-rewards. The reason is told from the metrics of the step, so that the report finds the same one later; a run adds what it knew at
-its start. `completions/steps_clipped` counts steps in a row in which almost no completion came to its end.
+`reward/steps_without_signal` counts steps in a row, the present one included, in which no completion had a reward, all rewards were
+equal, or (if advantages are taken within a group) no group had two different rewards. The reason comes from the metrics of the
+step, so the report finds the same one later. A run adds reasons that it found at its start. `completions/steps_clipped` counts
+steps in a row in which almost every completion was cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COUNT = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
 # A larger `completions/clipped_ratio` is worth a warning, also where rewards differ.
 MOST_CLIPPED = 0.9
-# Counts of what the texts of completions lack -> (what it is, what to do). See data/texts.py.
+# Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
     "text/openings_left_out": (
         "what the chat template opens in the prompt, as <think>, of {} completions",
@@ -26,11 +26,11 @@ LACKING: Mapping[str, tuple[str, str]] = {
     "text/ids_without_text": ("{} sampled ids that are no token of the tokenizer", "`completion_ids` has them"),
 }
 _MOST = 100
-# Steps in a row that are worth a warning; then at twice as many, and so on.
+# A warning comes after this many steps in a row, and again at every doubling.
 FIRST = 3
-# Share of a step in which the device stood still for rewards that is worth a warning.
+# A warning comes if the device waited for rewards for a larger share of the step.
 WAITED = 0.25
-# Rewards of groups without a difference still count with these: raw ones, those of the whole step, those of components.
+# Advantages that may differ from 0 in a group of equal rewards: they use raw rewards, the whole step, or components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
 _FIRST_TOKEN = (
@@ -42,7 +42,7 @@ Metrics = Mapping[str, float]
 
 
 class SignalWatch:
-    """Hears of every step, in order. `advantage` and `group_size` are the run's; `ends`: completions should come to an end."""
+    """Counts over all steps, in order. `advantage` and `group_size` are the run's; `ends`: completions should end by themselves."""
 
     def __init__(self, advantage: str, group_size: int, ends: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
@@ -50,7 +50,7 @@ class SignalWatch:
         self._count = self._clipped = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
-        """The counts after this step; nothing where no completion was trained in it."""
+        """The counts after this step; empty if the step trained no completion."""
         if "reward/applicable" not in metrics:
             return {}
         flat = metrics["reward/applicable"] == 0 or metrics["reward/min"] == metrics["reward/max"]
@@ -63,8 +63,8 @@ class SignalWatch:
 
 
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
-    """The lines for people: each at the FIRST step of a row and at every doubling. `known`: at the start, why completions do not
-    end."""
+    """Warnings after `FIRST` steps in a row and at every doubling. `known`: reasons, found at the run's start, why completions do
+    not end."""
     for name, describes in _DESCRIBED.items():
         if _due(metrics.get(name, 0.0)):
             yield f"warning: {describes(metrics, known)}"
@@ -75,17 +75,17 @@ def _due(count: float) -> bool:
     return times > 0 and rest == 0 and times & (times - 1) == 0
 
 
-def left_out(metrics: Metrics, said: set[str]) -> Iterator[str]:
-    """A line on what the texts of completions lack that was not said before. `said`: metrics by name; grows."""
-    found = [name for name in LACKING if metrics.get(name) and name not in said]
-    said.update(found)
+def left_out(metrics: Metrics, reported: set[str]) -> Iterator[str]:
+    """A line on what the texts of completions lack. `reported`: names of metrics that had a line already; new ones are added."""
+    found = [name for name in LACKING if metrics.get(name) and name not in reported]
+    reported.update(found)
     if found:
         lines = (f"{LACKING[name][0].format(int(metrics[name]))} ({LACKING[name][1]})" for name in found)
         yield f"note: the texts that rewards read lack, so far: {'; '.join(lines)}; metrics text/* go on counting"
 
 
 def describe(metrics: Metrics, known: Sequence[str] = ()) -> str:
-    """What the rewards of a step without a signal were, for how long, and why that is likely so."""
+    """A sentence on the rewards of a step without a signal: their value, for how many steps, and the likely reason."""
     count = int(metrics[COUNT])
     steps = f"for {count} steps in a row" if count > 1 else "in this step"
     applicable = metrics["reward/applicable"]
@@ -151,8 +151,7 @@ def _fallback(metrics: Metrics) -> str:
 
 
 class WaitWatch:
-    """Is told of every step, in order: says when the device stands still for reward functions, FIRST times in a row, then at twice
-    as many, and so on."""
+    """Warns if the device waits for reward functions, after `FIRST` steps in a row and at every doubling."""
 
     def __init__(self, workers: int, concurrency: int) -> None:
         self._now = f"reward.workers ({workers} now)"
@@ -160,7 +159,7 @@ class WaitWatch:
         self._count = 0
 
     def step(self, metrics: Metrics) -> str | None:
-        """The line for people after this step, if there is one."""
+        """The warning after this step, if there is one. Call it for every step, in order."""
         share = metrics.get("idle/reward", 0.0)
         self._count = self._count + 1 if share >= WAITED else 0
         if not _due(self._count):
@@ -179,14 +178,14 @@ class WaitWatch:
 
 
 class Warnings:
-    """For the report: each run of steps that is worth a warning, as it was at its last step. The last `_MOST` of them."""
+    """For the report: one warning for each series of steps, with the metrics of its last step. Keeps the newest `_MOST`."""
 
     def __init__(self) -> None:
         self._found: deque[str] = deque(maxlen=_MOST)
-        self._last: Metrics = {}  # the line before that has counts
+        self._last: Metrics = {}  # the last row that had counts
 
     def add(self, row: Metrics) -> None:
-        """The lines in order."""
+        """Add the metrics of the next step; a row without counts is ignored."""
         if COUNT not in row:
             return
         for name, describes in _DESCRIBED.items():
@@ -196,6 +195,6 @@ class Warnings:
         self._last = row
 
     def ended(self) -> list[str]:
-        """One sentence each; no line will follow."""
+        """The warnings, one sentence each. Call it after the last row."""
         self.add({COUNT: 0.0})
         return list(self._found)

@@ -1,8 +1,7 @@
 """The trainer port over a lane: every call is one closure on the lane that owns the device.
 
-Training goes before decoding (priority 1 against 0), in the order of the calls. A caller that is cancelled waits until a
-closure that has started is through; one that has not started never runs. So `abort_train_step` always finds the step as
-the last finished closure left it.
+Training goes before decoding (priority 1 against 0), in the order of the calls. A cancelled caller waits for its closure if the
+closure has started; otherwise the closure never runs. So no closure runs halfway when `abort_train_step` begins.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .trainer import TorchTrainer
 
 T = TypeVar("T")
 TRACK = "trainer"
-PRIORITY = 1  # before decode
+PRIORITY = 1  # above that of decoding
 
 
 class LaneTrainer:
-    """Implements `ports.Trainer` with a `TorchTrainer`. `time/train`, `time/logprobs` and, of a sharded model,
+    """Implements `ports.Trainer` with a `TorchTrainer`. The metrics `time/train`, `time/logprobs` and (sharded models)
     `time/wait_for_ranks` are seconds on the lane."""
 
     def __init__(self, core: TorchTrainer, lane: Lane, recorder: Recorder) -> None:
@@ -35,7 +34,7 @@ class LaneTrainer:
 
     @property
     def version(self) -> int:
-        """As `Trainer.version`, at any moment: it moves within a closure on the lane."""
+        """See `Trainer.version`. A closure on the lane changes it."""
         return self.core.version
 
     async def begin_train_step(self, loss: Any) -> None:
@@ -58,17 +57,17 @@ class LaneTrainer:
         )
 
     async def survey(self, loss: Loss, batches: Sequence[Microbatch]) -> tuple[Loss, list[Microbatch]]:
-        """As `Trainer.survey`; entropies, where the loss needs them, are computed in a closure for each microbatch."""
+        """See `Trainer.survey`. If the loss needs entropies, each microbatch's are computed in a closure of its own."""
         entropies: list[Float32Array] = []
         if loss.top_entropy_quantile < 1:
-            for batch in batches:  # a closure each: decoding goes on in between
+            for batch in batches:  # decoding runs between the closures
                 work = partial(self.core.compute_entropies, batch)
                 entropies.append(await self._run(work, "entropies", metric="time/logprobs"))
         return await self._run(lambda: self.core.survey(loss, batches, entropies), "survey")
 
     async def train_round(self, finishing: bool) -> bool:
-        """A round of a sharded model, a closure for each microbatch: decoding goes on in between. True once every rank is
-        finishing and nothing is left to run; then `finish_train_step`."""
+        """Run a round of a sharded model. Each microbatch is a closure, and decoding runs between the closures. Returns True once
+        every rank is finishing and has run all its microbatches; `finish_train_step` is the next call then."""
         core = self.core
         assert isinstance(core, ShardedTrainer)
         agree = partial(core.agree_on_round, finishing=finishing)
@@ -78,7 +77,7 @@ class LaneTrainer:
         return core.ready_to_finish
 
     async def run(self, fn: Callable[[], T], name: str) -> T:
-        """Another closure of the trainer's owner on its lane (saving a checkpoint, say), in the order of the calls."""
+        """Run another closure (saving a checkpoint, say) on the lane, in the order of the calls."""
         return await self._lane.run(fn, name=name, priority=PRIORITY)
 
     async def _run(self, fn: Callable[[], T], name: str, metric: str = "time/train", **args: Any) -> T:

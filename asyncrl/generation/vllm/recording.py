@@ -1,10 +1,10 @@
-"""From a flat buffer with transformers' names to the parameters of another program, which has names and shapes of its own.
+"""Copies weights from a flat buffer with transformers' names into a program whose parameters have other names and shapes.
 
-The other program loads its weights once, from views of a buffer. Every copy passes through torch's dispatcher, below the level of
-the program's code. Each copy into a parameter is recorded there, and `fill` repeats the copies from later buffers.
+The program loads its weights once, from views of a buffer. Every copy passes through torch's dispatcher, below the program's own
+code. `record` notes each copy into a parameter there, and `fill` repeats the copies from later buffers.
 
-Refused: a parameter that was computed and not copied (transposed, scaled, split by expert), or written more than once. And a weight
-of the buffer that nobody has read: a program that takes only some of its weights computes something else, without an error.
+`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once. It
+refuses a weight that the program did not read: the program would compute another model without an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTEAD = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """Elements of a parameter, from `target` on, that are those of the buffer from `source` on; None: zeros, which pad."""
+    """`size` elements: those of the parameter from `target` on are those of the buffer from `source` on. None: they are padding."""
 
     target: int
     source: int | None
@@ -31,7 +31,7 @@ class RecordedPiece(NamedTuple):
 
 
 def fill(pieces: Iterable[RecordedPiece], buffer: Tensor, parameter: Tensor) -> None:
-    """Copy the weights of `buffer` into a parameter. Its elements that pad stay the zeros that they are."""
+    """Copy the weights of `buffer` into a parameter. Padding stays zero."""
     flat = parameter.view(-1)
     for target, source, size in pieces:
         if source is not None:
@@ -42,15 +42,15 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
-    """What `load` copies from the views of `buffer` into `targets`, by their names; each has storage of its own. The pieces of a
-    target cover it in order; those that are neighbours in the buffer too are one.
+    """The pieces that `load` copies from views of `buffer` into each of `targets`, which must not share storage. The pieces of a
+    target cover it in order. Pieces that are neighbours in the buffer too are merged.
 
     Errors: ConfigError for a parameter that is not made of copies alone, and for a weight that was not read.
     """
     with _Copies(buffer, targets) as copies:
         load(layout.views(buffer))
     recorded = {
-        name: _made_of(name, tensor, [] if name in copies.computed else copies.found[name])
+        name: _merge_pieces(name, tensor, [] if name in copies.computed else copies.found[name])
         for name, tensor in targets.items()
     }
     _require_all_read(layout, [piece for pieces in recorded.values() for piece in pieces])
@@ -58,9 +58,8 @@ def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Ten
 
 
 class _Copies(TorchDispatchMode):
-    """Notices copies from a buffer into targets, zeros that are filled in, and anything else that is written there: a weight that
-    is copied and then changed in place would be found as a copy otherwise. (Its numbers do not tell: the half of a board that a
-    worker is made over may be written meanwhile.)"""
+    """Records every write into the targets: copies of the buffer, zeros, and (in `computed`) anything else, such as a change in
+    place after a copy. Comparing values would not do: the trainer may write the buffer, half of a weight board, meanwhile."""
 
     def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class _Copies(TorchDispatchMode):
         return result
 
     def _notice(self, func: Any, written: Any, args: Any) -> None:
-        """That `func` has written into this argument, or into all tensors of a list."""
+        """Record that `func` has written into this argument: a tensor, or a list of tensors."""
         for target in written if isinstance(written, list | tuple) else [written]:
             if not isinstance(target, Tensor) or not target.numel():
                 continue
@@ -92,7 +91,7 @@ class _Copies(TorchDispatchMode):
                 self.found[name].append(piece)
 
     def _piece(self, func: Any, target: Tensor, args: Any) -> RecordedPiece | None:
-        """None: neither a copy of the buffer nor zeros."""
+        """None if `func` wrote neither a copy of the buffer nor zeros."""
         if func not in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar) or not target.is_contiguous():
             return None
         start, size, source = int(target.storage_offset()), target.numel(), args[1]
@@ -107,7 +106,7 @@ class _Copies(TorchDispatchMode):
         return RecordedPiece(start, int(source.storage_offset()), size)
 
 
-def _made_of(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list[RecordedPiece]:
+def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list[RecordedPiece]:
     pieces: list[RecordedPiece] = []
     covered = 0
     for piece in sorted(found, key=lambda piece: piece.target):
