@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -492,3 +493,30 @@ def test_an_owner_without_a_free_descriptor_lets_producers_in_later_and_does_not
             producer.put(planned(7))
             assert line(process) == "7 True"
         assert finish(process) == 0
+
+
+@pytest.mark.parametrize("need", list(producer_module.Need)[1:], ids=lambda need: need.value)
+def test_time_in_which_a_job_was_suspended_is_not_time_of_a_put(
+    need: producer_module.Need, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits of 0.2 s each; one of them takes 100 s, because nobody ran."""
+    now, waits = 1000.0, 0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    core = SimpleNamespace(
+        waits=0,
+        space=list,
+        drain=lambda: None,
+        hear_end=lambda: None,
+        attach=lambda deadline: None,
+        advance=lambda plan, ownerless: need,
+        late=lambda plan, timeout: RingFull("late"),
+    )
+    steps, answer = producer_module._finish(core, None, need, now + 5.0, 5.0), None  # type: ignore[arg-type]
+    with pytest.raises(RingFull):
+        while True:
+            step = steps.send(answer)
+            answer = None
+            if not isinstance(step, producer_module.Call):
+                waits += 1
+                now += 100.0 if waits == 3 else 0.2
+    assert 24 <= waits <= 26

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from ...errors import LifecycleError, RingDetached, RingFull
 from ...records.write import Plan
@@ -32,7 +33,7 @@ from ..memory.segment import Segment, path_of
 from ..memory.words import fault
 from ..rendezvous import Attachment
 from .ring import RingMemory, RingWriter
-from .waits import Call, Pause, Readable, Waits, block, wait
+from .waits import SLICE_S, Call, Pause, Readable, Waits, block, stopped_s, wait
 
 
 class Need(Enum):
@@ -338,12 +339,14 @@ class AsyncProducer(_Shared):
 def _attach(core: ProducerCore, deadline: float) -> Waits:
     """Errors: RingDetached at the deadline, or where the owner refuses."""
     pauses = _pauses()
-    while (yield Call(lambda: _attach_once(core, deadline))) is None:
+    while (yield Call(partial(_attach_once, core, deadline))) is None:
         if time.monotonic() >= deadline:
             raise RingDetached(
                 f"nobody owns a ring named {core.name!r} ({path_of(core.name)}); start the run that owns it first"
             )
-        yield Pause(next(pauses))
+        began, pause = time.monotonic(), next(pauses)
+        yield Pause(pause)
+        deadline += stopped_s(began, pause)
 
 
 def _finish(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
@@ -351,7 +354,8 @@ def _finish(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout
     ownerless, full, pauses = False, False, _pauses()
     while True:
         while need is not Need.NOTHING:
-            left = deadline - time.monotonic()
+            began = time.monotonic()
+            left = min(deadline - began, SLICE_S)
             if left <= 0:
                 raise core.late(plan, timeout)
             if need is Need.SPACE:
@@ -359,16 +363,19 @@ def _finish(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout
                 full = True
                 yield Readable(core.space(), left)
                 core.drain()
-            else:
-                if ownerless:  # nobody listened a moment ago
-                    yield Pause(min(next(pauses), left))
-                ownerless = (yield Call(lambda: _attach_once(core, deadline))) is None
+            elif ownerless:  # nobody listened a moment ago
+                left = min(next(pauses), left)
+                yield Pause(left)
+            # A job that was suspended as a whole finds its owner where it was.
+            deadline += stopped_s(began, left)
+            if need is Need.OWNER:
+                ownerless = (yield Call(partial(_attach_once, core, deadline))) is None
                 if ownerless:
                     core.hear_end()
             need = core.advance(plan, ownerless=ownerless)
         if not core.unannounced:
             return
-        found = yield Call(lambda: _announce(core, deadline))
+        found = yield Call(partial(_announce, core, deadline))
         if found is None or not found.fresh:
             return
         # Nobody looks at the ring any more that it lies in (it was damaged): again, into the new one.

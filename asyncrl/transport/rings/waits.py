@@ -88,6 +88,17 @@ class Call:
             raise
 
 
+# Of one wait: a longer one is cut, so that a suspension in it can be told from a wait. Each cut wakes the process once.
+SLICE_S = 10.0
+_LATE_S = 1.0
+
+
+def stopped_s(began: float, asked: float) -> float:
+    """Seconds in which this process stood still, of a wait for `asked` seconds that began at `began` (`time.monotonic`)."""
+    late = time.monotonic() - began - asked
+    return late if late > _LATE_S else 0.0
+
+
 Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
 
 
