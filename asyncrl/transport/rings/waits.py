@@ -94,9 +94,10 @@ _LATE_S = 1.0
 
 
 def stopped_s(began: float, asked: float) -> float:
-    """Seconds in which this process stood still, of a wait for `asked` seconds that began at `began` (`time.monotonic`)."""
-    late = time.monotonic() - began - asked
-    return late if late > _LATE_S else 0.0
+    """How long a wait took that began at `began` (`time.monotonic`), where this process stood still in it: it took at least a second
+    more than the `asked` ones. Else 0."""
+    took = time.monotonic() - began
+    return took if took > asked + _LATE_S else 0.0
 
 
 Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
