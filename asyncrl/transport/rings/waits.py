@@ -94,8 +94,10 @@ _LATE_S = 1.0
 
 
 def stopped_s(began: float, asked: float) -> float:
-    """How long a wait took that began at `began` (`time.monotonic`), where this process stood still in it: it took at least a second
-    more than the `asked` ones. Else 0."""
+    """The seconds of a wait that began at `began` (`time.monotonic`), where this process stood still in it; else 0.
+
+    It did where the wait took at least a second more than the `asked` ones.
+    """
     took = time.monotonic() - began
     return took if took > asked + _LATE_S else 0.0
 
