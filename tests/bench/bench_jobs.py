@@ -1,8 +1,10 @@
-"""The fixed tiny jobs whose work is counted: one training step, and a decode batch."""
+"""The fixed tiny jobs whose work is counted: one training step, and a decode batch. And interpreters that stand in for peers."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +23,13 @@ from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, Pr
 
 VOCABULARY, PROMPT, MEMBERS, GROUPS = 1024, 40, 8, 2
 LOSS = build_loss("grpo")
+
+
+def stand_in(path: Path, program: str) -> Path:
+    """An executable `program`, whose first line has {python} for this interpreter."""
+    path.write_text(program.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
 
 
 def policy(dtype: str = "float32", layers: int = 2) -> PolicyModel:

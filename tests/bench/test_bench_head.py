@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_jobs import stand_in
 from torch import Tensor
 
 from asyncrl_bench import child_head, head, machine
@@ -18,7 +16,7 @@ from asyncrl_bench.app import main
 from asyncrl_bench.child_head import run_head
 from asyncrl_bench.command import Place
 from asyncrl_bench.head import HeadRun, summarise, table
-from asyncrl_bench.job import LIGER, PEERS, HeadJob
+from asyncrl_bench.job import LIGER, HeadJob
 
 PEER = """\
 #!{python} -S
@@ -31,9 +29,7 @@ print(json.dumps({{"head_bytes": 1 << 20, "times": times, "versions": {{"script"
 
 def test_the_whole_tool_on_a_tiny_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's side is an interpreter that answers at once; the others compute."""
-    peer = tmp_path / "python"
-    peer.write_text(PEER.format(python=sys.executable))
-    peer.chmod(0o755)
+    peer = stand_in(tmp_path / "python", PEER)
     places = ["--trl-python", str(peer), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     code = main(["head", "--quick", "--peer", "trl", *places])
     seen = capsys.readouterr()
@@ -59,12 +55,6 @@ def test_the_whole_tool_on_a_tiny_head(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(again["runs"]) == 7 and again["runs"][-1]["what"] == "naive"
     assert main(["head", "--quick", "--resume", "--tokens", "128", *places]) == 1
     assert "has --tokens 64, this call 128" in capsys.readouterr().err
-
-
-def test_the_peers_read_only_keys_that_a_job_has() -> None:
-    text = "".join((PEERS / f"{name}.py").read_text() for name in ("trl_head", "naive_head"))
-    keys = set(re.findall(r'job\["(\w+)"\]', text))
-    assert keys and keys <= {field.name for field in dataclasses.fields(HeadJob)}
 
 
 def result(**values: Any) -> dict[str, Any]:

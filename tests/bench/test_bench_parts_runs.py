@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from bench_jobs import stand_in
 
 from asyncrl.telemetry.machine import BFLOAT16, cpu_flags
 from asyncrl_bench.app import main
@@ -48,9 +48,7 @@ def test_training_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_generation_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM's side is an interpreter that answers at once; asyncrl's side is a whole engine in its own process."""
-    peer = tmp_path / "python"
-    peer.write_text(PEER.format(python=sys.executable))
-    peer.chmod(0o755)
+    peer = stand_in(tmp_path / "python", PEER)
     code = main(["generate", "--quick", "--peer", "vllm", "--vllm-python", str(peer), *places(tmp_path)])
     seen = capsys.readouterr()
     assert code == 0, seen.err

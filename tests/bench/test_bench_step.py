@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -13,10 +12,9 @@ import pytest
 
 from asyncrl_bench import figures, step
 from asyncrl_bench.app import main
-from asyncrl_bench.command import public_command
 from asyncrl_bench.figures import Run
 from asyncrl_bench.job import PEERS, REWARD, REWARD_FUNCTION, BenchError, StepJob, cache_directory, write_prompts
-from asyncrl_bench.processes import environment, peer_python, run_json
+from asyncrl_bench.processes import environment, run_json
 from asyncrl_bench.step import SHEET, needed_flop, notes, summarise
 
 RATES = {"gemm_flops": 1e6, "decoder_parameters": 100, "head_parameters": 40, "prompt_tokens_max": 12}
@@ -66,59 +64,18 @@ def test_the_defaults_are_the_published_job_and_quick_is_small() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--dtypes", "float16"], "float16 is not among float32, bfloat16"),
-        (["--lengths", "natural,short"], "short is not among"),
-        (["--prompts", "3", "--group-size", "7"], "does not divide 21 sequences"),
-        (["--model", "nowhere"], "neither a directory nor one of"),
-        (["--steps", "0"], "0 is not at least 1"),
-    ],
-)
-def test_a_wrong_option_is_named(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(arguments)
-    assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
-def test_places_on_this_machine_are_not_written_down() -> None:
-    given = ["--trl-python", "/x/bin/python", "--steps", "3", "--cache=/y", "--out", "/z", "train.eps=1e-7"]
-    assert public_command("step", given) == "asyncrl bench step --steps 3 train.eps=1e-7"
-
-
 def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "there is no 'speed'; there is: step" in capsys.readouterr().err
     assert main(["--help"]) == 0
 
 
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    assert StepJob.read(job().write(tmp_path / "job.json")) == job()
-
-
-def test_the_peer_reads_only_keys_that_a_job_has() -> None:
-    keys = set(re.findall(r'job\["(\w+)"\]', (PEERS / "trl_step.py").read_text()))
-    assert keys and keys <= {field.name for field in dataclasses.fields(StepJob)}
-
-
 def test_nothing_beside_the_peers_shadows_a_package() -> None:
     handover = {f"handover_{side}" for side in ("group", "ray", "transferqueue", "atropos")}
     heads = {"trl_head", "naive_head"}
-    assert {path.stem for path in PEERS.glob("*.py")} == {
-        "trl_step",
-        "vllm_generate",
-        "vllm_weights",
-        "letter_reward",
-        "side",
-        "way",
-        *heads,
-        *handover,
-    }
-    for path in {*PEERS.glob("*.py")} - {
-        PEERS / "way.py"
-    }:  # that one is the way of a run, to which the package is linked
+    alone = {"trl_step", "vllm_generate", "vllm_weights", "letter_reward", "side"}
+    assert {path.stem for path in PEERS.glob("*.py")} == {"way", *alone, *heads, *handover}
+    for path in {*PEERS.glob("*.py")} - {PEERS / "way.py"}:  # the way of a run, to which the package is linked
         assert not re.search(r"^\s*(import|from) asyncrl", path.read_text(), re.MULTILINE), path
 
 
@@ -168,12 +125,6 @@ def test_the_share_of_the_limit_by_hand() -> None:
     assert half == pytest.approx(whole / 2), "prompts are scaled with the tokens that count"
 
 
-def test_a_window_without_a_steady_state_is_noted() -> None:
-    assert "NOTE" not in table([run("asyncrl", 0, 10.0, generated=960)])
-    text = table([run("asyncrl", 0, 10.0, generated=700)])
-    assert "NOTE, float32, natural: asyncrl's window was not in a steady state: it generated 0.70" in text
-
-
 def test_memory_is_compared_and_shares_of_time_are_medians() -> None:
     ours = [run("asyncrl", i, s, shares={"busy/train": 0.5 + i / 10}) for i, s in enumerate((10.0, 20.0, 5.0))]
     theirs = [run("trl", i, s, peak_bytes=2 << 30) for i, s in enumerate((40.0, 40.0, 50.0))]
@@ -191,9 +142,12 @@ def test_a_repetition_without_its_pair_gives_no_ratio() -> None:
 def test_the_table_shows_ratio_limit_memory_and_where_the_time_goes() -> None:
     runs = [run("asyncrl", 0, 10.0, shares={"busy/train": 0.61, "idle/group": 0.0}), run("trl", 0, 40.0)]
     text = table(runs)
+    assert "NOTE" not in text
     assert "| float32 | natural | asyncrl | 100.0 | 4.00x trl | 5.0 | 20.0 | 12.8% | 1.00 |" in text
     assert "| float32 | natural | trl | 25.0 |  | 20.0 | 20.0 | 3.2% | 1.00 |" in text
     assert "asyncrl's time, float32, natural: busy/train 61.0%" in text and "idle/group" not in text
+    text = table([run("asyncrl", 0, 10.0, generated=700)])
+    assert "NOTE, float32, natural: asyncrl's window was not in a steady state: it generated 0.70" in text
 
 
 # -- child processes ---------------------------------------------------------------------------------------------------
@@ -204,38 +158,18 @@ def child(code: str, tmp_path: Path, timeout_s: float | None = 30.0) -> dict[str
     return run_json(command, environment=environment(1, package=False), log=tmp_path / "log", timeout_s=timeout_s)
 
 
-def test_the_last_line_of_a_child_is_its_answer(tmp_path: Path) -> None:
+def test_the_last_line_of_a_child_is_its_answer_and_a_failure_is_named_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import os; print('noise'); print('{\"threads\": %s}' % os.environ['OMP_NUM_THREADS'])"
     assert child(code, tmp_path) == {"threads": 1}
-
-
-def test_a_child_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"exit code 3; see .*log(?s:.*)out of luck"):
         child("import sys; print('out of luck', file=sys.stderr); print('{}'); sys.exit(3)", tmp_path)
     with pytest.raises(BenchError, match=r"exit code 0(?s:.*)no json here"):
         child("print('no json here')", tmp_path)
-
-
-def test_a_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="took longer than 0 s"):
         child("import sys; sys.stdin.read(); import signal; signal.pause()", tmp_path, timeout_s=0.2)
-
-
-def test_only_our_own_side_can_import_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")  # only our own side can import the package
     root = Path(__file__).resolve().parents[2]
     assert environment(2, package=True)["PYTHONPATH"] == f"{root}:{root}/tools/bench:/elsewhere"
     assert "PYTHONPATH" not in environment(2, package=False)
-
-
-def test_the_environment_of_the_peer_is_used_again(tmp_path: Path) -> None:
-    python = tmp_path / "trl-1.16" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-    (tmp_path / "trl-1.16" / "complete.txt").write_text("trl==1.16.0\n")
-    assert peer_python("trl", tmp_path) == python
-    assert peer_python("trl", tmp_path / "empty", str(tmp_path / "trl-1.16")) == python, (
-        "a folder stands for its interpreter"
-    )
-    with pytest.raises(BenchError, match="there is no interpreter"):
-        peer_python("trl", tmp_path, str(tmp_path / "nothing"))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_jobs import stand_in
 
 from asyncrl_bench.app import main
 from asyncrl_bench.job import PEERS, ModelJob, StepJob, write_prompts
@@ -25,9 +26,7 @@ print(json.dumps({{"seconds": 4.0, "step_seconds": [4.0], "steps": job["steps"],
 
 def test_quick_runs_the_real_thing_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's side is an interpreter that answers at once; asyncrl's side is a whole Runtime in its own process."""
-    peer = tmp_path / "python"
-    peer.write_text(PEER.format(python=sys.executable))
-    peer.chmod(0o755)
+    peer = stand_in(tmp_path / "python", PEER)
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--trl-python", str(peer)]
     code = main(["step", "--quick", "--peer", "trl", "--lengths", "fixed", "--steps", "3", *places, "train.eps=1e-7"])
     seen = capsys.readouterr()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bench_jobs import stand_in
 
 from asyncrl.cli.app import main
 from asyncrl.records.layout import Section
@@ -165,9 +166,7 @@ def test_peers_run_in_their_own_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each peer's interpreter is one that answers at once; the scripts they would run are there."""
-    python = tmp_path / "python"
-    python.write_text(PEER.format(python=sys.executable))
-    python.chmod(0o755)
+    python = stand_in(tmp_path / "python", PEER)
     monkeypatch.setattr(transport, "peer_python", lambda side, cache: python)
     sides = ["ray", "transferqueue", "atropos"]
     words = ["--tokens", "2048", "--repeats", "2", "--costs", "--sides", *sides, "--cache", str(tmp_path / "c")]
@@ -197,11 +196,8 @@ def test_what_the_peers_import_of_asyncrl_needs_none_of_its_heavy_packages() -> 
 def test_a_peer_that_fails_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pythons = {}
-    for side, program in (("ray", PEER), ("atropos", "#!{python} -S\nraise SystemExit('no server')\n")):
-        pythons[side] = tmp_path / side
-        pythons[side].write_text(program.format(python=sys.executable))
-        pythons[side].chmod(0o755)
+    programs = {"ray": PEER, "atropos": "#!{python} -S\nraise SystemExit('no server')\n"}
+    pythons = {side: stand_in(tmp_path / side, program) for side, program in programs.items()}
     monkeypatch.setattr(transport, "peer_python", lambda side, cache: pythons[side])
     sides = ["--sides", "atropos", "ray"]
     words = ["--tokens", "2048", "--repeats", "1", "--costs", *sides, "--cache", str(tmp_path / "c")]

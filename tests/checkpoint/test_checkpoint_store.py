@@ -70,14 +70,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert (store.directory / "latest" / "config.json").read_text() == "a"
 
 
-def test_retention_leaves_what_no_save_wrote(tmp_path: Path) -> None:
-    """A model that somebody put beside the checkpoints, under such a name."""
-    store = CheckpointStore(tmp_path, keep=1)
-    (store.path(1) / "mine").mkdir(parents=True)
-    assert [store.save(version, model_writer("")).removed for version in (2, 3)] == [(), (2,)]
-    assert (store.path(1) / "mine").exists()
-
-
 def test_retention_after_success_only(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     removed = [store.save(version, model_writer(str(version))).removed for version in (9, 10, 11, 100)]
@@ -88,8 +80,9 @@ def test_retention_after_success_only(tmp_path: Path) -> None:
         everything.save(version, model_writer("x"))
     assert everything.versions() == [0, 1, 2, 3, 4]
     one = CheckpointStore(tmp_path / "one", keep=1)
-    one.save(1, model_writer("x"))
-    assert one.save(2, model_writer("y")).removed == (1,) and one.versions() == [2]
+    (one.path(1) / "mine").mkdir(parents=True)  # a model that somebody put beside the checkpoints, under such a name
+    assert [one.save(version, model_writer("")).removed for version in (2, 3)] == [(), (2,)]
+    assert (one.path(1) / "mine").exists()
 
 
 def test_versions_of_a_future_that_was_given_up_do_not_count(tmp_path: Path) -> None:
@@ -185,6 +178,8 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
         assert compare(store.path(1)).faults == ("state/manifest.json is not what was written",), bit
     manifest.write_bytes(content)
     assert compare(store.path(1)) == Comparison(3, len(content) + 1, True, ())
+    (store.path(1) / "notes.txt").write_text("the good one")
+    assert store.load(1).verified, "files that were added are no damage"
 
 
 def test_a_file_that_is_hashed_while_it_is_written_is_not_read_again(tmp_path: Path) -> None:
@@ -203,12 +198,6 @@ def test_a_file_that_is_hashed_while_it_is_written_is_not_read_again(tmp_path: P
         store.load(1)
 
 
-def test_files_that_were_added_are_no_damage(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    (store.save(1, model_writer("a")).path / "notes.txt").write_text("the good one")
-    assert store.load(1).verified
-
-
 def test_a_writer_that_raises_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, model_writer("a"))
@@ -222,13 +211,9 @@ def test_a_writer_that_raises_leaves_nothing(tmp_path: Path) -> None:
     assert "could not write the checkpoint" in str(caught.value) and str(store.path(2)) in str(caught.value)
     assert "shape mismatch" in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
     assert names(store) == ["latest", "step_1"]
-
-
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    store = CheckpointStore(tmp_path / "file" / "checkpoints")
     with pytest.raises(CheckpointError, match=r"could not create the checkpoint .*file/checkpoints/step_1"):
-        store.save(1, model_writer("a"))
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, model_writer("a"))
 
 
 @pytest.mark.parametrize(
@@ -377,84 +362,53 @@ def test_kill_9_at_every_stage_leaves_a_whole_latest(tmp_path: Path, stage: str,
     assert names(store)[:2] == ["latest", "step_3"] and not [n for n in names(store) if n.startswith(".tmp")]
 
 
-async def test_saving_in_a_thread_keeps_the_loop_free(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    entered, go_on = anyio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
+class Slow:
+    """A writer that begins, and waits until it may go on."""
 
-    def write(directory: Path) -> None:
-        loop.call_soon_threadsafe(entered.set)
-        assert go_on.wait(10)
+    def __init__(self, error: Exception | None = None) -> None:
+        self.entered, self.go_on = anyio.Event(), threading.Event()
+        self.loop, self.error = asyncio.get_running_loop(), error
+
+    def __call__(self, directory: Path) -> None:
+        self.loop.call_soon_threadsafe(self.entered.set)
+        assert self.go_on.wait(10)
+        if self.error is not None:
+            raise self.error
         (directory / "x").write_text("x")
-
-    before = threading.active_count()
-    async with anyio.create_task_group() as group:
-        group.start_soon(store.save_in_thread, 1, write)
-        await entered.wait()  # the loop runs while the write is under way
-        go_on.set()
-    assert store.versions() == [1] and threading.active_count() == before
 
 
 @pytest.mark.parametrize("native", [True, False])
-async def test_a_cancelled_caller_waits_for_the_write(tmp_path: Path, native: bool) -> None:
-    store = CheckpointStore(tmp_path)
-    entered, go_on = anyio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def write(directory: Path) -> None:
-        loop.call_soon_threadsafe(entered.set)
-        assert go_on.wait(10)
-        (directory / "x").write_text("x")
-
-    ended: list[str] = []
+async def test_a_cancelled_caller_waits_for_the_write_and_the_loop_does_not(tmp_path: Path, native: bool) -> None:
+    store, write, ended = CheckpointStore(tmp_path), Slow(), list[str]()
+    before, scope = threading.active_count(), anyio.CancelScope()
 
     async def caller() -> None:
-        try:
-            await store.save_in_thread(1, write)
-            await anyio.lowlevel.checkpoint()
-        except BaseException as error:
-            ended.append(type(error).__name__)
-            raise
-        finally:
-            ended.append(f"versions {store.versions()}")
+        with scope:
+            try:
+                await store.save_in_thread(1, write)
+                await anyio.lowlevel.checkpoint()
+            finally:
+                ended.append(f"{type(sys.exc_info()[1]).__name__}, versions {store.versions()}")
 
-    async with anyio.create_task_group() as group:
-        tasks: list[asyncio.Task[Any]] = []
-
-        async def host() -> None:
-            tasks.append(asyncio.current_task())  # type: ignore[arg-type]
-            await caller()
-
-        group.start_soon(host)
-        await entered.wait()
-        for _ in range(3):
-            if native:
-                tasks[0].cancel()
-            else:
-                group.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await asyncio.sleep(0)
-        assert ended == []
-        go_on.set()
-    assert ended == ["CancelledError", "versions [1]"]
+    task = asyncio.ensure_future(caller())
+    await write.entered.wait()  # the loop runs while the write is under way
+    for _ in range(3):
+        task.cancel() if native else scope.cancel()
+        await asyncio.sleep(0)
+    assert ended == []
+    write.go_on.set()
+    await asyncio.wait([task])
+    assert ended == ["CancelledError, versions [1]"] and threading.active_count() == before
 
 
 async def test_a_failed_write_is_heard_though_the_caller_was_cancelled(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    entered, go_on = anyio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def write(directory: Path) -> None:
-        loop.call_soon_threadsafe(entered.set)
-        assert go_on.wait(10)
-        raise OSError(28, "No space left on device")
-
+    store, write = CheckpointStore(tmp_path), Slow(OSError(28, "No space left on device"))
     with pytest.raises(ExceptionGroup) as caught:
         async with anyio.create_task_group() as group:
             group.start_soon(store.save_in_thread, 1, write)
-            await entered.wait()
+            await write.entered.wait()
             group.cancel_scope.cancel()
-            go_on.set()
+            write.go_on.set()
     assert isinstance(caught.value.exceptions[0], CheckpointError) and names(store) == []
 
 

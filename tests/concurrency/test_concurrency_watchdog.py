@@ -18,7 +18,6 @@ import pytest
 import uvloop
 
 from asyncrl.concurrency import awake
-from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
@@ -80,45 +79,49 @@ def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_wedged_loop_is_named_and_the_process_ended(tmp_path: Path) -> None:
+# what hangs -> the limit under test, what the body does, and what stderr says
+WEDGED = {
+    "the loop": (
+        "dict(loop_timeout_s=0.4)",
+        "await anyio.sleep(0.2); hangs()",
+        [
+            "the event loop has been silent for",
+            "(event loop)",
+            "turn 7: 3 of 4 places claimed",
+            "users_program.py",
+            "hangs",
+        ],
+    ),
+    "a lane": (
+        "dict(lane_timeout_s=0.4)",
+        'supervisor.start("train pump", lambda: lane.run(hangs, name="microbatch")); await anyio.sleep(60)',
+        ["lane 'trainer' has been held by closure 'microbatch'", "hangs", "task 'train pump'"],
+    ),
+    "the shutdown": (
+        "{}",
+        'watchdog.shutdown_deadline("SIGTERM")\n            with anyio.CancelScope(shield=True): await anyio.sleep(60)',
+        ["shutdown (SIGTERM) did not end within 0.4 s"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WEDGED)
+def test_what_hangs_is_named_and_the_process_ended(tmp_path: Path, what: str) -> None:
+    short, body, named = WEDGED[what]
     done = run_program(
         tmp_path,
-        """
-        SHORT, HARD = dict(loop_timeout_s=0.4), True
+        f"""
+        SHORT, HARD = {short}, True
 
-        def reward_with_a_sleep():
+        def hangs():
             time.sleep(60)
 
         async def body(recorder, lane, supervisor, watchdog):
-            await anyio.sleep(0.2)
-            reward_with_a_sleep()
+            {body}
         """,
     )
     assert done.returncode == 4, done.stderr
-    assert "the event loop has been silent for" in done.stderr
-    assert "users_program.py" in done.stderr and "reward_with_a_sleep" in done.stderr
-    assert "ending the process with exit code 4" in done.stderr
-    assert "(event loop)" in done.stderr and "turn 7: 3 of 4 places claimed" in done.stderr
-
-
-def test_a_wedged_lane_is_named_and_the_process_ended(tmp_path: Path) -> None:
-    done = run_program(
-        tmp_path,
-        """
-        SHORT, HARD = dict(lane_timeout_s=0.4), True
-
-        def stuck_kernel():
-            time.sleep(60)
-
-        async def body(recorder, lane, supervisor, watchdog):
-            supervisor.start("train pump", lambda: lane.run(stuck_kernel, name="microbatch"))
-            await anyio.sleep(60)
-        """,
-    )
-    assert done.returncode == 4, done.stderr
-    assert "lane 'trainer' has been held by closure 'microbatch'" in done.stderr
-    assert "stuck_kernel" in done.stderr
-    assert "task 'train pump'" in done.stderr
+    assert all(words in done.stderr for words in [*named, "ending the process with exit code 4"]), done.stderr
 
 
 def test_a_stall_says_who_waits_for_whom_and_ends_the_run_in_order(tmp_path: Path) -> None:
@@ -145,22 +148,6 @@ def test_a_stall_says_who_waits_for_whom_and_ends_the_run_in_order(tmp_path: Pat
     assert "Event.wait" in done.stderr
     assert "train pump cleaned up" in done.stdout and "ended by StallError" in done.stdout
     assert "ending the process" not in done.stderr  # it ended by itself
-
-
-def test_a_shutdown_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
-    done = run_program(
-        tmp_path,
-        """
-        SHORT, HARD = {}, True
-
-        async def body(recorder, lane, supervisor, watchdog):
-            watchdog.shutdown_deadline("SIGTERM")
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(60)
-        """,
-    )
-    assert done.returncode == 4, done.stderr
-    assert "shutdown (SIGTERM) did not end within 0.4 s" in done.stderr
 
 
 def test_children_and_strangers_are_left_alone(tmp_path: Path) -> None:
@@ -414,8 +401,3 @@ async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.Monke
         await asyncio.sleep(0.01)
     assert watchdog.state is WatchdogState.CLOSED
     assert threading.active_count() == before
-
-
-async def test_lanes_tell_their_thread() -> None:
-    async with ThreadLane("x") as lane:
-        assert lane.thread_id == await lane.run(threading.get_ident, name="id")
