@@ -1,13 +1,13 @@
-"""The launcher of this rank, torchrun: a rank does not outlive it.
+"""Ends this rank when its launcher, torchrun, ends.
 
-torchrun stops its ranks when it is stopped itself, but not always: killed it cannot, and one that is stopped while it starts them
-forgets those that it has started. What is left behind would train on in a run directory that the next life of the run wants.
+torchrun stops its ranks when it is stopped, with two exceptions: when it is killed, and when it is stopped while it starts ranks,
+of which it then forgets the first. A rank that it left behind would go on writing to a run directory that the restarted run needs.
 
-    launcher ends  ->  the kernel sends this rank SIGTERM: nothing was begun, and it ends, or it is shut down in good order
-    it had ended before this rank asked for that  ->  `tied` says so: where its store was nobody listens, or the rank is an orphan
+    the launcher ends after `tied`   ->  the kernel sends this rank SIGTERM, which shuts it down
+    the launcher ended before `tied` ->  `tied` raises: nobody listens at the address of its store, or this rank is an orphan
 
-The one gap: a launcher on another machine than its store, that ends in the tenths of a second before its ranks have asked, under a
-process manager that adopts orphans in the place of process 1. Linux alone has the signal.
+One case is not found: the launcher is on another machine than its store, ends in the tenths of a second before `tied`, and another
+process than process 1 adopts orphans. Only Linux has this signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..concurrency.child import signal_at_parents_end
 from ..errors import PlatformError
 
 _STORE_ANSWERS_S = 5.0
-_PROCESS = secrets.token_hex(8)  # a number alone comes again in a new container
+_PROCESS = secrets.token_hex(8)  # a new container may reuse the process id
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,16 @@ class Launcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
         return os.getppid() != self.pid
 
     def untie(self) -> None:
-        """A shutdown is in progress, with a deadline of its own: a launcher that ends now must not cut it short."""
+        """Ignore the launcher's end from now on: a shutdown is running, and a second SIGTERM would cut it short."""
         signal_at_parents_end(0)
 
 
 def tied(environ: Mapping[str, str] | None = None) -> Launcher | None:
-    """From now on this rank gets SIGTERM when its launcher ends. None where it was not started by torchrun (or what uses its agent,
-    such as `accelerate launch`). Before anything that takes long. Errors: PlatformError, it has ended already."""
+    """Make the kernel send this rank SIGTERM when its launcher ends. None where neither torchrun nor a program with its agent, such
+    as `accelerate launch`, started it. To be called before slow imports. Errors: PlatformError where the launcher has ended."""
     env = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
@@ -61,7 +60,7 @@ def tied(environ: Mapping[str, str] | None = None) -> Launcher | None:
 
 
 def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """This process, and which start of which job it is. A run directory has that of its run, as JSON, for `restarted`."""
+    """This process, its job, and the number of the job's start, in JSON types. A run directory stores it for `restarted`."""
     env = os.environ if environ is None else environ
     ids = {"torchrun": env.get("TORCHELASTIC_RUN_ID"), "SLURM": env.get("SLURM_JOB_ID")}
     restarts = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT"), "SLURM": env.get("SLURM_RESTART_COUNT")}
@@ -72,10 +71,10 @@ def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def restarted(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In words, how `now` restarts the job whose start was `before`; None where it does not: a second run of one process."""
+    """A phrase for how the start `now` restarts the job of the start `before`; None for another job or the same process."""
     for name, (job, number) in now["jobs"].items() if now["process"] != before.get("process") else ():
         old, last = before.get("jobs", {}).get(name, (None, 0))
-        # One torchrun has one job; where the nodes of a job change, its first rank may get another torchrun.
+        # One torchrun has one job. Where the nodes of a job change, another torchrun may start the first rank.
         own = name == "torchrun" and now["agent"] == before.get("agent") != "/"
         if own or (job == old != "none" and number > last):
             return f"restart {number} of this job by {name}"
@@ -83,14 +82,14 @@ def restarted(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _is_python(pid: int) -> bool:
-    """torchrun itself is process 1 of many containers; else that is who adopts orphans."""
+    """Whether process `pid` is Python: in many containers process 1 is torchrun itself, else it is the one that adopts orphans."""
     with contextlib.suppress(OSError):
         return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
     return False
 
 
 def _require_store(address: str, port: str) -> None:
-    """Of one that cannot be reached for other reasons the meeting of the ranks says more."""
+    """Errors: PlatformError where nobody listens. The rendezvous of the ranks reports other failures in more detail."""
     try:
         socket.create_connection((address, int(port)), _STORE_ANSWERS_S).close()
     except ConnectionRefusedError:

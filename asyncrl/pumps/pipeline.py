@@ -1,4 +1,4 @@
-"""What the pumps share: the ports of a rank, and what travels over the edges that `graph.py` draws."""
+"""What the pumps share: the ports of a rank, and the items on the edges of `graph.py`."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from .hooks import Hooks, StoreWatch
 
 T = TypeVar("T")
 
-# A round of microbatches that all ranks of a sharded model run together. Takes whether this rank is finishing its step; returns
-# whether every rank is and nothing is left to run.
+# All ranks of a sharded model run one round of microbatches together. Argument: whether this rank finishes its step. Result:
+# whether all ranks do, with no microbatch left.
 Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 
 
 class Gather(Protocol):
-    """The parts of all ranks, in rank order: a collective, of what `metrics.packed` can send."""
+    """A collective that returns the parts of all ranks in rank order. `metrics.packed` must be able to encode a part."""
 
     async def __call__(self, part: T) -> list[T]:
-        """Every rank's part; all ranks call it, in the same order."""
+        """All ranks must call it, in the same order."""
         ...
 
 
 async def alone(part: T) -> list[T]:
-    """The gathering of a run with one rank."""
+    """`Gather` for a run with one rank."""
     return [part]
 
 
 @dataclass(slots=True)
 class Ports:
-    """Everything of one rank behind its ports. Each pump takes it whole."""
+    """The ports and shared objects of one rank. Each pump takes the whole object."""
 
     config: Config
     recorder: Recorder
@@ -66,27 +66,27 @@ class Ports:
     ranks: int = 1
     rank: int = 0
     gather: Gather = alone
-    # Of a trainer whose microbatches are collectives.
+    # Set for a trainer whose microbatches are collectives.
     round: Round | None = None
     # Whether the run has reward functions or models.
     scores: bool = True
-    # Calls of reward functions that may be under way; None: one for each worker.
+    # Calls of reward functions that may run at a time; None: one for each worker.
     calls_at_once: int | None = None
-    # All members of a group are scored in one call of the reward functions, once the last one is played.
+    # Whether one call of the reward functions scores all members of a group, after its last episode.
     score_groups: bool = False
-    # Of reward components, by name; 1 where none is given.
+    # Name of a reward component -> weight; a component that is not listed has weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
-    # The KL to the reference that is taken off the rewards.
+    # Computes the KL to the reference, which is subtracted from the rewards.
     reward_penalty: RewardPenalty | None = None
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
     store_watch: StoreWatch | None = None
-    # Of trajectories from anywhere.
+    # What a trajectory from any source must stay within.
     limits: Limits = field(default_factory=Limits)
     counters: Counter[str] = field(default_factory=Counter)
     # The kinds of failed episodes that were logged.
     logged: set[tuple[str, str]] = field(default_factory=set)
-    # Shows a line to people, on the live view.
+    # Shows a line to the user, in the live view.
     note: Callable[[str], None] = lambda text: None
 
 
@@ -101,7 +101,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """From the train pump to the publish pump (edge 6). `turn`: of the step whose slots are released."""
+    """From the train pump to the publish pump (edge 6). `turn`: turn of the step whose slots are released."""
 
     turn: int
     version: int
@@ -109,10 +109,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """One committed step, as `Runtime.steps()` yields it. Its representation is one line, however many tokens it has.
-
-    `advantages`: by group id, [G].
-    """
+    """One committed step, as `Runtime.steps()` yields it. `advantages`: group id -> [G]. `repr` omits tokens: it is one line."""
 
     version: int
     result: StepResult
@@ -128,8 +125,8 @@ class StepReport:
 
 
 async def hand_on(edge: QueueSender[T], item: T) -> None:
-    """`edge.put(item)`. Where the next pump is gone because all are being cancelled, the cancellation is raised, not the
-    closed end."""
+    """`edge.put(item)`. Where all pumps are being cancelled and the receiver is already closed, raises the cancellation instead of
+    the error of the closed edge."""
     try:
         await edge.put(item)
     except anyio.BrokenResourceError:

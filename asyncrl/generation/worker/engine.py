@@ -148,7 +148,7 @@ class WorkerEngine(EngineLife):
 
     async def left(self, half: int) -> None:
         """Returns once no pinned worker reads this half of the board."""
-        await self._pins.left(half)
+        await self._pins.wait_unread(half)
 
     async def pin(self, version: int) -> Pin | None:
         self._require_open()
@@ -272,7 +272,7 @@ class WorkerEngine(EngineLife):
                 self._router.open(peer.number)
                 self._assign()
                 self._notify_starting()
-            self._pins.settle()
+            self._pins.unpin_moved()
             self._answer_updates()
         if "sequence" in message:
             self._deliver(int(message["sequence"]), read_sequence(message))
@@ -308,7 +308,7 @@ class WorkerEngine(EngineLife):
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._ended[name] = self._ended.get(name, 0.0) + peer.statistics.get(name, 0.0)
         self._router.close(peer.number)
-        self._pins.settle()
+        self._pins.unpin_moved()
         self._assign()
         if peer.process.ended.done():
             self._answer_updates()
@@ -316,7 +316,7 @@ class WorkerEngine(EngineLife):
     # -- weights
 
     def _answer_updates(self) -> None:
-        if self._pins.has_others:
+        if self._pins.has_unpinned_requests:
             return
         moving = (peer for peer in self._peers.values() if peer.target >= 0 and self._pins.of(peer.number) is None)
         behind = min((peer.bound for peer in moving), default=None)
@@ -328,6 +328,6 @@ class WorkerEngine(EngineLife):
     def _forget(self) -> list[asyncio.Future[Any]]:
         futures: list[asyncio.Future[Any]] = [job.future for job in self._router.forget()]
         futures += [update.future for update in self._updates]
-        futures += [*self._starting, *self._pins.forget()]
+        futures += [*self._starting, *self._pins.take_waiting()]
         self._updates, self._starting = [], []
         return futures

@@ -1,8 +1,8 @@
-"""A worker that stays at a version while the others go on to later ones.
+"""A worker that keeps a version of the weights (it is pinned) while the others move to later versions.
 
-pin ──▶ pinned requests alone, and what it had before ──▶ end ──▶ sent the newest version ────▶ bound: like any other
-        one that dies: its successor begins with the pinned version                              (or dead)
-'─────────────── nobody may write into its half ──────────────────────────────────────────────────────'
+pin ──▶ gets pinned requests only, finishes earlier ones ──▶ end ──▶ is sent the newest version ──▶ has bound it, or died
+        if it dies, its successor starts with the pinned version
+'─────────────── its half of the board is not written ──────────────────────────────────────────────────────'
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pin:
     ended: bool = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """As `PinnedVersion.generate`. Errors: DivergenceError for a token of another version."""
+        """Errors: DivergenceError for a token of another version."""
         if self.ended:
             return await self.sample(request, False)
         generation, version = await self.sample(request, True), self.weights.version
@@ -48,21 +48,21 @@ class Pin:
 
 
 class Pins:
-    """The pin of an engine, one at a time. Nothing here waits but `left` and `begin`."""
+    """The pin of an engine, one at a time. Only `wait_unread` and `begin` wait."""
 
     def __init__(
-        self, router: Router, peers: Mapping[int, Peer], recorder: Recorder, moved_on: Callable[[], None]
+        self, router: Router, peers: Mapping[int, Peer], recorder: Recorder, on_unpinned: Callable[[], None]
     ) -> None:
-        """`peers`: those alive, by number. `moved_on`: called once a pin is over, whose worker then is like any other."""
-        self._router, self._peers, self._recorder, self._moved_on = router, peers, recorder, moved_on
+        """`peers`: the living workers, by number. `on_unpinned`: called once the worker may take other requests again."""
+        self._router, self._peers, self._recorder, self._on_unpinned = router, peers, recorder, on_unpinned
         self._pin: Pin | None = None  # until its worker has moved on
-        self._leaving: list[asyncio.Future[None]] = []  # who waits for that
+        self._waiting: list[asyncio.Future[None]] = []  # who waits for that
         self.newest: PostedVersion | None = None  # what the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
-        """As `ports.PinsVersions.pin`: of the workers that have bound it, that with the fewest reserved tokens."""
+        """Pin a worker that has bound `version`: the one with the fewest reserved tokens. None: no worker to spare."""
         if self._pin is not None:
-            await self.left(self._pin.weights.half)
+            await self.wait_unread(self._pin.weights.half)
         able = [number for number, peer in self._peers.items() if peer.bound == version and self._router.serves(number)]
         if self._pin is not None or self.newest is None or self.newest.version != version or len(able) < 2:
             return None
@@ -70,30 +70,30 @@ class Pins:
         return self._pin
 
     def of(self, worker: int) -> PostedVersion | None:
-        """What that worker stays at; None: it goes where the others go."""
+        """The version that this worker must keep; None: it takes the newest."""
         pin = self._pin
         return pin.weights if pin is not None and pin.worker == worker and not pin.ended else None
 
     @property
-    def has_others(self) -> bool:
-        """Whether the worker that stays has requests of before, which are not pinned."""
+    def has_unpinned_requests(self) -> bool:
+        """Whether the pinned worker still has requests that it got before the pin."""
         return self._pin is not None and not self._pin.ended and self._router.unpinned_at_pinned > 0
 
     def reads(self, half: int) -> bool:
-        """Whether a pinned worker may look at that half."""
+        """Whether a pinned worker may read this half."""
         return self._pin is not None and self._pin.weights.half == half
 
-    async def left(self, half: int) -> None:
-        """Returns once none does."""
+    async def wait_unread(self, half: int) -> None:
+        """Wait until no pinned worker reads this half."""
         while self._pin is not None and self.reads(half):
             future = asyncio.get_running_loop().create_future()
-            self._leaving.append(future)
+            self._waiting.append(future)
             what = f"a worker that is pinned to version {self._pin.weights.version}"
             with self._recorder.wait("the engines", what, on="evaluate pump", cause="evaluate"):
                 await future
 
-    def settle(self) -> None:
-        """A pin that has ended is over once its worker has bound the newest weights, or is dead."""
+    def unpin_moved(self) -> None:
+        """Unpin the worker of an ended pin, once it has bound the newest weights or is dead."""
         pin, newest = self._pin, self.newest
         if pin is None or not pin.ended or newest is None:
             return
@@ -102,21 +102,21 @@ class Pins:
             return  # it moves; until it is there it gets no requests
         self._pin = None
         self._router.unpin()
-        for future in self._leaving:
+        for future in self._waiting:
             if not future.done():
                 future.set_result(None)
-        self._leaving = []
-        self._moved_on()
+        self._waiting = []
+        self._on_unpinned()
 
-    def forget(self) -> list[asyncio.Future[None]]:
-        """Everybody who waits; nobody does any more."""
-        waiting, self._leaving = self._leaving, []
+    def take_waiting(self) -> list[asyncio.Future[None]]:
+        """Remove and return the futures of `wait_unread`."""
+        waiting, self._waiting = self._waiting, []
         return waiting
 
     def _end(self) -> None:
         assert self._pin is not None and self.newest is not None
         peer = self._peers.get(self._pin.worker)
-        # Else it is there, or is sent it when it is ready.
+        # A worker that is starting is sent the newest version when it is ready.
         if peer is not None and 0 <= peer.target < self.newest.version:
             peer.send_weights(*self.newest)
-        self.settle()
+        self.unpin_moved()

@@ -1,4 +1,4 @@
-"""What a worker asks of its engine beside generating (`Serving`), and the embedded engine that answers it."""
+"""`Serving`: the interface of an engine in a worker process. `EmbeddedServing`: the embedded engine with that interface."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Serving(BoardEngine, Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that the next token is sampled with."""
+        """Version of the weights that sample the next token."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether an error ended it."""
+        """Whether an error ended the engine."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation: ...
@@ -43,7 +43,7 @@ class EmbeddedServing(EmbeddedEngine):
         return self.policy.version
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """See BoardEngine: the modules read the half where it lies. On a CPU the first step then packs it."""
+        """The modules read the half where it lies. On a CPU the first step after the move packs the weights."""
         self.policy.flat.move_to(half)
         self.policy.version = version
 
