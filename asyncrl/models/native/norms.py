@@ -99,15 +99,19 @@ def _takes_one_tensor(part: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes(part: nn.Module, eps: float, offset: float) -> bool:
-    """Compare with what the module itself gives, for values of about 1 and for some so small that `eps` shows."""
+    """Compare with what the module itself gives, for values of about 1 and for some so small that `eps` shows.
+
+    The weights of the comparison differ from each other: with equal ones two formulas that differ would give the same.
+    """
     weight = getattr(part, "weight", None)
     own = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
     if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or own != {"weight"}:
         return False
     x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
     x = torch.cat([x, x * eps**0.5])
+    weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=weight.dtype, device=weight.device)
     try:
-        found = part(x)
+        found = torch.func.functional_call(part, {"weight": weight}, (x,))
     except Exception:
         # Somebody else's module, called outside of its model: whatever it raises, it is not a plain one.
         return False
