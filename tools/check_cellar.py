@@ -1,8 +1,7 @@
 """Nobody in the cellar: what of the package neither a run nor a command nor a user comes to is used by a named later work, or goes.
 
     python tools/check_cellar.py                # exit 1 and a list of complaints, or one line that says all is well
-    python tools/check_cellar.py --parameters   # parameters with defaults that nothing but tests ever gives; a list to judge
-    ... [--root DIRECTORY]                      # for another checkout
+    python tools/check_cellar.py --root DIR     # for another checkout
 
 Roots are the commands, the fronts that users import (`asyncrl`, `asyncrl.client`) with all public methods of what they export,
 the programs of README.md and docs/, and examples/. Tests, tools and benchmarks are none. See `reach` for what is followed.
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from house import PACKAGE, ROOT, Module, python_files
-from parameters import never_given
 from reach import House, Key, Reach
 
 # `cli/app.py` imports the modules of its commands by name.
@@ -55,15 +53,10 @@ ALLOWED: dict[str, str] = {
 
 def main() -> int:
     options = argparse.ArgumentParser(description="lists what only tests and benchmarks reach")
-    options.add_argument("--parameters", action="store_true")
     options.add_argument("--root", type=Path, default=ROOT)
     given = options.parse_args()
     house = House(python_files(given.root, PACKAGE))
     reach = follow(house, given.root)
-    if given.parameters:
-        for line in never_given(house, reach):
-            print(line)
-        return 0
     allowed = ALLOWED if given.root == ROOT else {}
     complaints = list(needless(house, reach, allowed))
     for entry in allowed:

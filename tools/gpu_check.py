@@ -473,37 +473,6 @@ def reruns(device: str) -> Found:
     return Found(f"largest difference {gap:.1e}", None, {"first": first, "second": second})
 
 
-@claim("the range of the CUDA profiler opens and closes at the named steps")
-def profiler_range(device: str) -> Found:
-    require_card(device)
-    import torch
-
-    calls: list[str] = []
-    real = {name: getattr(torch.cuda.profiler, name) for name in ("start", "stop")}
-    for name, function in real.items():
-        setattr(torch.cuda.profiler, name, lambda name=name, function=function: (calls.append(name), function()))
-    train(device, "train.max_steps=3", "telemetry.profile.from=2")
-    return Found(" ".join(calls), calls == ["start", "stop"])
-
-
-@claim("memory that torch captured in a graph computes with weights that were rewritten since")
-def graph_replay(device: str) -> Found:
-    require_card(device)
-    import torch
-
-    weights, x = torch.ones(64, 64, device=device), torch.ones(8, 64, device=device)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        x @ weights
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = x @ weights
-    weights.fill_(2.0)
-    graph.replay()
-    return Found(f"{float(out[0, 0])}", float(out[0, 0]) == 128.0)
-
-
 # -- claims that measure -----------------------------------------------------------------------------------------------
 
 

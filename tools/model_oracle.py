@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import anyio
 import numpy as np
 import small_models
 import torch
-from model_measured import NATS, RELATIVE, Measured
 from small_models import Unbuildable
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -50,6 +50,7 @@ from asyncrl.types import (
     Trajectory,
 )
 
+NATS, RELATIVE = 1e-4, 1e-4  # most that log-probs and gradients may differ
 MAX_PROMPT, MAX_COMPLETION = 20, 38
 _GROUPS = ((9, (31, 12, 2)), (2, (1, 38)), (16, (5, 17)), (1, (10,)))  # (prompt, completions) in tokens
 _TEMPERATURES = (1.0, 0.7, 1.0, 1.0)
@@ -63,6 +64,39 @@ _REQUESTS = (
 )  # (prompt tokens, prompt, max_tokens)
 _ROWS, _PREFILL, _UPDATE_AT = 4, 16, 6
 _TINY = 1e-3  # of the largest gradient: what is smaller is measured by this
+
+
+@dataclass(slots=True)
+class Measured:
+    """What became of one row. status: right, WRONG, refused, inner error, not buildable."""
+
+    name: str
+    kind: str = ""  # class of the model
+    path: str = ""
+    status: str = "right"
+    logprobs: float | None = None  # nats, largest difference
+    gradients: float | None = None  # relative, largest of a tensor
+    parameter: str = ""  # where
+    sampler: float | None = None  # nats
+    updated: float | None = None  # nats, with new weights on the way
+    checkpointing: str = ""
+    remark: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def judge(self) -> None:
+        """`WRONG` where a number is too large, or none."""
+        apart = []
+        for label, value in (
+            ("log-probs", self.logprobs), ("sampler", self.sampler), ("sampler after update", self.updated)
+        ):  # fmt: skip
+            if value is None or not value <= NATS:
+                apart.append(f"{label} {value:.2g} nats")
+        if self.gradients is None or not self.gradients <= RELATIVE:
+            apart.append(f"gradients {self.gradients:.2g} ({self.parameter})")
+        if self.checkpointing.startswith("WRONG"):
+            apart.append(f"checkpointing {self.checkpointing.removeprefix('WRONG ')}")
+        if apart:
+            self.status, self.remark = "WRONG", ", ".join(apart)
 
 
 def open_policy(config: Config) -> PolicyModel:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 if TYPE_CHECKING:
-    from model_measured import Measured
+    from model_oracle import Measured
 
 LIMIT_S = 120.0
 STATUSES = ("right", "refused", "WRONG", "inner error", "not buildable")
@@ -59,7 +59,7 @@ def _child(name: str, pipe: Connection, limit_s: float) -> None:
 
 def examine_apart(context: Any, name: str, limit_s: float = LIMIT_S) -> Measured:
     """In a process of its own, which may crash or hang."""
-    from model_measured import Measured
+    from model_oracle import Measured
 
     started = time.monotonic()
     ours, theirs = context.Pipe(duplex=False)

@@ -59,10 +59,6 @@ class Unit:
         found = [each for node in self.nodes for each in imports(_block(node), self.folder)]
         return [each for each in found if each.at_run_time or not loaded]
 
-    @cached_property
-    def calls(self) -> list[ast.Call]:
-        return [node for node in self.inside if isinstance(node, ast.Call)]
-
 
 def _block(node: ast.AST) -> ast.AST:
     return ast.Module([node], []) if isinstance(node, ast.stmt) else node
@@ -147,15 +143,12 @@ class Reach:
         self.modules: set[str] = set()
         self.units: dict[Key, Unit] = {}
         self.attributes: set[str] = set()
-        self.programs: list[Unit] = []
-        self.given_to_users: set[Key] = set()
         self._waiting: list[Unit] = []
         self._by_member: dict[str, list[Key]] = {}
 
     def program(self, tree: ast.Module) -> None:
         """A file outside of the package, all of it."""
-        self.programs.append(Unit(("", ""), list(tree.body), ()))
-        self._waiting.append(self.programs[-1])
+        self._waiting.append(Unit(("", ""), list(tree.body), ()))
 
     def follow(self) -> None:
         while self._waiting:
@@ -168,8 +161,6 @@ class Reach:
         for name in unit.members if unit is not None else ():
             if not name.startswith("_"):
                 self.reach((key[0], f"{key[1]}.{name}"))
-                self.given_to_users.add((key[0], f"{key[1]}.{name}"))
-        self.given_to_users.update((key, (key[0], f"{key[1]}.__init__")))
 
     def reach(self, key: Key) -> None:
         module, name = key
@@ -186,7 +177,7 @@ class Reach:
         for member, function in unit.members.items():
             self._by_member.setdefault(member, []).append((module, f"{name}.{member}"))
             dunder = member.startswith("__") and member.endswith("__")
-            if dunder or member in self.attributes or member in _CALLED_BY_OTHERS or registered(function):
+            if dunder or member in self.attributes or member in _CALLED_BY_OTHERS or _registered(function):
                 self.reach((module, f"{name}.{member}"))
 
     def _read(self, unit: Unit) -> None:
@@ -200,7 +191,7 @@ class Reach:
             for name, meant in self.house.bindings[module].items():
                 function = self.house.units.get((module, name)) if isinstance(meant, str) else None
                 if function is not None and (
-                    name in ("__getattr__", "__dir__") or any(map(registered, function.nodes))
+                    name in ("__getattr__", "__dir__") or any(map(_registered, function.nodes))
                 ):
                     self.reach((module, name))
 
@@ -272,6 +263,6 @@ class Reach:
                 self.reach(key)
 
 
-def registered(node: ast.AST) -> bool:
+def _registered(node: ast.AST) -> bool:
     """Does a decorator hand this function to somebody who calls it?"""
     return isinstance(node, Function) and any(not _PLAIN.fullmatch(ast.unparse(each)) for each in node.decorator_list)

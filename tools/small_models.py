@@ -25,65 +25,38 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD = 128, 64, 4, 2, 16
 WINDOW, CONTEXT, POSITIONS = 8, 16, 128
 _MOST_LAYERS = 8
 
-SIZES: dict[str, Any] = {}
-for _value, _names in (
-    (VOCABULARY, "vocab_size vocab_size_per_layer_input audio_vocab_size pronunciation_vocab_size shape_vocab_size"),
-    (
-        HIDDEN,
-        "hidden_size d_model n_embd dim_model_base word_embed_proj_dim embedding_dim emb_dim attention_hidden_size",
-    ),
-    (
-        HIDDEN,
-        "linear_width lru_width input_embedding_size output_embedding_size embedding_size cross_attention_hidden_size",
-    ),
-    (HIDDEN, "hidden_size_global adapter_input_size adapter_in_dim adapter_out_dim adapter_output_size"),
-    (
-        96,
-        "intermediate_size ffn_dim dim_ff dff d_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size n_inner",
-    ),
-    (96, "encoder_ffn_dim decoder_ffn_dim feed_forward_size"),
-    (48, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"),
-    (48, "shared_experts_intermediate_size moe_shared_expert_intermediate_size prefix_dense_intermediate_size"),
-    (
-        4,
-        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers",
-    ),
-    (
-        HEADS,
-        "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads",
-    ),
-    (HEADS, "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads linear_num_heads"),
-    (KV_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups num_global_key_value_heads"),
-    (HEAD, "head_dim dim_head attention_head_size d_head swa_head_dim global_head_dim v_head_dim kv_channels"),
-    (HEAD, "linear_head_dim attention_head_dim"),
-    (8, "qk_rope_head_dim qk_nope_head_dim"),
-    (16, "qk_head_dim index_head_dim rotary_dim mamba_d_head mamba_head_dim mamba_headdim d_rel"),
-    (24, "q_lora_rank kv_lora_rank o_lora_rank"),
-    (
-        8,
-        "linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size mamba_dt_rank time_step_rank",
-    ),
-    (
-        8,
-        "mamba_n_heads mamba_num_heads n_mamba_heads hidden_size_per_layer_input laurel_rank adapter_rank gated_norm_rank",
-    ),
-    (2, "linear_num_key_heads n_groups mamba_n_groups mamba_ngroups index_n_heads moe_num_shared_experts"),
-    (4, "linear_num_value_heads num_experts n_routed_experts num_local_experts moe_num_experts"),
-    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts"),
-    (2, "zero_expert_num"),
-    (1, "n_group num_expert_group topk_group first_k_dense_replace num_dense_layers"),
-    (8, "chunk_size mamba_chunk_size block_size lsh_attn_chunk_length local_attn_chunk_length"),
-    (
-        WINDOW,
-        "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size local_attention",
-    ),
-    (6, "index_topk keep_window_size"),
-    (CONTEXT, "original_max_position_embeddings floor_scale log_scaling_n_floor rel_extent"),
-    (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions"),
-    (POSITIONS, "model_max_length"),
-    (128, "encoder_hash_byte_group_vocab"),
-):
-    SIZES.update(dict.fromkeys(_names.split(), _value))
+# A size, and the settings of any configuration that get it.
+_SIZES = f"""
+{VOCABULARY} vocab_size vocab_size_per_layer_input audio_vocab_size pronunciation_vocab_size shape_vocab_size
+{HIDDEN} hidden_size d_model n_embd dim_model_base word_embed_proj_dim embedding_dim emb_dim attention_hidden_size
+{HIDDEN} linear_width lru_width input_embedding_size output_embedding_size embedding_size cross_attention_hidden_size
+{HIDDEN} hidden_size_global adapter_input_size adapter_in_dim adapter_out_dim adapter_output_size
+96 intermediate_size ffn_dim dim_ff dff d_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size n_inner
+96 encoder_ffn_dim decoder_ffn_dim feed_forward_size
+48 moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+48 shared_experts_intermediate_size moe_shared_expert_intermediate_size prefix_dense_intermediate_size
+4 num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers
+4 linear_num_value_heads num_experts n_routed_experts num_local_experts moe_num_experts
+{HEADS} num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads
+{HEADS} num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads linear_num_heads
+{KV_HEADS} num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups num_global_key_value_heads
+{HEAD} head_dim dim_head attention_head_size d_head swa_head_dim global_head_dim v_head_dim kv_channels
+{HEAD} linear_head_dim attention_head_dim
+8 qk_rope_head_dim qk_nope_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size
+8 mamba_dt_rank time_step_rank mamba_n_heads mamba_num_heads n_mamba_heads hidden_size_per_layer_input laurel_rank
+8 adapter_rank gated_norm_rank chunk_size mamba_chunk_size block_size lsh_attn_chunk_length local_attn_chunk_length
+16 qk_head_dim index_head_dim rotary_dim mamba_d_head mamba_head_dim mamba_headdim d_rel
+24 q_lora_rank kv_lora_rank o_lora_rank
+2 linear_num_key_heads n_groups mamba_n_groups mamba_ngroups index_n_heads moe_num_shared_experts num_experts_per_tok
+2 num_experts_per_token moe_topk moe_k top_k_experts zero_expert_num
+1 n_group num_expert_group topk_group first_k_dense_replace num_dense_layers
+{WINDOW} sliding_window sliding_window_size window_size attention_window_size attention_chunk_size local_attention
+6 index_topk keep_window_size
+{CONTEXT} original_max_position_embeddings floor_scale log_scaling_n_floor rel_extent
+{POSITIONS} max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions model_max_length
+128 encoder_hash_byte_group_vocab
+"""
+SIZES = {name: int(size) for size, *names in map(str.split, _SIZES.strip().splitlines()) for name in names}
 _DROPOUT = re.compile(r"drop(out|_?path)?($|_p$|_prob$|_rate$|out$)|_pdrop$|dropout")
 
 _DECODERS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_what_a_run_leaves_is_whole_and_exact(
     from chaos import runs
 
     monkeypatch.setattr(runs, "subprocess", warm.in_place_of_subprocess())
+    plan = Namespace(lives=2, kinds=[kind], signals=[how], seed=5, minutes=60.0, early=0.0)
     with runs.adopting():  # the second life goes on where the first one ended
-        counts = runs.attack(runs.Plan(2, [kind], [how], seed=5, early=0.0), tmp_path)
+        counts = runs.attack(plan, tmp_path)
     assert counts == {f"{kind}, {how}": 2}, capsys.readouterr().out

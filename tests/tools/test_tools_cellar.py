@@ -105,15 +105,6 @@ def test_attributes_reach_methods_of_reached_classes_only(tmp_path: Path) -> Non
     assert "Rooms.statistics" not in names(run(tmp_path, **{"asyncrl/main.py": text}))
 
 
-def test_options_that_no_run_gives(tmp_path: Path) -> None:
-    assert run(tmp_path, "--parameters") == [
-        "asyncrl/stash.py:2: Stash.__init__: nothing gives clock",
-        "asyncrl/stash.py:2: Stash.__init__: nothing gives cap",
-    ]  # `Runtime(depth=)` is for users
-    given = HOUSE["asyncrl/real.py"].replace("Stash(3)", "Stash(3, None, cap=5)")
-    assert run(tmp_path, "--parameters", **{"asyncrl/real.py": given}) == []
-
-
 def test_entries_that_are_not_needed_any_more(tmp_path: Path) -> None:
     run(tmp_path)
     from check_cellar import admit, cellar, follow, needless

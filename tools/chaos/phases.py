@@ -20,19 +20,17 @@ Prints a line for each that breaks one of them (its output is kept), and a table
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import re
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.runs import GROUPS, Life, adopting, answer_signals, keep_life, start_warm, trained
-from commands import TOOLS, print_tally, tally_of
+from chaos.runs import GROUPS, Life, add_common, keep_life, run_lives, trained
+from commands import TOOLS, tally_of
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
@@ -193,36 +191,30 @@ def _whole(run: Path, version: int | None = None, *, told: bool = True) -> Itera
         yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
 
 
-@dataclass
-class Plan:
-    """What the lives of one call meet."""
-
-    ranks: int
-    rank: int | None  # that meets it; None: the last one
-    faults: list[str]
-    chosen: dict[str, list[str]]  # moments of each phase
-    minutes: float = math.inf
-    done: Collection[str] = ()  # names of `attack` that were met before
-
-
-def attack(plan: Plan, keep: Path) -> Counter[str]:
+def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
     """How many lives met which fault at which moment, and in how many something was wrong ("broken ...")."""
-    counts, until = Counter[str](), time.monotonic() + 60.0 * plan.minutes
-    for fault in plan.faults:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder:
+        found = moments(Path(folder))
+    chosen = {
+        phase: found[phase] if options.all else found[phase][len(found[phase]) // 2 :][:1] for phase in options.phases
+    }
+    print(chosen, flush=True)
+    done, counts, until = tally_of(options.tally), Counter[str](), time.monotonic() + 60.0 * options.minutes
+    for fault in options.faults:
         expected = EXPECTED[fault]
-        for phase, moment in ((phase, each) for phase, those in plan.chosen.items() for each in those):
+        for phase, moment in ((phase, each) for phase, those in chosen.items() for each in those):
             name = f"{fault} | {phase} | {moment}"
-            if plan.ranks not in expected.ranks or phase not in expected.phases or name in plan.done:
+            if options.ranks not in expected.ranks or phase not in expected.phases or name in done:
                 continue
             if time.monotonic() > until:
                 return counts
-            folder = Path(tempfile.mkdtemp(prefix="asyncrl-phases-"))
-            found = meet(folder, plan.ranks, fault, moment, plan.rank)
+            folder = tempfile.mkdtemp(prefix="asyncrl-phases-")
+            wrong = meet(Path(folder), options.ranks, fault, moment, options.rank)
             counts[name] += 1
-            if found:
+            if wrong:
                 counts[f"broken {name}"] += 1
                 kept = keep / f"{fault}_{moment}".replace(" ", "_")
-                keep_life(folder, kept, f"{fault} at {moment!r}: {'; '.join(found)}")
+                keep_life(Path(folder), kept, f"{fault} at {moment!r}: {'; '.join(wrong)}")
             shutil.rmtree(folder)
     return counts
 
@@ -233,26 +225,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
-    parser.add_argument(
-        "--tally", type=Path, help="a JSON file to which the counts are added; what it has is not met again"
-    )
-    parser.add_argument("--warm", action="store_true", help="as of `runs`")
+    add_common(parser)
 
 
 def main(options: argparse.Namespace) -> int:
-    answer_signals()
-    if options.warm:
-        start_warm()
-    keep = Path(tempfile.mkdtemp(prefix="asyncrl-phases-kept-"))
-    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder, adopting():
-        found = moments(Path(folder))
-    chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
-    chosen = {phase: chosen[phase] for phase in options.phases}
-    print(chosen, flush=True)
-    done = tally_of(options.tally)
-    with adopting():
-        counts = attack(Plan(options.ranks, options.rank, options.faults, chosen, options.minutes, done), keep)
-    with contextlib.suppress(OSError):
-        keep.rmdir()  # where nothing was broken
-    return print_tally(counts, "fault | phase | moment", "lives", file=options.tally)
+    return run_lives(attack, options, "fault | phase | moment", "lives")

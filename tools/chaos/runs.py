@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,12 +106,7 @@ class Life:
         command = [sys.executable]
         if self.ranks > 1 or self.launched:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
-        command += [
-            *self.program,
-            str(EXAMPLES / "quickstart.yaml"),
-            *" ".join(settings).split(),
-            *self.settings,
-        ]
+        command += [*self.program, str(EXAMPLES / "quickstart.yaml"), *" ".join(settings).split(), *self.settings]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment}
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -274,19 +269,7 @@ def trained(checkpoint: Checkpoint) -> int:
     return total
 
 
-@dataclass
-class Plan:
-    """What the lives of one call are."""
-
-    lives: int
-    kinds: Sequence[str]
-    signals: Sequence[str]
-    seed: int
-    minutes: float = math.inf
-    early: float = EARLY
-
-
-def attack(plan: Plan, keep: Path) -> Counter[str]:
+def attack(plan: argparse.Namespace, keep: Path) -> Counter[str]:
     """How many lives had which end, and in how many something was wrong ("broken ...")."""
     chance, counts = random.Random(plan.seed), Counter[str]()
     random.seed(plan.seed)
@@ -344,27 +327,37 @@ def start_warm() -> None:
     subprocess = warm.in_place_of_subprocess()  # type: ignore[assignment]  # what is used here has the same names
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lives", type=int, default=20)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
-    parser.add_argument("--early", type=float, default=EARLY, help="share of lives that are ended while they start")
-    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
-    parser.add_argument(
-        "--warm", action="store_true", help="programs start as the tests' do, from one that has loaded torch"
-    )
-
-
-def main(options: argparse.Namespace) -> int:
+def run_lives(
+    attack: Callable[[argparse.Namespace, Path], Counter[str]], options: argparse.Namespace, *heads: str
+) -> int:
+    """What was wrong is kept; a table of the rest. The exit code."""
     answer_signals()
     if options.warm:
         start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-lives-"))
-    plan = Plan(options.lives, options.kinds, options.signals, options.seed, options.minutes, options.early)
     with adopting():
-        counts = attack(plan, keep)
-    with contextlib.suppress(OSError):
-        keep.rmdir()  # where nothing was broken
-    return print_tally(counts, "ended", "lives", file=options.tally)
+        counts = attack(options, keep)
+    if not any(keep.iterdir()):
+        keep.rmdir()
+    return print_tally(counts, *heads, file=options.tally)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
+    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
+    parser.add_argument(
+        "--warm", action="store_true", help="programs start from one that has loaded torch, as in tests"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--lives", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--early", type=float, default=EARLY, help="share of lives that are ended while they start")
+
+
+def main(options: argparse.Namespace) -> int:
+    return run_lives(attack, options, "ended", "lives")

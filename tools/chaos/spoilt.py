@@ -109,12 +109,7 @@ def _at(column: str, value: float) -> Callable[[Trajectory], Any]:
 def _long(t: Trajectory, size: int) -> dict[str, Any]:
     columns = {c: np.resize(getattr(t, c), size) for c in ("tokens", "logprobs", "sampled_logprobs")}
     mask = np.arange(size) >= 1
-    return {
-        **columns,
-        "mask": mask,
-        "versions": np.full(size, -1, np.int32),
-        "prompt_length": 1,
-    }
+    return {**columns, "mask": mask, "versions": np.full(size, -1, np.int32), "prompt_length": 1}
 
 
 def _texts(name: str, section: Section) -> list[Attack]:

@@ -1,7 +1,7 @@
 """Kills and stops the generation workers of whole runs at random moments, and the runs, and looks at what becomes of them.
 
     python tools/chaos workers --lives 10
-    python tools/chaos workers --seconds 900 --blows 8
+    python tools/chaos workers --minutes 15 --blows 8
 
 A life is a run of the quickstart with two workers, which goes on from the checkpoint of the one before. It takes blows: SIGKILL or
 SIGSTOP to one of the workers, wherever that is (at work, starting anew, before its first sequence). Then it is ended: SIGTERM or
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos.runs import STARTED_S, Life, adopting, answer_signals, keep_life
-from commands import left_in_shared_memory, print_tally
+from chaos.runs import STARTED_S, Life, add_common, keep_life, run_lives
+from commands import left_in_shared_memory
 
 from asyncrl.telemetry.sinks import read_jsonl
 
@@ -189,7 +189,7 @@ def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-workers-"))
     strangers, last = dead_segments(), False
     for number in range(lives):
-        last = number == lives - 1 or time.monotonic() - began > options.seconds
+        last = number == lives - 1 or time.monotonic() - began > 60.0 * options.minutes
         how = "TERM" if last and lives > 1 else chance.choice(options.ends)  # whom nobody follows must leave nothing
         life = WorkersLife(folder, how, chance)
         try:
@@ -213,8 +213,8 @@ def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
     parser.add_argument("--lives", type=int, default=10, help="at most")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further life but one begins")
     parser.add_argument("--blows", type=int, default=6, help="to the workers of a life")
     parser.add_argument("--ends", nargs="+", choices=ENDS, default=list(ENDS))
     parser.add_argument("--signals", nargs="+", choices=("KILL", "STOP"), default=["KILL", "STOP"])
@@ -222,11 +222,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    answer_signals()
-    keep = Path(tempfile.mkdtemp(prefix="asyncrl-workers-kept-"))
-    began = time.monotonic()
-    with adopting():
-        counts = attack(options, keep)
-    code = print_tally(counts, "what was hit, and how", "times")
-    print(f"\n{time.monotonic() - began:.0f} s")
-    return code
+    return run_lives(attack, options, "what was hit, and how", "times")
