@@ -25,16 +25,13 @@ def slow(*groups: int, seconds: float = 10.0, others: float = 1.0):  # type: ign
 def test_1_groups_are_dispatched_in_the_order_of_their_arrival() -> None:
     """Not in prompt order: group 3 is done first, group 0 last."""
     plan = Plan(groups_per_step=4, prompts=4, rollout_s=lambda group, member: 5.0 - group)
-
     house = live(plan)
-
     assert house.trained() == [[3, 2, 1, 0]]
     assert [event.groups for event in house.events("microbatch")] == [(3,), (2,), (1,), (0,)]
 
 
 def test_2_the_version_moves_only_at_finish_and_finish_is_called_once_a_step() -> None:
     house = live(Plan(groups_per_step=3, prompts=12, tokens_per_microbatch=6))
-
     assert house.names("finish", "commit") == ["finish", "commit"] * 4
     assert [event.version for event in house.events("finished")] == [1, 2, 3, 4]
     steps = iter(house.names("begin", "microbatch", "finish"))
@@ -55,9 +52,7 @@ def test_3_strict_on_policy_never_trains_a_stale_group() -> None:
     plan = Plan(
         max_staleness=0, groups_per_step=3, prompts=15, sinks=2, publish_s=lambda version, sink: 3.0 * (sink + 1)
     )
-
     house = live(plan)
-
     assert house.books.trained == 15
     for version, batch in house.tokens_trained:
         assert set(batch.versions.tolist()) == {version}
@@ -65,7 +60,6 @@ def test_3_strict_on_policy_never_trains_a_stale_group() -> None:
 
 def test_4_training_starts_before_the_slowest_rollout_of_the_same_step_ends() -> None:
     house = live(Plan(groups_per_step=4, prompts=4, rollout_s=slow(2, seconds=30.0)))
-
     [first] = [event.at for event in house.events("begin")]
     slowest = max(event.at for event in house.events("rollout ends") if event.groups == (2,))
     assert first == pytest.approx(1.0) and slowest == pytest.approx(30.0)
@@ -78,9 +72,7 @@ def test_4_training_starts_before_the_slowest_rollout_of_the_same_step_ends() ->
 @pytest.mark.parametrize("call", ["microbatch", "finish"])
 def test_5_a_step_that_does_not_commit_is_aborted(call: str) -> None:
     plan = Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): TrainStepError("the device is gone")})
-
     house = live(plan)
-
     assert isinstance(house.error, TrainStepError) and "the device is gone" in str(house.error)
     assert house.names("abort", "rollback") == ["abort", "rollback"]
     assert house.events("abort")[0].at >= house.events(call)[-1].at
@@ -91,7 +83,6 @@ def test_5_a_step_that_does_not_commit_is_aborted(call: str) -> None:
 def test_6_an_empty_step_is_a_no_op(prompts: int) -> None:
     """Nothing is left after the last group: the pump leaves without begin, finish, commit, clear or publish."""
     house = live(Plan(groups_per_step=2, prompts=prompts))
-
     steps = prompts // 2
     assert house.error is None
     for call in ("begin", "finish", "commit", "clear", "release"):
@@ -101,18 +92,14 @@ def test_6_an_empty_step_is_a_no_op(prompts: int) -> None:
 
 def test_6_a_step_whose_groups_all_failed_is_a_no_op() -> None:
     plan = Plan(groups_per_step=2, prompts=2, max_failed_groups=2, fails=lambda group, member: ValueError("no"))
-
     house = live(plan)
-
     assert house.error is None and house.reports == []
     assert house.books.failed == 2 and house.trainer.version == 0
 
 
 def test_7_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit() -> None:
     plan = Plan(groups_per_step=3, prompts=12, rollout_s=lambda group, member: 1.0 + (group * 7 + member) % 5)
-
     house = live(plan)
-
     assert house.names("finish", "commit", "clear") == ["finish", "commit", "clear"] * 4
     dispatched: list[set[int]] = [set()]
     for event in house.events("microbatch", "clear"):
@@ -130,7 +117,6 @@ def test_7_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit(
 
 def test_a_last_smaller_step_is_trained_with_its_true_size() -> None:
     house = live(Plan(groups_per_step=4, group_size=2, prompts=6))
-
     assert [len(step) for step in house.trained()] == [4, 2]
     last = house.reports[-1]
     assert last.result.sequences == 4 and last.result.tokens == 4 * TOKENS
@@ -140,7 +126,6 @@ def test_a_last_smaller_step_is_trained_with_its_true_size() -> None:
 @pytest.mark.parametrize("preset", ["sync", "async"])
 def test_without_partial_final_step_the_rest_is_dropped(preset: str) -> None:
     house = live(Plan(preset=preset, groups_per_step=4, prompts=6, partial_final_step=False))
-
     assert house.error is None
     assert [len(step) for step in house.trained()] == [4]
     assert house.books.dropped == 2 and house.trainer.version == 1
@@ -150,7 +135,6 @@ def test_without_partial_final_step_the_rest_is_dropped(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
 def test_max_steps_generates_just_what_it_needs(preset: str) -> None:
     house = live(Plan(preset=preset, groups_per_step=3, max_steps=5))
-
     assert len(house.reports) == 5
     assert house.prompts.delivered == 15 and house.books.trained == 15 and house.books.dropped == 0
 
@@ -158,9 +142,7 @@ def test_max_steps_generates_just_what_it_needs(preset: str) -> None:
 def test_the_time_limit_ends_the_run_after_the_step_in_progress() -> None:
     """Steps take 10 s each; the limit falls into the third. Whatever is not in it is dropped and counted."""
     plan = Plan(groups_per_step=2, max_staleness=0, time_limit_s=25.0, rollout_s=lambda group, member: 10.0)
-
     house = live(plan)
-
     assert house.error is None and len(house.reports) == 3
     assert house.events("commit")[-1].at == pytest.approx(30.0, abs=0.1)
     assert house.ended_at == pytest.approx(30.0, abs=0.1)
@@ -173,7 +155,6 @@ def test_a_run_returns_only_when_its_last_episode_has_cleaned_up() -> None:
 
     plan = Plan(max_staleness=1, time_limit_s=5.0, rollout_s=lambda g, m: 1.0 + 50.0 * (g % 4 == 3), cleanup_s=7.0)
     house = live(replace(plan, late="drop"), body=body)
-
     assert house.error is None
     given_up = house.events("rollout gives up")
     assert given_up and given_up[-1].at <= house.events("returned")[0].at
@@ -185,10 +166,8 @@ def test_the_same_flow_runs_on_real_loops(factory: Callable[[], asyncio.Abstract
     """Nothing takes time here but the iterations of the loop."""
     nothing = {"rollout_s": lambda group, member: 0.0, "train_token_s": 0.0, "finish_s": 0.0}
     house = House(Plan(groups_per_step=2, prompts=9, **nothing))
-
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(house.run())
-
     house.check_over()
     assert [len(step) for step in house.trained()] == [2, 2, 2, 2, 1]
 
@@ -204,9 +183,7 @@ def test_sync_trains_whole_steps_in_prompt_order_whoever_is_faster() -> None:
         rollout_s=lambda group, member: 9.0 - group,
         tokens_per_microbatch=9,
     )
-
     house = live(plan)
-
     assert house.trained() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     order = [group for event in house.events("microbatch") for group in event.groups]
     assert [group for index, group in enumerate(order) if group not in order[:index]] == list(range(9))
@@ -228,30 +205,9 @@ def test_sync_is_the_same_run_whatever_the_timing() -> None:
     assert microbatches(plan) == microbatches(other)
 
 
-def test_two_updates_per_batch_are_two_versions_and_one_release() -> None:
-    house = live(Plan(preset="one_off", groups_per_step=2, prompts=6, updates_per_batch=2, tokens_per_microbatch=12))
-
-    assert house.error is None
-    assert [event.version for event in house.events("finished")] == [1, 2, 3, 4, 5, 6]
-    assert [report.version for report in house.reports] == [2, 4, 6]
-    assert len(house.events("commit")) == len(house.events("release")) == len(house.events("clear")) == 3
-    assert [event.version for event in house.events("weights taken")] == [2, 4, 6]
-    steps: list[list[str]] = [[]]
-    for name in house.names("logprobs", "begin", "microbatch", "finish", "commit"):
-        steps[-1].append(name)
-        if name == "commit":
-            steps.append([])
-    for step in steps[:-1]:  # old log-probs once, before the first update; then the same batches twice
-        count = step.count("logprobs")
-        assert step[:count] == ["logprobs"] * count
-        assert step[count:] == 2 * ["begin", *["microbatch"] * count, "finish"] + ["commit"]
-    assert all(house.trainer.old_logprobs_given)
-
-
 def test_old_logprobs_are_the_trainers_own_unless_the_sampler_is_asked_for() -> None:
     own = live(Plan(prompts=4))
     sampler = live(Plan(prompts=4, old_logprobs="sampler"))
-
     assert not any(own.trainer.old_logprobs_given) and all(sampler.trainer.old_logprobs_given)
     for _, batch in sampler.tokens_trained:
         np.testing.assert_array_equal(batch.old_logprobs, batch.sampler_logprobs)
@@ -260,7 +216,6 @@ def test_old_logprobs_are_the_trainers_own_unless_the_sampler_is_asked_for() -> 
 def test_a_straggler_waits_for_its_deadline_and_delays_nobody_before_it() -> None:
     """Age 2: group 0 takes 100 s. Steps 1 and 2 go on without it; step 3 waits for it. It is trained at age 2."""
     house = live(Plan(groups_per_step=2, max_staleness=2, prompts=8, rollout_s=slow(0, seconds=100.0)))
-
     assert [0 in step for step in house.trained()] == [False, False, True, False]
     commits = [event.at for event in house.events("commit")]
     assert commits[1] < 5.0 and commits[2] >= 100.0
@@ -270,7 +225,6 @@ def test_a_straggler_waits_for_its_deadline_and_delays_nobody_before_it() -> Non
 
 def test_with_late_drop_a_straggler_is_dropped_and_counted_instead() -> None:
     house = live(Plan(groups_per_step=2, max_staleness=2, late="drop", prompts=20, rollout_s=slow(0, seconds=100.0)))
-
     assert house.error is None and house.books.dropped == 1 and house.books.trained == 19
     assert house.ports.counters["staleness/dropped"] == 1
     assert house.events("commit")[2].at < 10.0
@@ -286,9 +240,7 @@ def test_a_group_may_be_dropped_for_its_age_on_its_way_to_the_train_pump(offset:
         return Plan(groups_per_step=1, group_size=1, max_staleness=1, late="drop", prompts=6, reward_s=late_reward)
 
     [dropped] = live(plan(100.0)).events("dropped")
-
     house = live(plan(dropped.at - 1.0 + offset))  # rollouts take 1 s
-
     assert house.error is None
     assert house.books.trained == 5 and house.books.dropped == 1
 
@@ -296,7 +248,6 @@ def test_a_group_may_be_dropped_for_its_age_on_its_way_to_the_train_pump(offset:
 def test_tokens_of_one_trajectory_may_span_versions_and_keep_their_own() -> None:
     """The dry-run engine in the loop: continuous batching on the trainer's lane, weights change between two decode steps."""
     house = live(Plan(engine=True, prompts=24, group_size=2, groups_per_step=2))
-
     assert house.error is None and house.books.trained == 24
     spans = [len(set(t.versions[t.mask].tolist())) for r in house.reports for g in r.groups for t in g.trajectories]
     assert max(spans) > 1

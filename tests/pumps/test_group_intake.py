@@ -129,7 +129,6 @@ def test_a_submitted_group_is_treated_as_an_own_one(name: str, leased: bool) -> 
 
     own, own_counts = life(plan, hooks)
     submitted, submitted_counts = life(plan, hooks, body)
-
     assert own.keys() == submitted.keys() and own_counts == submitted_counts
     assert [own[g] for g in own] == [submitted[g] for g in own]
     assert all(lease.ended == int(leased) for lease in leases)  # trained or dropped
@@ -172,7 +171,6 @@ def test_only_the_member_without_a_reward_is_scored_and_the_columns_are_passed()
         assert await submit(house, 8, reward=0.25)  # nobody has to be asked
 
     house = live(Plan(group_size=3, reward=lambda group, member: -9.0), body=body, ports={"reward": reward})
-
     assert house.error is None and house.trained() == [[7, 8]]
     assert reward.asked == [({"answer": "42"}, [1])] and house.reward_calls == [((7, 1),)]
     first, second = house.reports[0].groups
@@ -414,8 +412,14 @@ async def a_step_has_ended(house: House) -> None:
         await house.ledger.wait_changed(house.ledger.changes)
 
 
-def test_a_crowded_group_keeps_its_lease_until_a_step_has_ended() -> None:
-    house, leases = crowd(a_step_has_ended)
+@pytest.mark.parametrize("closed", [False, True], ids=["goes on", "nobody may submit any more"])
+def test_a_crowded_group_keeps_its_lease_until_a_step_has_ended(closed: bool) -> None:
+    async def end(house: House) -> None:
+        if closed:
+            house.graph.intake.close("nobody may submit any more")
+        await a_step_has_ended(house)
+
+    house, leases = crowd(end)
     assert house.error is None and house.trained() == [[1, 0]]
     assert [lease.ended for lease in leases] == [1, 1, 1]
     [commit] = house.events("commit")
@@ -429,16 +433,6 @@ def test_or_until_a_group_was_dropped() -> None:
     ends = {event.groups[0]: event.at for event in house.events("lease ends")}
     [dropped], [commit] = house.events("dropped"), house.events("commit")
     assert ends[0] == ends[2] == dropped.at == 4.0 < commit.at == ends[1]
-    assert [lease.ended for lease in leases] == [1, 1, 1]
-
-
-def test_a_crowded_group_leaves_with_the_last_steps_too() -> None:
-    async def end(house: House) -> None:
-        house.graph.intake.close("nobody may submit any more")
-        await a_step_has_ended(house)
-
-    house, leases = crowd(end)
-    assert house.error is None and house.trained() == [[1, 0]]
     assert [lease.ended for lease in leases] == [1, 1, 1]
 
 
@@ -501,17 +495,6 @@ def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
 # -- backpressure, refusals, and that nobody waits for a training that has ended -------------------------------------
 
 
-def test_submitted_groups_are_trained_and_the_rest_in_a_last_smaller_step() -> None:
-    async def body(house: House, supervisor: object) -> None:
-        for group in range(5):
-            assert await submit(house, group)
-
-    house = live(Plan(groups_per_step=2, max_staleness=2), body=body)
-
-    assert house.error is None
-    assert house.trained() == [[0, 1], [2, 3], [4]]
-
-
 def test_more_groups_of_one_version_than_can_be_trained_in_time_are_refused_at_once() -> None:
     answers: list[bool] = []
 
@@ -520,7 +503,6 @@ def test_more_groups_of_one_version_than_can_be_trained_in_time_are_refused_at_o
             answers.append(await submit(house, group, version=0))
 
     house = live(Plan(groups_per_step=2, max_staleness=1), body=body)
-
     assert house.error is None
     assert answers == [True] * 4 + [False] * 2 and house.books.trained == 4
     assert house.ports.counters["staleness/dropped"] == 2
@@ -534,7 +516,6 @@ def test_submit_waits_for_a_slot_that_comes_back_with_the_publish() -> None:
         house.note("submitted", 2)
 
     house = live(Plan(groups_per_step=2, max_staleness=0, publish_s=lambda version, sink: 9.0), body=body)
-
     assert house.error is None
     assert house.events("submitted")[0].at == house.events("release")[0].at >= 9.0
 
@@ -548,7 +529,6 @@ def test_the_end_may_come_in_any_tick_after_the_start(ticks: int) -> None:
             await anyio.lowlevel.checkpoint()
 
     house = live(Plan(), body=body)
-
     assert house.error is None and house.reports == []
 
 
@@ -566,7 +546,6 @@ def test_a_group_is_submitted_once_and_a_refusal_costs_no_slot() -> None:
             await house.graph.submit(broken, make_prompt(2))
 
     house = live(Plan(groups_per_step=2), body=body)
-
     assert house.error is None
     assert house.books.trained == 2 and house.books.dropped == 0
 
@@ -593,7 +572,6 @@ def test_nobody_waits_for_a_slot_once_the_training_has_ended() -> None:
 
     plan = Plan(groups_per_step=2, max_staleness=0, late="drop", max_steps=1, publish_s=lambda version, sink: 5.0)
     house = live(plan, body=body)
-
     assert house.error is None
     assert house.books.trained == 2 and heard[-1] == 7 and sorted(heard) == [2, 3, 4, 5, 6, 7]
     assert house.graph._callbacks == []

@@ -185,25 +185,16 @@ def test_filters_and_rerolls_look_at_rewards_before_the_punishment(reward: float
     assert refusal(group, hard, overlong, reader) is None
 
 
-def test_a_group_is_scored_in_one_call() -> None:
-    plan = Plan(score_groups=True, groups_per_step=2, group_size=3, prompts=4, rollout_s=lambda g, m: 1.0 + m)
+@pytest.mark.parametrize("whole", [True, False])
+def test_every_completion_is_scored_once_with_its_group_or_alone(whole: bool) -> None:
+    """Also where the reward does not apply: no second call asks for it."""
+    plan = Plan(
+        score_groups=whole, group_size=3, prompts=4, rollout_s=lambda g, m: 1.0 + m, reward=lambda g, m: m or None
+    )
     house = live(plan)
     assert house.error is None and house.books.trained == 4
-    assert sorted(house.reward_calls) == [tuple((group, member) for member in range(3)) for group in range(4)]
-
-
-def test_one_call_per_completion_otherwise() -> None:
-    house = live(Plan(groups_per_step=2, group_size=3, prompts=2))
-    assert sorted(house.reward_calls) == [((group, member),) for group in range(2) for member in range(3)]
-
-
-@pytest.mark.parametrize("score_groups", [True, False])
-def test_a_reward_that_does_not_apply_is_asked_for_once(score_groups: bool) -> None:
-    plan = Plan(score_groups=score_groups, groups_per_step=2, prompts=2, reward=lambda g, m: None if m else 1.0)
-    house = live(plan)
-    assert house.error is None and house.books.trained == 2
-    asked = [member for call in house.reward_calls for member in call]
-    assert sorted(asked) == sorted(set(asked)), "a member was scored twice"
+    groups = [tuple((group, member) for member in range(3)) for group in range(4)]
+    assert sorted(house.reward_calls) == (groups if whole else [(each,) for group in groups for each in group])
 
 
 def test_a_group_that_failed_is_not_scored_at_all() -> None:

@@ -11,8 +11,7 @@ from pumps_house import House, live
 from pumps_plan import TOKENS, Plan, episode_ports, make_prompt, make_trajectory
 
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.config.resolve import resolve, slots, staleness_bound, turns_bound
-from asyncrl.config.schema import Config
+from asyncrl.config.resolve import slots, staleness_bound, turns_bound
 from asyncrl.pumps.evaluate import EvaluatePump, Evaluations
 from asyncrl.types import Generation, GenerationRequest
 
@@ -56,45 +55,28 @@ def test_slots_come_back_when_the_engines_have_the_weights() -> None:
         assert max(e.at for e in house.events("weights taken") if e.at <= event.at) <= event.at
 
 
-def test_an_evaluation_sees_its_own_version_whatever_the_interval() -> None:
-    plan = Plan(rollout={"weight_sync_interval": 4}, max_steps=7, held_out=1, evaluate_every=3)
-    house = live(plan)
-    assert house.error is None
-    assert [event.version for event in house.events("evaluated")] == [0, 3, 6, 7]
-    sampled = [event.version for event in house.events("rollout starts") if event.groups == (-1,)]
-    assert sampled == [0, 3, 6, 7]
-    assert {event.version for event in house.events("weights taken")} == {3, 6, 7}  # 3 steps after an early hand-over
-
-
-def test_an_early_hand_over_starts_the_count_anew() -> None:
+@pytest.mark.parametrize(
+    ("interval", "steps", "evaluated", "taken"),
+    [(4, 7, [0, 3, 6, 7], {3, 6, 7}), (2, 8, [0, 3, 6, 8], {2, 3, 5, 6, 8})],
+)
+def test_an_evaluation_hands_its_version_over_and_the_count_starts_anew(
+    interval: int, steps: int, evaluated: list[int], taken: set[int]
+) -> None:
     """Elapsed steps, not a modulo: evaluations at 3 and 6 with interval 2 give 2, 3, 5, 6, 8."""
-    plan = Plan(rollout={"weight_sync_interval": 2}, max_steps=8, held_out=1, evaluate_every=3)
+    house = live(Plan(rollout={"weight_sync_interval": interval}, max_steps=steps, held_out=1, evaluate_every=3))
+    assert house.error is None and [event.version for event in house.events("evaluated")] == evaluated
+    assert [event.version for event in house.events("rollout starts") if event.groups == (-1,)] == evaluated
+    assert {event.version for event in house.events("weights taken")} == taken
+
+
+@pytest.mark.parametrize(("depth", "interval"), [(0, 1), (1, 1), (3, 1), (2, 3)])
+def test_prefetch_depth_is_the_age_and_the_slots(depth: int, interval: int) -> None:
+    """Generation is much faster than training, so all that may be generated ahead is; the lag of the hand-over adds up."""
+    rollout = {"max_staleness": depth, "weight_sync_interval": interval}
+    plan = Plan(rollout=rollout, max_steps=8 * interval, train_token_s=1.0, rollout_s=lambda group, member: 0.1)
     house = live(plan)
-    assert sorted({event.version for event in house.events("weights taken")}) == [2, 3, 5, 6, 8]
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_prefetch_depth_is_the_age_and_the_slots(depth: int) -> None:
-    """Generation is much faster than training, so everything that may be generated ahead is."""
-    plan = Plan(rollout={"max_staleness": depth}, max_steps=8, train_token_s=1.0, rollout_s=lambda group, member: 0.1)
-    house = live(plan)
-    assert house.config.rollout.max_staleness == turns_bound(house.config) == depth
-    assert slots(house.config) == (depth + 1) * plan.groups_per_step
-    assert max(ages(house)) == depth
-    assert most_live(house) == slots(house.config)
-
-
-def test_prefetch_with_an_interval_adds_up() -> None:
-    """At most `depth` produce rounds, plus the lag of the hand-over."""
-    plan = Plan(
-        rollout={"max_staleness": 2, "weight_sync_interval": 3},
-        max_steps=20,
-        train_token_s=1.0,
-        rollout_s=lambda group, member: 0.1,
-    )
-    house = live(plan)
-    assert staleness_bound(house.config) == 4
-    assert max(ages(house)) == 4
+    assert max(ages(house)) == staleness_bound(house.config) == turns_bound(house.config) == depth + interval - 1
+    assert most_live(house) == slots(house.config) == (depth + interval) * plan.groups_per_step
 
 
 @pytest.mark.parametrize("warmup", [1, 3, 50])
@@ -141,18 +123,6 @@ def test_groups_wait_for_each_other_before_they_are_trained() -> None:
     assert house.trained() == [[0, 1, 2, 3, 4]]
 
 
-def test_resolving_twice_changes_nothing() -> None:
-    given = Config.model_validate(
-        {
-            "engine": {"kind": "dry_run"},
-            "train": {"kind": "dry_run"},
-            "rollout": {"max_staleness": 3, "weight_sync_interval": 2},
-        }
-    )
-    once = resolve(given, embedding=True)
-    assert resolve(once, embedding=True) == once and once.rollout.max_staleness == 3
-
-
 # -- publishing, and evaluations between steps -----------------------------------------------------------------------
 
 
@@ -160,9 +130,7 @@ def test_slots_of_a_step_come_back_together_when_the_slowest_engine_has_the_weig
     plan = Plan(
         groups_per_step=3, max_staleness=0, prompts=6, sinks=3, publish_s=lambda version, sink: [0.0, 2.0, 7.0][sink]
     )
-
     house = live(plan)
-
     commit, release = house.events("commit")[0].at, house.events("release")[0].at
     assert release == pytest.approx(commit + 7.0)
     admitted = [event.at for event in house.events("admit")]
@@ -171,9 +139,7 @@ def test_slots_of_a_step_come_back_together_when_the_slowest_engine_has_the_weig
 
 def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it() -> None:
     plan = Plan(groups_per_step=2, max_staleness=2, prompts=12, publish_s=lambda version, sink: 5.0)
-
     house = live(plan)
-
     finishes, releases = house.events("finish"), house.events("release")
     assert all(finish.at >= release.at for finish, release in zip(finishes[1:], releases, strict=False))
     overlapped = [e for e in house.events("microbatch") if finishes[0].at < e.at < releases[0].at]
@@ -183,9 +149,7 @@ def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it()
 def test_evaluation_sees_exactly_its_version_and_the_weights_stand_still() -> None:
     """Evaluations are 20 times as long as a step. Every one reads the version it is booked under, to its last token."""
     plan = Plan(groups_per_step=2, max_steps=5, held_out=3, evaluate_every=2, evaluation_s=20.0)
-
     house = live(plan)
-
     assert sorted(house.evaluations) == [0, 2, 4, 5]  # before the first, every second, after the last
     finished = {event.version: event.at for event in house.events("finished")}
     for event in house.events("evaluated"):
@@ -197,11 +161,14 @@ def test_evaluation_sees_exactly_its_version_and_the_weights_stand_still() -> No
 
 
 def test_evaluation_metrics_know_avg_and_pass() -> None:
-    plan = Plan(max_steps=1, held_out=4, evaluate_every=1, reward=lambda group, member: 1.0 if group == -1 else 0.0)
-
+    """Names of metrics hold no path."""
+    plan = Plan(
+        max_steps=1, held_out=4, evaluate_every=1, reward=lambda group, member: float(group == -1),
+        rollout={"environment": "/home/me/games.py:Chess"},
+    )  # fmt: skip
     house = live(plan)
-
-    name = "eval/single_turn"
+    name = "eval/Chess"
+    assert all(metric.startswith(f"{name}/") for metric in house.evaluations[0])
     assert house.evaluations[0][f"{name}/avg@1"] == house.evaluations[1][f"{name}/avg@1"] == 0.25
     assert house.evaluations[0][f"{name}/pass@1"] == 0.25
     assert house.evaluations[0][f"{name}/completions/mean_length"] == TOKENS
@@ -211,9 +178,7 @@ def test_evaluation_metrics_know_avg_and_pass() -> None:
 def test_an_evaluation_scores_as_the_training_does(whole: bool) -> None:
     """A reward that compares the members of a group gets all of them."""
     plan = Plan(score_groups=whole, group_size=2, max_steps=1, held_out=2, evaluate_every=1, evaluate={"samples": 3})
-
     house = live(plan)
-
     calls = [call for call in house.reward_calls if call[0][0] < 0]
     rows = [tuple((group, member) for member in range(3)) for group in (-1, -2)]
     assert sorted(calls) == sorted((rows if whole else [(each,) for row in rows for each in row]) * 2)
@@ -230,19 +195,12 @@ def test_pass_looks_at_the_component_that_is_named(by: str, passed: float) -> No
 
     evaluate = {"pass_by": by, "pass_reward": 1.0}
     plan = Plan(max_steps=1, held_out=4, evaluate_every=1, evaluate=evaluate, reward=value, component=lambda r: r / 2)
-
     measured = live(plan).evaluations[0]
-
     name = "eval/single_turn"
     # Of the three rows with a reward: two have a sum of at least 1, one a component.
     assert measured[f"{name}/pass@1"] == pytest.approx(passed)
     assert measured[f"{name}/avg@1"] == 1.0 and measured[f"{name}/scripted/mean"] == 0.5
     assert measured[f"{name}/scripted/right/mean"] == pytest.approx(2 / 3)
-
-
-def test_names_of_metrics_hold_no_path() -> None:
-    plan = Plan(max_steps=1, held_out=1, evaluate_every=1, rollout={"environment": "/home/me/games.py:Chess"})
-    assert all(name.startswith("eval/Chess/") for name in live(plan).evaluations[0])
 
 
 def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
@@ -253,7 +211,6 @@ def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_several_ranks_no_step_is_surveyed_before_the_publish_of_the_last_one_is_through(ranks: int) -> None:
     """Both may be collectives: in whatever order they came on each rank, so they would cross."""
-
     plan = Plan(
         preset="one_off", max_steps=4, algorithm={"top_entropy": {"quantile": 0.5}}, publish_s=lambda version, sink: 9.0
     )
@@ -336,9 +293,7 @@ def test_steps_go_on_beside_an_evaluation_until_they_need_its_half(in_place: boo
     """Evaluations are 20 times as long as a step."""
     plan = Plan(groups_per_step=2, max_steps=6, held_out=3, evaluate_every=2, evaluation_s=20.0)
     workers = Workers(in_place=in_place)
-
     house = beside(plan, workers)
-
     assert house.error is None and [pin.version for pin in workers.pins] == [2, 4]
     assert sorted(house.evaluations) == [0, 2, 4, 6]
     finished, evaluated, taken = at(house, "finished"), at(house, "evaluated"), at(house, "weights taken")
@@ -377,9 +332,7 @@ def test_which_evaluation_is_owed(evaluated: int, version: int, owed: bool, owed
 
 def test_without_a_part_to_spare_the_next_step_waits() -> None:
     plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=20.0)
-
     house = beside(plan, Workers(spare=False))
-
     finished, evaluated = at(house, "finished"), at(house, "evaluated")
     assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]
 
@@ -387,9 +340,7 @@ def test_without_a_part_to_spare_the_next_step_waits() -> None:
 def test_the_next_evaluation_waits_for_the_one_that_runs() -> None:
     plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=1, evaluation_s=20.0)
     workers = Workers()
-
     house = beside(plan, workers)
-
     assert [pin.version for pin in workers.pins] == [1, 2, 3] and sorted(house.evaluations) == [0, 1, 2, 3, 4]
     marks = [e for e in house.log if e.what == "evaluated" or (e.what == "rollout starts" and e.groups[0] < 0)]
     assert [mark.what for mark in marks] == ["rollout starts", "rollout starts", "evaluated"] * 5
@@ -407,9 +358,7 @@ def test_with_an_interval_of_the_hand_over_the_steps_between_need_no_half() -> N
         evaluation_s=60.0,
     )
     workers = Workers()
-
     house = beside(plan, workers)
-
     assert house.error is None and [pin.version for pin in workers.pins] == [4]
     finished, evaluated = at(house, "finished"), at(house, "evaluated")
     assert finished[7] < evaluated[4] and sorted(evaluated) == [0, 4, 8]
@@ -431,16 +380,10 @@ def test_a_loop_of_ones_own_is_evaluated_before_its_first_step_and_after_its_las
         assert [event.version for event in house.events("told")] == [0, 1]
 
     house = beside(plan, workers, embedded)
-
     assert house.error is None and sorted(house.evaluations) == [0, 2, 3]
     assert at(house, "finished")[1] >= at(house, "evaluated")[0] and house.graph.evaluations.progress is None
-    assert [event.version for event in house.events("told")] == [
-        0,
-        1,
-        2,
-        3,
-        3,
-    ]  # the evaluation goes into the line of 3
+    # The evaluation goes into the line of 3.
+    assert [event.version for event in house.events("told")] == [0, 1, 2, 3, 3]
 
 
 def test_an_evaluation_that_fails_ends_the_run_and_the_pin() -> None:
@@ -453,9 +396,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_the_pin() -> None:
         reward_fails=lambda group, member: RuntimeError("held out") if group == -2 and workers.pins else None,
     )
     workers = Workers()
-
     house = beside(plan, workers)
-
     assert isinstance(house.error, RuntimeError) and "held out" in str(house.error)
     assert sorted(house.evaluations) == [0] and workers.pins[0].over.is_set()
     assert [event.version for event in house.events("told")] == [0, 1]  # the line of its version is written at the end

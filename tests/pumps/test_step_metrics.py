@@ -55,7 +55,6 @@ def test_any_split_over_ranks_gives_the_metrics_of_the_whole(drawn: Any, counted
         parts.append(StepPart(tuple(mine), counted[rank], tuple(replayed) if rank == 1 else ()))
     total = {name: sum(each.get(name, 0.0) for each in counted) for name in {n for each in counted for n in each}}
     whole = StepPart(tuple(group for group, _ in everything), total, tuple(replayed))
-
     assert metrics(parts) == metrics([whole])  # exactly: the same floats in the same order
 
 
@@ -67,9 +66,7 @@ def test_numbers_that_reward_functions_logged_are_metrics_and_all_of_it_stands_i
     ]
     members = tuple(replace(make_trajectory(0, m, 3, [0], 1.0), extras=extras) for m, extras in enumerate(logged))
     group = Group(Ticket(0, 0, 0), make_prompt(0), members)
-
     found = metrics([unpacked(packed(StepPart(group_rows([group]))))])
-
     named = {name.removeprefix("reward/"): value for name, value in found.items() if name.startswith("reward/f/")}
     assert named["f/right/mean"] == 0.5 and named["f/near/mean"] == 0.5 and named["f/near/applicable"] == 1 / 3
     assert not any("said" in name for name in named)
@@ -172,7 +169,6 @@ def with_another_rank(gathered: list[StepPart], fails_at: int | None = None) -> 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_one_gathering_for_each_committed_step(updates: int) -> None:
     gathered: list[StepPart] = []
-
     house = live(
         Plan(groups_per_step=2, max_steps=4, updates_per_batch=updates, reward=lambda g, m: 1.0),
         ports=with_another_rank(gathered),
@@ -189,7 +185,6 @@ def test_one_gathering_for_each_committed_step(updates: int) -> None:
 def test_a_gathering_that_fails_ends_the_run_with_its_step_in_the_books() -> None:
     """`live` checks the books: the step was applied, so its groups are trained."""
     gathered: list[StepPart] = []
-
     house = live(Plan(groups_per_step=2, max_steps=4), ports=with_another_rank(gathered, fails_at=1))
     assert isinstance(house.error, ConnectionError)
     assert house.trainer.version == house.books.turn == 2
