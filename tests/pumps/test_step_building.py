@@ -363,21 +363,26 @@ def groups_by_version(house: House) -> dict[int, set[int]]:
     return found
 
 
-def test_each_part_takes_one_optimizer_step_in_every_pass() -> None:
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_each_part_takes_one_optimizer_step_in_every_pass(minibatches: int) -> None:
     plan = Plan(
-        preset="one_off", groups_per_step=5, prompts=10, updates_per_batch=2, minibatches=2, tokens_per_microbatch=12
-    )
+        preset="one_off", groups_per_step=5, prompts=10, updates_per_batch=2, minibatches=minibatches,
+        tokens_per_microbatch=12,
+    )  # fmt: skip
     house = live(plan)
-    assert house.error is None and [report.version for report in house.reports] == [4, 8]
-    parts = [set(ids) for step in house.trained() for ids in 2 * [sorted(step)[:3], sorted(step)[3:]]]
+    versions = [2 * minibatches, 4 * minibatches]
+    assert house.error is None and [report.version for report in house.reports] == versions
+    cuts = [0, 5] if minibatches == 1 else [0, 3, 5]
+    parts = [{*sorted(step)[a:b]} for step in house.trained() for a, b in 2 * list(pairwise(cuts))]
     assert groups_by_version(house) == dict(enumerate(parts))
-    assert [event.version for event in house.events("weights taken")] == [4, 8]
-    assert len(house.events("commit")) == len(house.events("release")) == 2
-    first = house.names("logprobs", "begin", "finish", "commit")
-    assert (
-        first[: first.index("begin")].count("logprobs") == 5
-    )  # old log-probs of all parts, before the first moves a weight
-    assert "logprobs" not in first[first.index("begin") : first.index("commit")]
+    assert [event.version for event in house.events("weights taken")] == versions
+    assert all(len(house.events(what)) == 2 for what in ("commit", "release", "clear"))
+    first = house.names("logprobs", "begin", "microbatch", "finish", "commit")
+    first = first[: first.index("commit")]
+    begin, runs = first.index("begin"), [name for name in first if name != "microbatch"]
+    # Old log-probs of all parts, before the first moves a weight; every pass runs the same microbatches.
+    assert first[:begin] == ["logprobs"] * 5 and first.count("microbatch") == 2 * 5
+    assert runs[begin:] == ["begin", "finish"] * 2 * minibatches
     assert all(house.trainer.old_logprobs_given)
     for report in house.reports:  # a pass goes over every sequence and token once
         assert report.result.sequences == 10 and report.result.tokens == 10 * TOKENS
