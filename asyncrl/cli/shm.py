@@ -14,23 +14,25 @@ from asyncrl.transport.inventory import Entry, clear, inventory
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0; 1 where something that was named could not be cleared; as in `asyncrl.errors` otherwise."""
+    """Run the command. Exit codes: 0; 1 where a named segment could not be cleared; else those of `asyncrl.errors`."""
     parser = argparse.ArgumentParser(prog="asyncrl shm", description=__doc__)
     actions = parser.add_subparsers(dest="action")
-    listing = actions.add_parser("list", help="who owns what (also without a word)")
+    listing = actions.add_parser("list", help="list the segments and their owners (the default)")
     listing.add_argument("--json", action="store_true", help="one JSON object a line")
     clearing = actions.add_parser("clear", help="remove segments whose owner is gone")
-    clearing.add_argument("names", nargs="*", help="as `asyncrl shm list` shows them; default: all that nobody owns")
+    clearing.add_argument(
+        "names", nargs="*", help="names from `asyncrl shm list`; default: all segments without an owner"
+    )
     clearing.add_argument(
         "--drop-records",
         action="store_true",
-        help="also where accepted records, or a damaged ring, are kept; they are lost",
+        help="also segments with accepted records or a damaged ring, which are lost",
     )
-    given = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
     try:
-        if given.action == "clear":
-            return _clear(given.names, given.drop_records)
-        return _list(as_json=given.action == "list" and given.json)
+        if options.action == "clear":
+            return _clear(options.names, options.drop_records)
+        return _list(as_json=options.action == "list" and options.json)
     except AsyncrlError as error:
         print(f"asyncrl shm: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,9 +73,9 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:
-    """Named ones must go; without names, whatever may go goes and the rest is explained."""
+    """Clear the named segments, else all without an owner. Exit code 1 only where a named segment could not be cleared."""
     wanted = list(names) or [entry.name for entry in inventory() if entry.free]
-    left = 0
+    failed = 0
     for name in wanted:
         try:
             size = clear(name, drop_records=drop_records)
@@ -84,7 +86,7 @@ def _clear(names: Sequence[str], drop_records: bool) -> int:
         else:
             print(f"{name}: {size / 2**20:.1f} MiB cleared")
             continue
-        left += 1
+        failed += 1
     if not wanted:
         print("nothing to clear")
-    return 1 if left and names else 0
+    return 1 if failed and names else 0

@@ -1,11 +1,11 @@
 """User code by its address: `path/to/file.py:name` or `package.module:name`.
 
-Guarantees: a file is one module of the process, also where another file imports it by its name; it is whole before anybody gets
-it, and gone where loading it failed; whatever goes wrong is one `ConfigError` that names the address, the place that was looked at
+Guarantees. A file is loaded as one module, also where another file imports it by its name. No caller gets a module that is still
+loading, and a failed load leaves no module behind. Every failure is one `ConfigError` with the address, the place that was searched
 and the cause (chained). No torch here.
 
-Loading **runs** the user's module. Reward functions are loaded in worker processes for that reason; in the run's own process
-only what lives there: environments, hooks, models, losses and advantages (these two with the configuration: they have settings).
+Loading **runs** the user's module, so reward functions are loaded in worker processes. The process of the run loads environments,
+hooks and models, and with the configuration losses and advantages, which have settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def load_object(address: str) -> Any:
-    """The object at `address`; a relative file path counts from the working directory. Dotted names reach into classes.
+    """The object at `address`; file paths are relative to the working directory. Dotted names are attributes of classes.
 
     Errors: `ConfigError` for a malformed address, a missing file, module or name, and for an import that raises.
     """
@@ -50,14 +50,14 @@ def load_object(address: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise _lacks(address, part, vars(module))
+            raise _missing(address, part, vars(module))
         found = getattr(found, part)
     return found
 
 
 def check_address(address: str) -> None:
-    """What can be said of an address while nothing of the user's runs. Errors: `ConfigError` where it is malformed, or there is no
-    such file, or that is no Python or makes no such name."""
+    """Check an address without running user code. Errors: `ConfigError` for a malformed address, a missing file, invalid Python, or
+    a file that does not define the name."""
     place, name = split_address(address)
     if not place.endswith(".py"):
         return
@@ -65,24 +65,24 @@ def check_address(address: str) -> None:
     if not path.is_file():
         raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
     with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
-        # Loading it shows them.
+        # The later load shows the warnings.
         warnings.simplefilter("ignore")
         text = path.read_bytes()
         known = compile(text, place, "exec", dont_inherit=True).co_names
-    # Code may make names that it does not spell.
+    # Code with one of these may define names that it does not contain.
     if first not in known and b"import *" not in text and not {"globals", "vars", "setattr", "__getattr__"} & {*known}:
-        raise _lacks(address, first, known)
+        raise _missing(address, first, known)
 
 
-def _lacks(address: str, name: str, known: Iterable[str]) -> ConfigError:
+def _missing(address: str, name: str, known: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ConfigError(f"cannot load {address!r}: {split_address(address)[0]} has no {name!r}{hint}")
 
 
 def installed(package: str) -> bool:
-    """Whether an optional package can be imported. A folder without `__init__.py` (data, what a sink wrote) is none. Errors:
-    ConfigError where a folder with one, in the working directory, is found in the package's place."""
+    """Whether an optional package can be imported. A folder without `__init__.py` is not a package. Errors: ConfigError where a
+    package in the working directory hides it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return False
@@ -95,24 +95,24 @@ def installed(package: str) -> bool:
 def raised(error: BaseException) -> str:
     """What user code raised and where, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
 
-    The place is the last line that ran in a file of the user's; in an installed package where no such file took part.
+    The place is the last line that ran in a file of the user, else in an installed package.
     """
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
-    said = f"{kind}: {text}" if text else kind
+    message = f"{kind}: {text}" if text else kind
     if isinstance(error, SyntaxError):
-        return f"{said} ({error.filename}:{error.lineno})"
+        return f"{message} ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
     installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = [frame for frame in frames if not frame.filename.startswith(installed)]
     if not frames:
-        return said
+        return message
     last = (own or frames)[-1]
-    return f"{said} ({last.filename}:{last.lineno}{'' if last.name == '<module>' else f' in {last.name}'})"
+    return f"{message} ({last.filename}:{last.lineno}{'' if last.name == '<module>' else f' in {last.name}'})"
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this may be somebody's Ctrl-C. In `asyncrl run` none is: SIGINT has a handler there that raises nothing."""
+    """Whether this may be a Ctrl-C of the user. Never in `asyncrl run`: its handler of SIGINT raises nothing."""
     handler = signal.getsignal(signal.SIGINT)
     raises = handler is signal.default_int_handler or isinstance(
         getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner
@@ -122,8 +122,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def user_code(failed: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Around code of the user's that does not wait: whatever it raises is `failed(error)`. SystemExit and the like, too: they
-    must not end the program as if all were well."""
+    """Around synchronous code of the user: raises `failed(error)` for every error. For SystemExit, too, which would end the program
+    with success."""
     try:
         yield
     except BaseException as error:
@@ -133,7 +133,7 @@ def user_code(failed: Callable[[BaseException], Exception]) -> Iterator[None]:
 
 
 def _is_machinery(file: str) -> bool:
-    """Ours, or Python's for imports."""
+    """Whether the file belongs to this package or to Python's import system."""
     return file.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))) or Path(file).is_relative_to(
         _PACKAGE
     )
@@ -150,9 +150,9 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name under which another module has imported the file, or would as its neighbour; else one of ours."""
+    """The module name of the file: the one it was imported by, else its stem where `import` finds it, else a generated name."""
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
-    # The file may be younger than what Python remembers of its folder.
+    # Python caches the files of a folder: a new file may be missing there.
     importlib.invalidate_caches()
     if path.stem.isidentifier() and path.stem not in specs:
         specs[path.stem] = importlib.util.find_spec(path.stem)
@@ -169,7 +169,7 @@ def _find_spec(name: str, *_: object) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
 
 
-# By names of ours. Python's own import loads these, too: no thread gets a module before it is whole, and none that failed stays.
+# Generated name -> file. Python's import system loads these files: its locks keep other threads from modules that are not loaded.
 _files: dict[str, Path] = {}
 sys.meta_path.append(SimpleNamespace(find_spec=_find_spec))
 
@@ -181,6 +181,6 @@ def _load_module(address: str, place: str) -> ModuleType:
 
 
 def _append_to_path(folder: str) -> None:
-    """Neighbours of the user's file can be imported; last, so that none of them shadows an installed package."""
+    """Make the files beside the user's file importable. At the end of the path, so that they hide no installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

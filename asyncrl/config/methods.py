@@ -1,6 +1,6 @@
-"""The methods of `algorithms/` as sections of the configuration, and which sections a choice turns on. No torch.
+"""Makes configuration sections from the methods of `algorithms/`, and says which sections the chosen methods read. No torch.
 
-Nothing about a single method stands here: what it declares (`algorithms/method.py`) becomes fields, sentences and bounds.
+The code is the same for all methods: the settings that a method declares (`algorithms/method.py`) become fields, help and bounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CENTRE = ("old_logprobs", "force_on_policy")
 
 
 def made_of(settings: Iterable[Setting]) -> dict[str, type[SettingsSection]]:
-    """The sections that these settings make up, by name."""
+    """Name -> section with these settings."""
     by_section: dict[str, dict[str, Any]] = {}
     for each in settings:
         annotation = Literal[each.choices] if each.choices else each.annotation
@@ -40,13 +40,13 @@ def made_of(settings: Iterable[Setting]) -> dict[str, type[SettingsSection]]:
 
 # Every section of methods under `algorithm`, by its name.
 SECTIONS: Mapping[str, type[SettingsSection]] = made_of(SETTINGS.values())
-# Where pickle looks for them.
+# pickle finds a class by its name in this module.
 globals().update({each.__name__: each for each in SECTIONS.values()})
 
 
 def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
-    """Make the user's `loss` or `advantage` known under its address; the class that declares its settings, None where there is
-    none. `reserved`: names that its section must not have. Errors: ConfigError."""
+    """Register the user's `loss` or `advantage` under its address. Returns the class that declares its settings, or None.
+    `reserved`: names that its section must not have. Errors: ConfigError."""
 
     def refused(text: str) -> ConfigError:
         return ConfigError(f"algorithm.{kind} is {address!r}, {text}")
@@ -75,37 +75,34 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
     flats = {each.flat for each in SETTINGS.values() if each.section in taken}
     section = method.section if method is not None else "own"
     if section in taken or not section.isidentifier() or flats & {each.flat for each in declared}:
-        raise refused(
-            f"whose settings would be algorithm.{section}.*, which is no place of its own; give it another `name`"
-        )
+        raise refused(f"whose settings would be algorithm.{section}.*, which are taken; give it another `name`")
     registry.OWN[kind, address] = found
     return method
 
 
 def settings_of(algorithm: Any) -> Mapping[str, Setting]:
-    """Every setting by its dotted name: ours, and those of methods that the section names by address."""
+    """Dotted name -> setting, for all built-in methods and for the user's chosen ones."""
     chosen = (registry.loss_named(algorithm.loss), registry.advantage_named(algorithm.advantage).settings)
     return {**SETTINGS, **{each.dotted: each for method in chosen if method for each in method.settings()}}
 
 
 def numbers(algorithm: Any) -> dict[str, Any]:
-    """The whole section `algorithm` (its class is made of what stands here) under flat names, as `build_loss` and
-    `build_advantage` take it."""
+    """The values of the section `algorithm` under flat names: the arguments of `build_loss` and `build_advantage`."""
     known = settings_of(algorithm).values()
     found = {each.flat: getattr(getattr(algorithm, each.section), each.name) for each in known}
     return found | {name: getattr(algorithm, name) for name in CENTRE}
 
 
 def about(section: str) -> str:
-    """What a section of methods belongs to, for `--help`; empty for any other name."""
+    """The line of `--help` about a section of methods; empty for any other section."""
     losses = [name for name, loss in registry.LOSSES.items() if loss.section == section and loss.settings()]
     if losses:
         return f"settings of loss {', '.join(losses)}; refused with another"
     for name, each in registry.ADVANTAGES.items():
         if each.settings is not None and each.settings.section == section:
             return f"settings of advantage {name}; refused with another"
-    said = [term.__doc__ or "" for term in registry.TERMS if term.section == section]
-    return " ".join(said[0].split()).rstrip(".") if said else ""
+    texts = [term.__doc__ or "" for term in registry.TERMS if term.section == section]
+    return " ".join(texts[0].split()).rstrip(".") if texts else ""
 
 
 def unread(algorithm: Any) -> list[str]:

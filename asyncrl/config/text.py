@@ -1,7 +1,7 @@
 """YAML 1.2 as ruamel.yaml reads and writes it, with line numbers for error messages.
 
-`1e-6` is a number, only `true` and `false` are true or false, and `off`, `no`, `1:30` and `2026-11-21` are text. A key that stands
-twice is an error.
+`1e-6` is a number, `true` and `false` are the only booleans, and `off`, `no`, `1:30` and `2026-11-21` are text. A repeated key is
+an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_text(self, value: str) -> ScalarNode:
-        """Quoted where YAML 1.1 would read something else, and where line breaks of Unicode would become spaces."""
+        """Quote text that YAML 1.1 would read as a boolean, or whose Unicode line breaks would become spaces."""
         quoted = value.lower() in _QUOTED or any(c in value for c in "\x85\u2028\u2029\ufeff")
         return self.represent_scalar("tag:yaml.org,2002:str", value, style='"' if quoted else None)
 
@@ -41,13 +41,13 @@ def _yaml() -> YAML:
     made = YAML(typ="safe", pure=True)
     made.Constructor, made.Representer = _Constructor, _Representer
     made.width = 120
-    # Its own types say that these two are always None.
+    # Through `vars`: ruamel.yaml types both attributes as None.
     vars(made).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
     return made
 
 
 def parse_value(text: str) -> Any:
-    """One value. Errors: ValueError with what is wrong."""
+    """Parse one value. Errors: ValueError with the problem."""
     try:
         return _yaml().load(text)
     except YAMLError as error:
@@ -73,15 +73,15 @@ def dump(value: Any) -> str:
 
 
 def _problem(error: YAMLError) -> str:
-    """What is wrong, in one line, without the picture of the place."""
+    """The parser's message in one line, without its excerpt of the text."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return " ".join(str(error).split())
-    said, begun = error.problem, error.context_mark
-    if error.context and begun is not None and begun.line != (error.problem_mark or begun).line:
-        said = f"{error.context} that begins on line {begun.line + 1}, {said}"
+    text, start = error.problem, error.context_mark
+    if error.context and start is not None and start.line != (error.problem_mark or start).line:
+        text = f"{error.context} that begins on line {start.line + 1}, {text}"
     elif error.context:
-        said = f"{error.context}, {said}"
-    return f"{said}: indent by spaces" if "'\\t'" in said else said
+        text = f"{error.context}, {text}"
+    return f"{text}: indent by spaces" if "'\\t'" in text else text
 
 
 def _lines(node: Any, source: str, prefix: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, int]]:

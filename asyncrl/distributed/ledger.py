@@ -4,8 +4,8 @@
                                                `------------ end --------------------------------> dropped, failed
 
 Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order. A caller cancelled while it waits leaves no trace: a slot
-that had been handed to it at that moment goes to the next one.
+served strictly in order, so prompts enter in their order. Where a waiting caller is cancelled at the moment it gets a slot,
+the slot goes to the next caller.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Applicant:
 
 
 class LocalLedger:
-    """See `ports.Ledger`. Usable at once; `async with` only adds the closing: waiters hear LifecycleError.
+    """See `ports.Ledger`. Usable without `async with`, which closes the ledger at its end: waiters raise LifecycleError.
 
-    groups_per_step, max_staleness: `(max_staleness + 1) * groups_per_step` slots in all.
-    late: "wait" reserves places so that no group is ever too old; "drop" does not, and the caller drops `expired()`.
-    turn: the first one; larger than 0 after a resume. warmup: turns below it get the slots of one step alone.
+    groups_per_step, max_staleness: there are `(max_staleness + 1) * groups_per_step` slots.
+    late: "wait" reserves places so that no group is ever too old; with "drop" the caller drops the groups of `expired()`.
+    turn: the first turn; larger than 0 after a resume. warmup: turns below it have only the slots of one step.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LocalLedger:
                 if applicant.answer.cancelled():
                     if applicant in self._applicants:
                         self._applicants.remove(applicant)
-                        self._changed()  # the next one may be admissible where this one was not
+                        self._changed()  # the next applicant may be admissible
                 elif applicant.answer.exception() is None and (ticket := applicant.answer.result()) is not None:
                     self._books.withdraw(ticket)
                     self._changed()
@@ -121,7 +121,7 @@ class LocalLedger:
         self._changed()
 
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
-        """See `ports.Ledger.claim`. FULL also once the prompts are exhausted and every group left has its place."""
+        """See `ports.Ledger.claim`. Also FULL once prompts are exhausted and every remaining group has a place."""
         self._check_open("claim")
         ticket = self._books.claim(ready)
         if ticket is not None:
@@ -143,8 +143,7 @@ class LocalLedger:
         self._changed()
 
     async def commit(self) -> int:
-        """As `Ledger.commit`. Errors: LedgerError for a step without groups, and for one that leaves a live group behind too
-        late."""
+        """As `Ledger.commit`. Errors: LedgerError for a step without groups, or after which a live group would be too old."""
         self._check_open("commit")
         turn = self._books.commit()
         self._changed()
@@ -166,15 +165,15 @@ class LocalLedger:
         return self._books.expired()
 
     def live_groups(self) -> list[Ticket]:
-        """Admitted and not trained, by group id: what a checkpoint has to keep so that resuming skips no prompt."""
+        """Groups that were admitted and not trained, by id. A checkpoint stores them, so that a resumed run skips no prompt."""
         return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
 
     def committed_elsewhere(self) -> list[Ticket]:
-        """None: there is no other rank."""
+        """Empty: there is no other rank."""
         return []
 
     def due(self) -> int:
-        """None: whoever asks for a slot may have it."""
+        """0: one rank has no shares."""
         return 0
 
     def last_step(self, rank: int) -> list[int]:

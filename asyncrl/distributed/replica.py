@@ -1,12 +1,11 @@
-"""The ranks that hold one replica of the model together, and how they come to see the same data.
+"""The ranks that hold one replica of the model together, and how they get the same data.
 
     rank = ((pp x DP + dp) x CP + cp) x TP + tp          a replica: all ranks with one dp
 
-Ranks of a replica work on the same rows. Either each reads them itself, or the leader reads once and sends them on.
-Who writes results back follows from the coordinates alone: a replica without siblings still has exactly one writer, and
-tp = 2 with cp = 1 does not suddenly have two.
+Ranks of a replica work on the same rows. Either each rank reads them, or the leader reads once and broadcasts them. The
+coordinates alone decide which rank writes results back: exactly one rank of each replica does, whatever its layout.
 
-Synchronous, for the lane: every rank of a replica calls in the same order.
+Synchronous, for the lane: all ranks of a replica must call in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FAILED = -1
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands: which replica (dp), and which piece of it (tp, cp, pp)."""
+    """The place of a rank: its replica (dp), and its part of the replica (tp, cp, pp)."""
 
     dp: int = 0
     tp: int = 0
@@ -38,7 +37,7 @@ class Coordinates:
 
     @classmethod
     def of(cls, axes: Mapping[str, int]) -> Coordinates:
-        """From named axes. Errors: ConfigError for an axis that is not known here: guessing would make two writers."""
+        """From named axes. Errors: ConfigError for an unknown axis, which could give a replica two writers."""
         unknown = sorted(set(axes) - {"dp", "tp", "cp", "pp"})
         if unknown:
             raise ConfigError(
@@ -66,8 +65,7 @@ class RankLayout:
         return self.dp * self.tp * self.cp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where this rank stands, by the formula of the module docstring. Errors: ConfigError for a rank that the layout
-        lacks."""
+        """Coordinates of this rank, by the formula of the module docstring. Errors: ConfigError for a rank beyond the layout."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} of a layout of {self.world_size} ranks: {self}")
         rest, tp = divmod(rank, self.tp)
@@ -76,7 +74,7 @@ class RankLayout:
         return Coordinates(dp, tp, cp, pp)
 
     def replica(self, dp: int) -> list[int]:
-        """Its ranks, the writer first."""
+        """The ranks of this replica, the writer first."""
         return [rank for rank in range(self.world_size) if self.coordinates(rank).dp == dp]
 
     def open_group(self, rank: int, device: torch.device) -> ReplicaGroup | None:
@@ -94,7 +92,7 @@ class RankLayout:
 
 @dataclass(slots=True)
 class ReplicaGroup:
-    """The siblings of one replica. `rank` is this one's place among them; place 0 leads."""
+    """The ranks of one replica. `rank`: number of this rank in the replica; number 0 leads."""
 
     group: Any  # torch.distributed.ProcessGroup
     rank: int
@@ -104,15 +102,14 @@ class ReplicaGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank reads for its siblings."""
+        """Whether this rank reads for its replica."""
         return self.rank == 0
 
     def share(self, read: Callable[[], tuple[Arrays, Any]]) -> tuple[Arrays, Any]:
-        """What the leader's `read` returns: arrays by name, and values of JSON's types beside them (tuples arrive as
-        lists). Others do not read.
+        """The result of the leader's `read` on all ranks: arrays by name, and values in JSON types (tuples become lists).
 
-        Two broadcasts, whatever the number of arrays. Errors: an error of `read` is raised on the leader, and as
-        FetchFailed on everybody else, at once: nobody is left waiting. LifecycleError after a broadcast itself failed.
+        Takes two broadcasts for any number of arrays. Errors: an error of `read` is raised on the leader, and at once as
+        FetchFailed on all other ranks. LifecycleError after a broadcast has failed.
         """
         if self._broken:
             raise LifecycleError("a collective of this replica failed before; its ranks are out of step")

@@ -15,9 +15,9 @@ from asyncrl.types import GenerationRequest, Messages, Prompt, SamplingParams, T
 
 
 def episode_seed(seed: int, group_id: int, member: int) -> int:
-    """The seed of one episode, in [0, 2**63): a hash of (run seed, group, member), never of arrival or neighbours.
+    """The seed of one episode, in [0, 2**63): a hash of run seed, group and member alone, not of the order of arrival.
 
-    The same on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
+    It is equal on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
     """
     digest = hashlib.blake2b(
         struct.pack("<Qqq", seed % (1 << 64), group_id, member), digest_size=8, person=b"asyncrl-episode"
@@ -26,13 +26,13 @@ def episode_seed(seed: int, group_id: int, member: int) -> int:
 
 
 class SingleTurn:
-    """Samples one completion for the prompt. Every sampled token is trained, what ended the completion included.
+    """Samples one completion for the prompt. Every sampled token is trained, also the token that ends the completion.
 
     The completion is a string where the prompt is one, else `[{"role": "assistant", "content": text}]`.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None) -> None:
-        """`text`: makes the text of a completion; None: by the defaults of `reward.text`."""
+        """`text`: decodes a completion; None: with the defaults of `reward.text`."""
         self._text = text or CompletionText(tokenizer)
         self._sampling = sampling
         self._seed = seed
@@ -56,10 +56,10 @@ class SingleTurn:
             group_size=group_size,
             prompt_length=int(prompt.ids.size),
             tokens=np.concatenate([prompt.ids, generation.token_ids]).astype(np.int32, copy=False),
-            mask=_behind(prompt, False, np.ones(generation.token_ids.size, dtype=np.bool_)),
-            logprobs=_behind(prompt, 0.0, generation.logprobs.astype(np.float32, copy=False)),
-            sampled_logprobs=_behind(prompt, 0.0, generation.sampled_logprobs.astype(np.float32, copy=False)),
-            versions=_behind(prompt, -1, generation.versions.astype(np.int32, copy=False)),
+            mask=_after_prompt(prompt, False, np.ones(generation.token_ids.size, dtype=np.bool_)),
+            logprobs=_after_prompt(prompt, 0.0, generation.logprobs.astype(np.float32, copy=False)),
+            sampled_logprobs=_after_prompt(prompt, 0.0, generation.sampled_logprobs.astype(np.float32, copy=False)),
+            versions=_after_prompt(prompt, -1, generation.versions.astype(np.int32, copy=False)),
             temperature=self._sampling.temperature,
             finish_reason=generation.finish_reason,
             completion=completion,
@@ -67,6 +67,6 @@ class SingleTurn:
         )
 
 
-def _behind(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[C] -> [P + C]: the prompt's tokens get `filler`; the dtype stays the column's."""
+def _after_prompt(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[C] -> [P + C]: `filler` for the prompt's tokens, in the dtype of the column."""
     return np.concatenate([np.full(prompt.ids.size, filler, dtype=column.dtype), column])

@@ -1,8 +1,8 @@
-"""The plain path: hidden states by transformers' own forward, one row a sequence, nothing shared, nothing replaced.
+"""The plain path: hidden states from transformers' own forward, with one row for each sequence and no replaced layer.
 
-A packed tree is taken apart into rows, each a prefix with one of its suffixes; a prefix's own hidden states are read from
-the row of its first suffix. With `padded` rows share a forward, padded on the right, where no causal layer looks; else
-each runs alone.
+A packed tree is split into rows, each a prefix with one of its suffixes. The hidden states of a prefix are read from the row of
+its first suffix. With `padded`, rows share a forward and are padded on the right, which causal layers do not see; else each row
+runs alone.
 
 Shape legend: T packed tokens, E hidden size, R rows of one forward, L their padded length.
 """
@@ -23,7 +23,7 @@ _TOKENS = 4096  # most padded tokens of one forward
 
 
 class PlainForward:
-    """Lives on the lane."""
+    """To be called on the lane only."""
 
     def __init__(self, decoder: nn.Module, *, padded: bool) -> None:
         self.decoder = decoder
@@ -32,7 +32,7 @@ class PlainForward:
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
         rows = row_indices(plan)
-        place_T = np.full(plan.tokens, -1, np.int64)  # where the hidden state of each token came out
+        place_T = np.full(plan.tokens, -1, np.int64)  # row of each token in the joined outputs
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)
@@ -58,7 +58,7 @@ class PlainForward:
         return hidden_RLE
 
     def _batches(self, rows: list[Int64Array]) -> list[list[Int64Array]]:
-        """Longest first, so that a batch's first row is its length."""
+        """Rows in batches, longest first: the first row of a batch has its padded length."""
         batches: list[list[Int64Array]] = []
         for row in sorted(rows, key=lambda row: -row.size):
             last = batches[-1] if batches else None

@@ -1,15 +1,15 @@
-"""A reward model: a sequence classifier of transformers, or any torch module, that gives a text one number.
+"""A reward model: a sequence classifier of transformers, or another torch module with one number for each text.
 
     prompt, completion --its own chat template--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
 
-* Texts are tokenized anew with the model's own tokenizer: its template where it has one (a string becomes the message of a
-  user, a completion that of the assistant), else prompt and completion as they follow each other, with its special tokens.
-* A text that is longer than the model takes is never cut: a reward of half an answer is the reward of another answer.
-* What a text scores does not depend on the texts beside it, but for rounding. That is tried when the model is loaded, with a
-  short and a long row, alone and together, and a module that ignores its mask is refused. Texts whose lengths have other rotary
-  frequencies (rotary.py) are never padded to one length.
-* A classifier of transformers reads its score off the last token that is not the padding token. Where neither the model's
-  configuration nor the tokenizer has one of its own, nothing can be padded, and rows go one by one.
+* Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
+  completion string an assistant message. Without one, prompt and completion are concatenated, with special tokens.
+* A text that is longer than the model's context is never cut: the reward of half an answer is the reward of another answer.
+* The score of a text does not depend on the texts of its batch, but for rounding. Loading tests that with a short and a long row,
+  alone and together, and refuses a module that ignores its mask. Texts are not padded to a length with other rotary frequencies
+  (rotary.py).
+* A classifier of transformers scores at the last token that is not padding. Where the model's configuration has no padding
+  token, and the tokenizer none but the end token, every text is a batch of its own.
 
 Everything here runs on the lane that owns the device. Shape legend: B texts, L tokens of the longest.
 """
@@ -34,23 +34,23 @@ from .parameters.source import call_builder, is_address, name_of
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
 
-_UNLIMITED = 1 << 30  # a tokenizer without a limit of its own says 1e30
+_UNLIMITED = 1 << 30  # tokenizers without a limit have 1e30
 _PROBES = (3, 8)  # tokens of the two rows that are scored alone and together
-_AGREE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # of 1 + |score|
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative to 1 + |score|
 
 Text = list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes: of the weights, and of what a forward over `tokens` tokens holds at once."""
+    """Bytes of the weights, and of the activations of one forward."""
 
     weights: int
     working: int
 
 
 class RewardModel:
-    """`texts` and `scores`, in this order, on the lane. Made by `load_reward_model`."""
+    """Tokenizes (`text`), batches (`batches`) and scores (`scores`), on the lane. `load_reward_model` makes it."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class RewardModel:
         device: torch.device,
         tokens: int,
     ) -> None:
-        """`dtype`: of the weights. `tokens`: of a batch, padding included; a longer text is a batch of its own.
+        """`dtype`: dtype of the weights. `tokens`: most tokens of a batch, with padding; a longer text is a batch of its own.
 
-        Errors: ConfigError where the module has several outputs and none is chosen, or looks past its mask.
+        Errors: ConfigError where the module has several outputs and none is chosen, or ignores its mask.
         """
         self.name = name_of(config)
         self.module = _placed(module, device, DTYPES[dtype]).eval().requires_grad_(False)
@@ -76,7 +76,7 @@ class RewardModel:
         self._check_probes(DTYPES[dtype])
 
     def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
-        """Token ids. Errors: RewardError where messages meet a tokenizer without a template, or its template refuses them."""
+        """Token ids. Errors: RewardError for messages without a chat template, or where the template refuses them."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise RewardError(
@@ -87,20 +87,20 @@ class RewardModel:
         try:
             rendered = self._tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
         except Exception as error:
-            # jinja's errors, and whatever a template raises by raise_exception().
+            # Errors of jinja, and those that a template raises by raise_exception().
             raise RewardError(
                 f"reward model {self.name!r}: its chat template refused the conversation: {type(error).__name__}: {error}"
             ) from error
         return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
 
     def batches(self, texts: Sequence[Text]) -> Iterator[list[int]]:
-        """Places of `texts` that are scored together, short ones first: those that are padded to a length whose rotary frequencies
-        would be others go into another batch."""
+        """Indices of `texts` to score together, short texts first. A text starts a new batch where padding would change the rotary
+        frequencies of the shorter ones."""
         batch: list[int] = []
         for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
             length = len(texts[place])
             alone = self._pad is None or length * (len(batch) + 1) > self._tokens
-            if batch and (alone or self._turned_otherwise(len(texts[batch[0]]), length)):
+            if batch and (alone or self._frequencies_differ(len(texts[batch[0]]), length)):
                 yield batch
                 batch = []
             batch.append(place)
@@ -119,7 +119,7 @@ class RewardModel:
             found = self.module(input_ids=ids_BL, attention_mask=mask_BL)
         return [float(score) for score in self._one_output(getattr(found, "logits", found), len(texts))]
 
-    def _turned_otherwise(self, one: int, other: int) -> bool:
+    def _frequencies_differ(self, one: int, other: int) -> bool:
         settings = _text_config(self.module)
         return settings is not None and chooses_otherwise(settings, one, other)
 
@@ -149,7 +149,7 @@ class RewardModel:
         except RewardError as error:
             raise ConfigError(f"reward.model: {error}") from error
         furthest = max(abs(a - b) / (1 + abs(a)) for a, b in zip(alone, together, strict=True))
-        if not furthest <= _AGREE[dtype]:  # NaN too
+        if not furthest <= _TOLERANCE[dtype]:  # NaN too
             raise ConfigError(
                 f"reward.model: {self.name!r} scores two texts {alone} alone and {together} together: a score would depend on "
                 "the texts beside it; the module has to look at attention_mask, with padding on the right"
@@ -159,7 +159,7 @@ class RewardModel:
 def load_reward_model(
     config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
 ) -> RewardModel:
-    """`dtype`: where the configuration names none. `tokens`: of a batch. Errors: ConfigError."""
+    """`dtype`: used where the configuration names none. `tokens`: most tokens of a batch. Errors: ConfigError."""
     dtype = config.dtype or dtype
     if is_address(config.path):
         module, tokenizer = _call_builder(config.path, seed)
@@ -169,8 +169,8 @@ def load_reward_model(
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
-    """Of the model behind a path nothing is allocated. A builder is called on the meta device; one that cannot do that is
-    really called, and what it made forgotten. Errors: ConfigError."""
+    """Estimate the sizes on the meta device, without allocating a model. A builder that fails there is called on the real device,
+    and its model is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_address(config.path):
         settings = _model_config(config)
@@ -193,8 +193,8 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
 
 
 def _working(module: nn.Module, width: int, tokens: int) -> int:
-    """A layer's widest moment: hidden states in and out, queries, keys and values, the two halves of the MLP and their
-    product. 0 where the module says nothing of its widths."""
+    """Most bytes of activations in one layer: hidden states in and out, queries, keys and values, the two halves of the MLP and
+    their product. 0 for a module without a configuration."""
     text = _text_config(module)
     if text is None:
         return 0
@@ -204,7 +204,7 @@ def _working(module: nn.Module, width: int, tokens: int) -> int:
 
 
 def _model_config(config: RewardModelConfig) -> Any:
-    """Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
+    """The model's configuration. Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
     require_hub(config.path, "reward.model")
     try:
         found = AutoConfig.from_pretrained(config.path, **OWN_CODE)
@@ -250,7 +250,7 @@ def _call_builder(path: str, seed: int) -> tuple[nn.Module, Any]:
 
 
 def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """On the device, in `dtype`; the buffers of transformers' models (rotary frequencies) stay as wide as they are."""
+    """The module on the device in `dtype`. Buffers of transformers' models (rotary frequencies) keep their dtype."""
     if not isinstance(module, PreTrainedModel):
         return module.to(device, dtype)
     for parameter in module.parameters():
@@ -259,7 +259,7 @@ def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
 
 
 def _text_config(module: nn.Module) -> Any:
-    """Of a model of transformers; None of any other module."""
+    """The text configuration of a transformers model; None for any other module."""
     settings: Any = getattr(module, "config", None)
     return settings.get_text_config() if hasattr(settings, "get_text_config") else None
 
@@ -273,17 +273,17 @@ def _limit(module: nn.Module, tokenizer: Any) -> int:
 
 
 def _padding(module: nn.Module, tokenizer: Any) -> int | None:
-    """The id of the padding, which the module's configuration is told where it has none; None: rows go one by one."""
+    """Id of the padding token, copied from the tokenizer to the model's configuration if missing there; None: no padding."""
     own, text = getattr(tokenizer, "pad_token_id", None), _text_config(module)
     if text is None:
-        return 0 if own is None else int(own)  # what is there is masked
+        return 0 if own is None else int(own)  # any id will do: padding is masked
     if text.pad_token_id is None and own is not None and own != getattr(tokenizer, "eos_token_id", None):
         text.pad_token_id = own
     return None if text.pad_token_id is None else int(text.pad_token_id)
 
 
 def _conversation(prompt: str | Messages, completion: str | Messages) -> Messages:
-    """The messages of both. An answer that the prompt had begun is one message with what was sampled after it."""
+    """The messages of both. Where the prompt ends in an assistant message, the completion is appended to that message."""
     before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after: Messages = (
         [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)

@@ -1,15 +1,15 @@
-"""Rotary frequencies that follow the length of a row, `longrope` and `dynamic` scaling, chosen once for a run.
+"""Rotary frequencies that depend on the length of a row (`longrope` and `dynamic` scaling), chosen once for a run.
 
-transformers chooses them in every forward, by the longest row in it: all tokens of a row that grows past the original context
-are turned otherwise than before, so what was sampled until then was sampled by another model, no cache survives, and a short
-row depends on the rows beside it. Here the longest row that a run can have decides, for every row of it:
+transformers chooses them in every forward, by its longest row. When a row grows past the original context, all its tokens get
+other frequencies: the earlier tokens were then sampled by another model, cached keys are wrong, and a short row depends on the
+rows beside it. Here the longest row that a run can have decides for all rows of the run:
 
 | `rope_type` | rows of the run stay within the original context | they may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
 | `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
 | `dynamic`   | the base of the configuration                    | the base that transformers computes for a row so long |
 
-The configuration stays as it is: what is written loads elsewhere as before.
+The model's configuration is not changed, so saved models load elsewhere as before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-# As `rope_type`: transformers changes the frequencies of `longrope` and dynamic ones alone.
+# A `rope_type` whose frequencies transformers never changes: it changes those of `longrope` and `dynamic` types alone.
 HELD = "held"
 
 
 def depends_on_length(kind: Any) -> bool:
-    """Whether frequencies of this `rope_type` follow the length of the row."""
+    """Whether frequencies of this `rope_type` depend on the length of the row."""
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
@@ -45,7 +45,7 @@ def original_context(config: PretrainedConfig) -> int | None:
 
 
 def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
-    """(`rope_type`, original context) of all frequencies that follow the length of the row."""
+    """(`rope_type`, original context) of all frequencies that depend on the length of the row."""
     text = config.get_text_config()
     found = []
     for part in rope_parts(text):
@@ -57,7 +57,7 @@ def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
 
 
 def chooses_otherwise(config: PretrainedConfig, one: int, other: int) -> bool:
-    """Whether runs whose longest rows have `one` and `other` tokens take different frequencies."""
+    """Whether a run with rows of up to `one` tokens and a run with rows of up to `other` use different frequencies."""
     return any(
         max(context, one) != max(context, other) if "dynamic" in kind else (one > context) != (other > context)
         for kind, context in _contexts(config)
@@ -71,7 +71,7 @@ def outgrows(config: PretrainedConfig, longest: int) -> bool:
 
 
 def describe(config: PretrainedConfig, longest: int | None) -> str:
-    """Which frequencies a run takes whose longest row has `longest` tokens; empty where there is nothing to choose."""
+    """A line on the frequencies of a run with rows of up to `longest` tokens; empty where they do not depend on the length."""
     context = original_context(config)
     if context is None or longest is None:
         return ""
@@ -81,14 +81,14 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
         return f"rotary ({names}): rows of up to {longest} tokens stay within the original context of {context}"
     where = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
     return (
-        f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: each is turned by the "
-        f"frequencies of a row so long; serve it with those of rows {where}"
+        f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: all rows use the "
+        f"frequencies of a row of that length; serve the model with those of rows {where}"
     )
 
 
 def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, now: int) -> None:
-    """Weights are those of the frequencies that they were trained with. `before`, `now`: rollout.max_tokens of the run that wrote
-    them and of the one that goes on, with prompts of up to `prompt` tokens. Errors: ConfigError where it would take others."""
+    """Refuse to resume with other frequencies than the weights were trained with. `before`, `now`: rollout.max_tokens of the run
+    that saved the weights and of this one; `prompt`: tokens of the longest prompt. Errors: ConfigError."""
     if chooses_otherwise(config, prompt + before, prompt + now):
         raise ConfigError(
             f"resume=true: rollout.max_tokens was {before} and is {now}, and this model's rotary frequencies follow the longest "
@@ -97,7 +97,7 @@ def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, n
 
 
 def not_held(config: PretrainedConfig, longest: int) -> str:
-    """Why no run can have rows of `longest` tokens, where `hold_frequencies` gives False."""
+    """The reason to refuse rows of `longest` tokens, after `hold_frequencies` returned False."""
     return (
         "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
         f"{longest} tokens are past its original context of {original_context(config)}; it can be trained where "
@@ -107,11 +107,11 @@ def not_held(config: PretrainedConfig, longest: int) -> str:
 
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
-    """From now on every row is turned by the frequencies that the model's own code takes for a row of `longest` tokens. To be
-    called once: what is held stays.
+    """Make every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Call it once: a second
+    call changes nothing.
 
-    Nothing changes where they do not depend on the length, or nothing is allocated. False where rows of the run are past the
-    original context, and the frequencies would go on to follow each row: no run may start so.
+    Nothing happens where the frequencies do not depend on the length, or on the meta device. False: rows of the run exceed the
+    original context and the frequencies still depend on each row; the run must be refused.
     """
     if original_context(module.config) is None or module.device.type == "meta":
         return True
@@ -128,37 +128,37 @@ def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
 
 
 def forget_lengths(module: nn.Module) -> None:
-    """The next row is turned by its own length: transformers' `dynamic` keeps the base of the longest row before it, until a row
-    within the original context comes."""
+    """Reset `dynamic` frequencies, so that the next row uses those of its own length. transformers keeps the base of the longest
+    earlier row until a row fits the original context."""
     for part in module.modules():
         kinds: Any = getattr(part, "rope_type", None)
         named = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer, kind in named.items():
             if isinstance(kind, str) and "dynamic" in kind:
-                with contextlib.suppress(Exception):  # of a class that is called in another way
+                with contextlib.suppress(Exception):  # the class may take other arguments
                     _cos_and_sin(part, 0, layer)
 
 
 def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
-    """Whether `part` is held now. `layer`: the type of the layers that these frequencies are for, where it has several;
-    `kinds`: what its `rope_type` becomes."""
+    """Fix the frequencies of `part`; whether that worked. `layer`: the layer type to fix, where `part` serves several types;
+    `kinds`: the new `rope_type` of `part`."""
     before: Any = part.rope_type
     try:
-        # Else what the module ran before would choose, see `forget_lengths`.
+        # A short row first: it resets the state of earlier rows, see `forget_lengths`.
         _cos_and_sin(part, 0, layer)
         expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds
         found = [_cos_and_sin(part, last, layer) for last in (0, longest - 1, 4 * longest)]
         if all(torch.equal(own, other) for each in found for own, other in zip(each, expected, strict=True)):
             return True
-    except Exception:  # of a class that is called in another way
+    except Exception:  # the class may take other arguments
         pass
     part.rope_type = before
     return False
 
 
 def _cos_and_sin(part: nn.Module, last: int, layer: str | None) -> list[Tensor]:
-    """Of the first positions of a row that ends at `last`."""
+    """The rotary tables for the first positions of a row whose last position is `last`."""
     device = next((buffer.device for buffer in part.buffers()), torch.device("cpu"))
     positions = torch.tensor([[0, 1, 2, last]], device=device)
     named = {} if layer is None else {"layer_type": layer}

@@ -36,13 +36,13 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 class Hooks:
     """`Runtime(config, hooks=Hooks(after_rewards=f))`, or `hooks: file.py:name` of one in the configuration."""
 
-    # Before a group is sampled. May return a prompt of the same group id to sample from instead.
+    # Called before a group is sampled. May return another prompt of the same group id.
     before_group: Callable[[Prompt], Maybe[Prompt]] | None = None
-    # All members are scored; before the filters. May return a group with other rewards (`dataclasses.replace`).
+    # Called after all members are scored, before the filters. May return a group with other rewards (`dataclasses.replace`).
     after_rewards: Callable[[Group], Maybe[Group]] | None = None
-    # Before a group is trained, with its advantages [G], read-only. May return other ones.
+    # Called before a group is trained, with its advantages [G], read-only. May return other advantages.
     after_advantages: Callable[[Group, Numbers], Maybe[npt.ArrayLike]] | None = None
-    # After each operation of the column store, inside of it: a plain function that returns nothing.
+    # Called inside each operation of the column store, at its end. A plain function that returns nothing.
     on_store: Callable[[StoreEvent], None] | None = None
 
     @classmethod
@@ -67,7 +67,7 @@ class Hooks:
 
     async def prompt(self, prompt: Prompt) -> Prompt:
         """The prompt to sample from. Errors: HookError."""
-        new = await self._called("before_group", prompt)
+        new = await self._call("before_group", prompt)
         if new is None:
             return prompt
         if not isinstance(new, Prompt) or new.group_id != prompt.group_id:
@@ -75,8 +75,8 @@ class Hooks:
         return new
 
     async def rewarded(self, group: Group, limits: Limits) -> Group:
-        """The group that goes on. Errors: HookError."""
-        new = await self._called("after_rewards", group)
+        """The group that filters and training get. Errors: HookError."""
+        new = await self._call("after_rewards", group)
         if new is None:
             return group
         if not isinstance(new, Group) or (new.ticket, len(new.trajectories)) != (group.ticket, len(group.trajectories)):
@@ -90,10 +90,10 @@ class Hooks:
         return new
 
     async def weighed(self, group: Group, advantages: Numbers) -> Numbers:
-        """The advantages [G] that are trained. Errors: HookError."""
-        given = advantages.view()
-        given.flags.writeable = False
-        new = await self._called("after_advantages", group, given)
+        """The advantages [G] to train with. Errors: HookError."""
+        read_only = advantages.view()
+        read_only.flags.writeable = False
+        new = await self._call("after_advantages", group, read_only)
         if new is None:
             return advantages
         try:
@@ -104,7 +104,7 @@ class Hooks:
             raise self._wrong("after_advantages", new, f"None or {advantages.size} finite numbers")
         return values
 
-    async def _called(self, name: str, *arguments: Any) -> Any:
+    async def _call(self, name: str, *arguments: Any) -> Any:
         hook = getattr(self, name)
         if hook is None:
             return None
@@ -114,7 +114,7 @@ class Hooks:
         except asyncio.CancelledError as error:
             if anyio.current_effective_deadline() == -math.inf:
                 raise
-            # The run did not cancel it: a task group would take it for an ordinary end, and the group would be lost.
+            # The hook cancelled itself. A task group would take that for an ordinary end and lose the group.
             raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
         except BaseException as error:
             if is_interrupt(error):
@@ -148,7 +148,7 @@ class StoreWatch:
                 self._end_run(error)
 
     def attach(self, end_run: Callable[[BaseException], None]) -> None:
-        """From now on an error goes to `end_run`; an error from before goes there at once."""
+        """Call `end_run` with the first error: now, if there was one, else when it happens."""
         self._end_run = end_run
         if self._error is not None:
             end_run(self._error)
@@ -157,7 +157,7 @@ class StoreWatch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Entered around the store, whose closing is an operation too. Errors: HookError, unless another one ends the run."""
+        """To be left after the store, whose closing is an operation, too. Errors: HookError, unless another error ends the run."""
         if self._error is not None and error is None:
             raise self._error
 

@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl` as curves of bounded size: of a run of a million steps a point is the mean of many."""
+"""The lines of `metrics.jsonl` as curves of bounded size: in a long run a point is the mean of many steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import orjson
 
 MOST = 4_000  # points of a curve
-# curves: names of metrics may be made of what environments and producers say.
+# Most curves: environments and producers may invent any number of metric names.
 MOST_NAMES = 1_000
 
 
 def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines with a step, by step, one in memory at a time. Nothing without a file.
+    """Yields the complete lines that have a step, sorted by step, with one line in memory at a time. Yields nothing without a file.
 
-    A run that was resumed without its metrics being cut may hold a step twice: the later line counts.
+    A resumed run whose metrics were not cut may have two lines for a step: the later line counts.
     """
     if not path.exists():
         return
@@ -32,7 +32,7 @@ def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
                 steps.append(row["step"])
                 offsets.append(offset)
             offset += len(line)
-        # Of equal steps the first one in the reversed order is the last one of the file.
+        # `np.unique` finds the first of equal steps: in reversed order that is the last line of the step.
         _, latest = np.unique(np.array(steps)[::-1], return_index=True)
         for index in len(steps) - 1 - latest:
             file.seek(offsets[index])
@@ -50,35 +50,36 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def is_share(name: str) -> bool:
-    """Of the account of the time: `busy/*` and `idle/*`."""
+    """Whether the metric is a share of the time: `busy/*` or `idle/*`."""
     return name.startswith(("busy/", "idle/"))
 
 
 def _accounted(name: str) -> str:
-    """The metric that every line has which accounts for the lane of this share; of any other metric, itself."""
+    """The metric whose weights divide the sums of `name`: for a share, `unexplained` of its lane, which is in every line with
+    shares of that lane; else `name` itself."""
     lane = name.partition("/")[2].rpartition("/")[0]
     return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
 
 
 class Curves:
-    """Sums over points of equally many lines each; where there are too many points, two become one.
+    """Sums of the lines of each point. All points have equally many lines; with too many points, neighbours are merged.
 
-    Shares of the time are weighted by the seconds of their lines. A cause that a line does not name took none of its time.
+    Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self.lines_per_point = 1
         self._lines = 0
-        # The first metric that has no curve, where there are too many.
+        # The first metric without a curve, where there are more than `MOST_NAMES`.
         self.unnamed: str | None = None
-        self.steps: list[int] = []  # the last one of each point
+        self.steps: list[int] = []  # the last step of each point
         self.weights: list[float] = []  # seconds of each point
         self._sums: dict[str, array[float]] = {}
-        self._counts: dict[str, array[float]] = {}  # lines; of shares of the time: seconds
+        self._counts: dict[str, array[float]] = {}  # number of lines; for shares of the time, seconds
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
-        """A line of metrics, of a step that took so many seconds."""
+        """Add a line of metrics of a step that took `seconds`."""
         if self._lines % self.lines_per_point == 0 and len(self.steps) == self._most:
             self._halve()
         if self._lines % self.lines_per_point == 0:
@@ -105,7 +106,7 @@ class Curves:
             self._counts[name][-1] += weight
 
     def series(self) -> dict[str, list[float | None]]:
-        """By name: the mean of each point, None where no line of it has that metric."""
+        """Name -> mean of each point, None where no line of the point has the metric."""
         return {
             name: [
                 total / count if count else None
@@ -115,11 +116,11 @@ class Curves:
         }
 
     def seconds(self, name: str) -> float:
-        """How long a kind or cause took over all lines."""
+        """Seconds of a share over all lines."""
         return math.fsum(self._sums[name])
 
     def names(self) -> list[str]:
-        """Of every metric that had a finite value."""
+        """Names of all metrics with a finite value, sorted."""
         return sorted(self._sums)
 
     def _halve(self) -> None:
@@ -137,5 +138,5 @@ def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:
 
 
 def finite(value: Any) -> float | None:
-    """None for what is no number, NaN and infinities."""
+    """The value if it is a finite number, else None."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

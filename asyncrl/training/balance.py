@@ -1,19 +1,19 @@
 """The auxiliary loss that balances experts (Fedus et al., arXiv:2101.03961, equations 4 to 6), where the model's configuration
 asks for it: `output_router_logits` with a `router_aux_loss_coef`.
 
-    balance of a sequence     E x sum over experts of (share of its tokens sent there) x (mean probability), where share and
-                              mean are over its tokens and all layers: `load_balancing_loss_func` of transformers for a batch
-                              of this one row: its prompt and what runs of its completion
-    added to the loss         coefficient x the mean of it over the sequences of the step, weighted as the loss weights them
+    balance of a sequence     E x sum over experts of (share of tokens sent to the expert) x (mean probability). Share and mean
+                              are over all layers and all tokens of the sequence that run: prompt and completion. It equals
+                              `load_balancing_loss_func` of transformers for a batch of this one row
+    added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
-The formula is no sum over tokens: of a batch, it depends on what is in the batch. Of a sequence by itself it does not depend on
-how a step is split into microbatches, or over ranks, so neither does the gradient. The weights of the mean add up to 1 under
-each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. A sum with one coefficient for both would be too
-strong by the mean length where sequences are counted. (`bnpo`, which divides inside a microbatch, has the mean over the
-microbatch.) Sequences without a scored token are not run, and have a balance of 0.
+The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
+sequence does not depend on how a step is split into microbatches or ranks, and neither does its gradient. The weights of the
+mean add up to 1 under each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. Without weights, one coefficient
+would act stronger by the mean length where N counts sequences. (`bnpo`, which divides inside a microbatch, takes the mean over
+the microbatch.) Sequences without a scored token are not run, and have a balance of 0.
 
-The shares are those of the k largest logits, as in transformers, also where recorded routes are replayed, and also for a model
-that adds a bias before it chooses (Ernie 4.5, MiniMax-M3).
+Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
+before it chooses (Ernie 4.5, MiniMax-M3).
 
 Shape legend: T packed tokens, B sequences, L layers with experts, k experts a token, E experts.
 """
@@ -47,7 +47,8 @@ class Balance:
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
-        """As the model's configuration says; None where it does not ask for it. Errors: ConfigError where it cannot be had."""
+        """The settings of the model's configuration; None where it has none. Errors: ConfigError for a model or a setting that
+        excludes the loss."""
         text = policy.config.get_text_config()
         coefficient = getattr(text, "router_aux_loss_coef", None)
         if not getattr(text, "output_router_logits", False) or not coefficient:
@@ -62,7 +63,7 @@ class Balance:
         return cls(float(coefficient), max_length)
 
     def added(self, loss: Loss, inputs: LossInputs, balance_B: Tensor) -> LossSums:
-        """The sums of the loss, with this in its total and among its metrics."""
+        """The sums of `loss`, with the balance added to its total and to its metrics."""
         sums, length_B = loss(inputs), inputs.length_B
         if loss.normaliser is Normaliser.TOKENS:
             value = (length_B * balance_B).sum()
@@ -75,8 +76,8 @@ class Balance:
 
 
 def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
-    """[B] of each sequence, differentiable; 0 for one without a scored token. `routes`: of the forward, with its logits. A layer
-    at a time: nothing of size L x T x E is made but the probabilities, which backward needs."""
+    """[B] balance of each sequence, differentiable; 0 without a scored token. `routes`: routes of the forward, with logits. Runs
+    one layer at a time: only the probabilities, which backward needs, take L x T x E numbers."""
     k = routes.chosen[0].shape[1]
     sent_TE, probs_TE = _of_layer(routes.logits[0], k)
     for layer in range(1, len(routes.logits)):
@@ -90,15 +91,15 @@ def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
 
 
 def _of_layer(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(how often each token is sent to each expert, the probabilities with their graph), [T, E] each."""
+    """(1 where a token is sent to an expert, else 0; differentiable probabilities), [T, E] each."""
     probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
     own_Tk = probs_TE.detach().topk(k, -1).indices
     return torch.zeros_like(probs_TE).scatter_(1, own_Tk, 1.0), probs_TE
 
 
 def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-    """[T, E] -> [B, E]: the sum over the tokens of each sequence, its prompt's too, and their number [B], at least 1. Zeros for
-    a sequence without a scored token."""
+    """[T, E] -> [B, E]: the sum over the tokens of each sequence, prompt included, zeros without a scored token; and the number
+    of tokens [B], at least 1."""
     device, trees = value_TE.device, batch.prefix_start.size
     starts = np.concatenate([batch.prefix_start, batch.suffix_start])
     lengths = np.concatenate([batch.prefix_length, batch.suffix_length])

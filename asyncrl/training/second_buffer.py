@@ -1,7 +1,7 @@
-"""The opt-in second gradient buffer: terms of one loss that are divided by different numbers, in a streamed step.
+"""The opt-in second gradient buffer, for a loss with two sums that are divided by different normalisers, in a streamed step.
 
-While a step streams in, neither number is known, so the gradients of the two sums must not be mixed. Modules, head and
-optimizer all hold views of one flat buffer; so the contents change places, not the buffers:
+While a step is streamed, both normalisers are unknown, so the gradients of the two sums must stay apart. Modules, head and
+optimizer hold views of one flat buffer, so the contents of the two buffers are swapped, not the buffers:
 
     gradient of `total` adds up in flat.grad        gradient of `extra` adds up in the second buffer
     extra.backward(): swap, backward, swap          finish: flat.grad / N_total + second / N_extra
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from asyncrl.models.parameters.flat import FlatParameters
 
-# Elements that change places at a time: 1 MiB of float32 stays in cache.
+# Elements that are swapped at a time: 1 MiB of float32 stays in cache.
 _BLOCK = 1 << 18
 
 
 class SecondBuffer:
-    """Lives on the device of the flat gradient, in its dtype and of its size."""
+    """A second buffer with device, dtype and size of the flat gradient."""
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._buffer = torch.zeros_like(flat.grad)
 
     def zero_(self) -> None:
-        """Zero the gradients: before a step, and after it was aborted."""
+        """Zero the gradients. To be called before a step, and after an aborted one."""
         self._buffer.zero_()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the block gradients add to the second buffer. Swapped back whatever happens."""
+        """Inside the block, gradients are added to the second buffer. An error in the block also swaps back."""
         self._swap()
         try:
             yield

@@ -1,18 +1,18 @@
-"""The split train step under `distributed.sharding: fsdp`: the masters lie cut over the ranks, each microbatch is a collective.
+"""The train step under `distributed.sharding: fsdp`: master weights are sharded over the ranks, each microbatch is a collective.
 
-    train_microbatch   the microbatch waits in this rank's queue; its counts are taken at once
-    a round            every rank says how many microbatches wait; all ranks run as many as the longest queue holds; whose
-                       queue is empty runs one of weight 0, through every sharded module
-    finish             rounds until every rank says that it is finishing, then the reduction of counts, and the rest
+    train_microbatch   counts the microbatch and appends it to this rank's queue
+    a round            the ranks exchange the lengths of their queues; all ranks run as many microbatches as the longest queue
+                       holds; a rank with an empty queue runs a microbatch of weight 0 through every sharded module
+    finish             rounds until every rank is finishing, then the reduction of counts and the rest of the step
 
-What has no scored token, or was skipped because it cannot move a weight, is counted and never asks for a place in a round:
-that is the skip at round agreement. A round is agreed by one reduction of [ranks, 2] numbers, which also says who is
-finishing: ranks that come to a finish while others ask for a round take part in the round first, so collectives never
-cross, however many rounds each rank asked for. Nobody may be left without a reason to come: see `pumps/train.py`.
+A microbatch without scored tokens, or of skipped groups, is counted and not queued. One reduction of [ranks, 2] numbers agrees on
+a round, and also says which ranks are finishing: a rank that finishes while others ask for a round first takes part in the round.
+So collectives of different ranks always match, however many rounds a rank asks for. Every rank must come to each round:
+`pumps/train.py` sees to that.
 
-No product is divided by the number of ranks: gradients are sums over all microbatches of all ranks, then x 1/N as ever.
-After the optimizer step the same closure gathers all weights into the policy that the engine reads, in the matmul dtype,
-and moves its version (invariant 5b). Log-probs without gradient come from that copy: no collective, any time.
+Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. After the optimizer
+step the same closure gathers all weights in the matmul dtype into the policy that the engine reads, and raises its version
+(invariant 5b). Log-probs without gradient use that copy, so they need no collective.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -50,7 +50,7 @@ from .trainer import TorchTrainer, local_norm
 
 
 class _Scoring(nn.Module):
-    """The root of the sharded tree: whatever reads a parameter, the chunked head too, happens inside its forward."""
+    """The root of the sharded modules. FSDP needs every read of a parameter inside its forward, the chunked head included."""
 
     def __init__(self, model: PreTrainedModel, transform: HeadTransform, kernel: HeadKernel | None) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Scoring(nn.Module):
         positions_T: Tensor,
         source_S: Tensor,
         target_S: Tensor,
-        # No tensor: FSDP2 moves those to the device, and the kernel wants it on the host.
+        # An array: FSDP2 would move a tensor to the device, and the kernel reads it on the host.
         temperature_S: Float32Array,
         plan: TreePlan,
         entropy_grad: bool,
@@ -97,8 +97,8 @@ class ShardedForward:
         transform: HeadTransform,
         kernel: HeadKernel | None = None,
     ) -> None:
-        """`model`: full weights, on the host or on `device`; it is cut in place. `transform`: of its logits, as the policy has
-        found. Errors: ConfigError."""
+        """`model`: full weights, on the host or on `device`; it is sharded in place. `transform`: the policy's transform of logits.
+        Errors: ConfigError."""
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
         master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -106,7 +106,7 @@ class ShardedForward:
             parameter.data = parameter.data.to(master)
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
-            # The layer alone, nothing inside it: see PolicyModel.set_training.
+            # Only the layer's own flag, not its children's: see PolicyModel.set_training.
             layer.training = True
         self._scoring = _Scoring(model, transform, kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -116,7 +116,7 @@ class ShardedForward:
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
-        """`entropy_grad`: whether the entropies carry a gradient, too. `routes`: of this forward."""
+        """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
         device, plan = self.device, TreePlan.of(batch)
         plan.routes = routes
         tokens_T, target_S, self.outside = ids_of(batch, self._vocabulary, device)
@@ -151,8 +151,8 @@ class ShardedForward:
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers: whoever runs one gathers all of it, its experts too. Errors: ConfigError for a model that is not made
-    of them, or whose experts are modules each, of which some would not run on some rank."""
+    """The decoder's layers: each is gathered as a whole, with its experts. Errors: ConfigError for a model without a list of
+    layers, or with a module for each expert, since ranks run different experts."""
     lists = [
         name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and name.endswith("experts")
     ]
@@ -172,7 +172,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 class ShardedTrainer(TorchTrainer):
-    """See TorchTrainer. `policy` is a served one: its modules hold all weights in the matmul dtype for engine and log-probs."""
+    """See TorchTrainer. The modules of `policy` hold a full copy of the weights in the matmul dtype, for engine and log-probs."""
 
     is_sharded = True
 
@@ -188,7 +188,7 @@ class ShardedTrainer(TorchTrainer):
         updates_per_batch: int = 1,
         mismatch_gate: float | Literal["auto"] | None = None,
     ) -> None:
-        """`model`: the same model as the policy's, another object, weights in float32 or wider: it is cut in place."""
+        """`model`: a second object of the policy's model, with weights in float32 or wider. It is sharded in place."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
         self.sharded = ShardedForward(
@@ -224,15 +224,15 @@ class ShardedTrainer(TorchTrainer):
         self._all_finishing = False
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Count, and wait for a round. No collective."""
+        """Count the microbatch and queue it for a round. No collective."""
         self._count(self._require_open(), batch)
         if batch.scored > 0:
             self._queue.append(batch)
 
     def agree_on_round(self, *, finishing: bool) -> int:
-        """How many microbatches every rank runs now (`run_agreed`, that often). A collective.
+        """The number of microbatches of this round: every rank calls `run_agreed` as often. A collective.
 
-        `finishing`: this rank will come to no more rounds of this step. Once all say so, `finish_train_step` goes on.
+        `finishing`: this rank adds no microbatch to this step any more. Once that holds on all ranks, the step can finish.
         """
         self._require_open()
         table = torch.zeros(self.reducer.world_size, 2, dtype=torch.float64)
@@ -243,7 +243,7 @@ class ShardedTrainer(TorchTrainer):
         return self._agreed
 
     def run_agreed(self) -> None:
-        """One microbatch of this rank, or one of weight 0. A collective."""
+        """Run one microbatch of this rank, or one of weight 0. A collective."""
         step = self._require_open()
         assert self._agreed > 0, "every rank runs what was agreed on, and no more"
         self._agreed -= 1
@@ -262,11 +262,11 @@ class ShardedTrainer(TorchTrainer):
 
     @property
     def ready_to_finish(self) -> bool:
-        """All microbatches of all ranks were run, and nobody adds one."""
+        """Whether all microbatches of all ranks were run, and no rank will add one."""
         return self._all_finishing and self._agreed == 0
 
     def finish_train_step(self) -> StepResult:
-        """See TorchTrainer. Runs what is left first; also where the caller has done so by `agree_on_round`."""
+        """See TorchTrainer. First runs the remaining rounds, if the caller has not done so by `agree_on_round`."""
         self._require_open()
         while not self.ready_to_finish:
             for _ in range(self.agree_on_round(finishing=True)):
@@ -276,7 +276,7 @@ class ShardedTrainer(TorchTrainer):
         return result
 
     def abort_train_step(self) -> None:
-        """See TorchTrainer. Local: the other ranks hear of it by what ends this one's part of the run."""
+        """See TorchTrainer. No collective: the other ranks learn of the failure when this rank leaves the run."""
         if self._step is not None:
             self._queue.clear()
             self._agreed = 0
@@ -293,21 +293,21 @@ class ShardedTrainer(TorchTrainer):
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.outside
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        """Nothing: each backward has summed over ranks."""
+        """Does nothing: each backward has summed the gradients over ranks."""
 
     def _norm(self, gradient: Tensor) -> float:
-        """Over all shards, each of which one rank holds."""
+        """The norm over the shards of all ranks. A collective."""
         mine = torch.tensor([local_norm(gradient) ** 2], dtype=torch.float64)
         return math.sqrt(float(sum_over_ranks(self.reducer, mine, self.policy.device)))
 
     def _advance(self) -> int:
-        """All weights into the policy's modules: a collective. Then its version moves."""
+        """Gather all weights into the policy's modules, then raise its version. A collective."""
         self.sharded.parameters.gather(self._served.write)
         return self.policy.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """As TorchTrainer's, with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0's
-        holds the reference. `checkpoint/shards.py` makes one of all ranks'."""
+        """The state of TorchTrainer with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0 has
+        the reference. `checkpoint/shards.py` joins the states of all ranks."""
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}
@@ -316,7 +316,7 @@ class ShardedTrainer(TorchTrainer):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, of a whole state (all rows). No collective."""
+        """Load a joined state, with the rows of all ranks. No collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
         # Copies of the rows: views would keep every whole tensor alive.
         cut = {

@@ -1,14 +1,14 @@
-"""The rendezvous: one AF_UNIX socket per owner, where a producer gets the name of its ring and eventfds. Payload never passes here.
+"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring and eventfds. It carries no payload.
 
     producer                                   owner
     {protocol, producer}                  ->
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: when it ends, the other side is gone ...
 
-The address is abstract (nothing to clean up) and every owner has its own: the run of the segment, and the owner's number with 44
-random bits, which are drawn when it opens and stand in a file that nobody but this user can read. So no other user can bind it
-before the owner does. After its death anybody can. So each side asks the kernel which user the other one is, and hangs up on
-another user.
+The address is abstract (nothing to clean up). Every owner has its own: the run of the segment, and the owner's number with 44
+random bits, which it draws when it opens and stores in a file that only this user can read. So another user cannot bind the address
+before the owner, but could after its death. Therefore each side asks the kernel for the other side's user, and closes the
+connection to another user.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def listen(segment: Segment) -> socket.socket:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """(process, user) on the other side, as the kernel says; process 0 where it cannot be seen from here."""
+    """(process, user) of the other side, from the kernel; process 0 where it is in another pid namespace."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
 def trusted(connection: socket.socket) -> bool:
-    """The other side runs as this user."""
+    """Whether the other side runs as this user."""
     return peer(connection)[1] == os.geteuid()
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
-    """One message, as JSON, with descriptors that the other side gets copies of."""
+    """Send one message as JSON, with copies of the descriptors."""
     raw = json.dumps(message).encode()
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     connection.sendmsg([raw], ancillary, socket.MSG_NOSIGNAL)
@@ -90,7 +90,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def introduced(message: dict[str, Any]) -> bytes:
-    """The producer that a first message names. Errors: TransportError to send back."""
+    """The producer id in a first message. Errors: TransportError, whose text is sent back."""
     if message.get("protocol") != PROTOCOL:
         raise TransportError(
             f"protocol {message.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
@@ -115,7 +115,7 @@ class Attachment:
 
     connection: socket.socket
     ring: str  # the name of its segment
-    fresh: bool  # it was made for this attachment
+    fresh: bool  # whether the ring was made for this attachment
     data: int  # eventfd: the producer put something
     space: int  # eventfd: the owner released something
 
@@ -128,14 +128,14 @@ class Attachment:
 def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
     """Ask the owner of the segment for this producer's ring. None where nobody listens.
 
-    Errors: RingDetached with the owner's words where it refuses or does not answer before `deadline` (monotonic s).
+    Errors: RingDetached where the owner refuses, with its reason, or does not answer before `deadline` (monotonic s).
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection.connect(address(segment))
-            if not trusted(connection):  # it took the address of an owner that is dead
+            if not trusted(connection):  # another user bound a dead owner's address
                 connection.close()
                 return None
             send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})

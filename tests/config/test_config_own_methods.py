@@ -255,7 +255,7 @@ def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: st
         ("Leaves", "SystemExit: 0"),
         ("Nameless", "must have `name`, `normaliser` and `surrogate`"),
         ("Undecorated", "decorate the class with @dataclass(frozen=True)"),
-        ("Taken", "would be algorithm.kl.*, which is no place of its own"),
+        ("Taken", "would be algorithm.kl.*, which are taken"),
         ("means", "no class derived from asyncrl.LossMethod"),
     ],
 )

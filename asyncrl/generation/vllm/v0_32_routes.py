@@ -1,9 +1,8 @@
-"""vLLM 0.32, which experts each token went to: kept beside its keys and values, in the same blocks of the cache.
+"""vLLM 0.32: records which experts each token was sent to, in the same blocks and slots as the token's keys and values.
 
-Each router of vLLM says what it chose; after the forward that is written where the keys and values of the same tokens were. So a
-prompt that is shared through the cache has the routes that its keys and values were computed with, whoever computed them, and a
-block that is given to somebody else is written before it is read. (vLLM's own recording needs the model runner that these adapters
-do not know.)
+Each router of vLLM reports its choice to a callback; after the forward the choices are written to the slots of the tokens. So a
+cached prompt has the routes that its keys and values were computed with, whichever request computed them, and a reused block is
+written before it is read. (vLLM's own recording needs a model runner that these adapters do not use.)
 
 Shape legend: T tokens of a forward, k experts a token.
 """
@@ -30,15 +29,15 @@ _INSTEAD = "switch it off, or use generation.engine=embedded"
 
 
 class CachedRoutes:
-    """Of every token in the cache. Between two steps it has those of the requests that the last one computed."""
+    """The routes of every token in the cache. Between two steps `of` serves the requests of the last step."""
 
     def __init__(self, runner: Any, shape: RoutesShape, cache: Any) -> None:
-        """Takes the routers of the runner's model over. `cache`: how vLLM's is made. Errors: ConfigError where the routers are
-        not those of `shape`, which are the trainer's, or a block may be given away before its sequence has ended."""
+        """Registers a callback with each router of the runner's model. `shape`: the trainer's routers; `cache`: configuration of
+        vLLM's cache. Errors: ConfigError for other routers, or where a block may be reused before its sequence has ended."""
         model: nn.Module = runner.model
         layers = [module for module in model.modules() if isinstance(module, MoERunner)]
-        found = {(each.router.top_k, each.router.global_num_experts) for each in layers if _tells(each)}
-        if len(layers) != shape.layers or found != {(shape.k, shape.experts)} or not all(map(_tells, layers)):
+        found = {(each.router.top_k, each.router.global_num_experts) for each in layers if _reports(each)}
+        if len(layers) != shape.layers or found != {(shape.k, shape.experts)} or not all(map(_reports, layers)):
             raise ConfigError(
                 f"algorithm.router_replay is true, and the trainer's model has {shape.layers} layers that choose {shape.k} of "
                 f"{shape.experts} experts; vLLM has {len(layers)}, whose routers say that they choose {sorted(found)}; {_INSTEAD}"
@@ -60,7 +59,7 @@ class CachedRoutes:
         model.register_forward_hook(self._keep)
 
     def of(self, name: str, start: int, stop: int) -> RoutesArray:
-        """Of these positions of a request that was in the last step."""
+        """The routes of these positions of a request; the request must have been in the last step."""
         places = np.arange(start, stop)
         found: RoutesArray = self._kept[self._tables[name][places // self._block] * self._block + places % self._block]
         return found
@@ -75,23 +74,23 @@ class CachedRoutes:
         self._chosen[layer] = chosen_Tk
 
     def _keep(self, *_: Any) -> None:
-        """After a forward. Errors: RuntimeError for tokens whose routes are not known: those of others would be taken for them."""
-        every = get_forward_context().attn_metadata
-        assert isinstance(every, dict)
-        about: Any = next(iter(every.values()))  # of the one group
+        """Store the choices of a forward. Errors: RuntimeError where some are missing: the slots would keep old routes."""
+        by_layer = get_forward_context().attn_metadata
+        assert isinstance(by_layer, dict)
+        metadata: Any = next(iter(by_layer.values()))  # all layers are in one group and share it
         chosen = [each for each in self._chosen if each is not None]
         sizes = {int(each.shape[0]) for each in chosen}
-        slots = about.slot_mapping.numpy()
+        slots = metadata.slot_mapping.numpy()
         if len(chosen) != len(self._chosen) or sizes != {slots.size} or slots.min() < 0:
             raise RuntimeError(
                 f"vLLM computed {slots.size} tokens, and {len(chosen)} of {len(self._chosen)} routers chose, for {sorted(sizes)}"
             )
         self._kept[slots] = torch.stack(chosen, 1).numpy()
         names = self._runner.input_batch.req_ids
-        self._tables = dict(zip(names, about.block_table.numpy()[: len(names)].copy(), strict=True))
+        self._tables = dict(zip(names, metadata.block_table.numpy()[: len(names)].copy(), strict=True))
         self._chosen = [None] * len(self._chosen)
 
 
-def _tells(layer: MoERunner) -> bool:
-    """Whether its router is asked, and says what it chose: a kernel that routes by itself does not."""
+def _reports(layer: MoERunner) -> bool:
+    """Whether the layer's router reports its choice: a kernel that contains the router does not call it."""
     return isinstance(layer.router, BaseRouter) and not layer.is_monolithic

@@ -1,21 +1,20 @@
-"""What a worker does, from the setup to the end of its node.
+"""The program of a generation worker. `node` is the process of the rank that started it.
 
-It builds the form of the model, binds the parameters to the weight board, and serves requests with an engine: the one that a node
-runs in `shared`, or vLLM's (`opening.py`); a lane for the closures, one owner task. The loop only moves messages while a closure
-runs.
+A worker builds the model without its weights, binds the parameters to the weight board, and serves requests with an engine: the
+embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanwhile its event loop only moves messages.
 
-    {"setup": ...}              node -> worker    first of all
-    {"stage": text}             worker -> node    while it starts
-    {"ready": true}             worker -> node    the model is there
+    {"setup": ...}              node -> worker    the first message
+    {"stage": text}             worker -> node    progress of the start
+    {"ready": true}             worker -> node    the model is loaded
     {"weights": v, "half": h, "outputs": o}
-                                node -> worker    these are the weights now, and what the trainer computes with them, if given
-    {"bound": v}                worker -> node    every token from now on is sampled with them
-    {"report": ...}             worker -> node    every `_REPORT_S`: statistics, what the lane does, what was recorded
+                                node -> worker    move to this version; log-probs that the trainer computes with it, or null
+    {"bound": v}                worker -> node    every later token is sampled with this version
+    {"report": ...}             worker -> node    every `_REPORT_S`: statistics, running closure, telemetry
     {"requests": ...}           node -> worker    see wire.py
     {"sequence": n, ...}        worker -> node    see wire.py
     {"failed": n, "error": e}   worker -> node    request n cannot be served
-    {"refused": text}           worker -> node    its engine cannot run this model, or has no memory: a ConfigError of the node
-    {"wrong": text}             worker -> node    its weights are not those of the board: the run has to end
+    {"refused": text}           worker -> node    the engine cannot run this model, or lacks memory: the node raises ConfigError
+    {"wrong": text}             worker -> node    its weights differ from those of the board: the run ends
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class Server:
         self._control = control
         self._engine = engine
         self.weights = WeightReader(board, engine, lane, control.send)
-        # Of the requests that it has, by number.
+        # Number of each running request -> its scope.
         self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def receive(self, tasks: TaskGroup) -> None:
-        """Until the node hangs up. Requests begin, those of a message together, and those that were given up end."""
+        """Receive until the node closes the channel: start requests, cancel requests, set the target of the weights."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
@@ -79,7 +78,7 @@ class Server:
                     if request is not None:
                         self._scopes[number] = anyio.CancelScope()
                         spawn(tasks, f"request {number}", self._generate, number, request)
-                    # Else it has ended, and the answer is on its way.
+                    # A request that is not there has ended, and its answer was sent.
                     elif number in self._scopes:
                         self._scopes[number].cancel()
 
@@ -96,8 +95,8 @@ class Server:
 
 
 async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
-    """For ever, from the start on: what the node shows, and what it watches. `closure`: what the lane computes, and for how long.
-    `engines`: the one, once it is there."""
+    """Send reports until cancelled, also during the start. `closure`: name and seconds of the closure on the lane. `engines`: empty
+    until the engine is open."""
     while True:
         current = lane.current()
         control.send(
@@ -109,13 +108,13 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
                 }
             }
         )
-        # Where nobody reads them, such as a node that was stopped, reports do not pile up.
+        # Reports must not pile up where the node does not read them, as when it is stopped.
         await control.drain()
         await anyio.sleep(_REPORT_S)
 
 
 async def serve(control: Channel) -> None:
-    """All of it, from the setup to the end of the node."""
+    """Serve from the setup message until the node closes the channel."""
     setup = (await control.receive())["setup"]
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     config = schema_of(setup["config"]).model_validate(setup["config"])

@@ -1,7 +1,7 @@
-"""Waiting in two ways: a generator yields what it waits for, and `block` (a thread) or `wait` (an event loop) does the waiting.
+"""One protocol for threads and event loops: a generator yields `Readable`, `Pause` or `Call`, which `block` or `wait` performs.
 
-So what is decided between the waits is written once. A wait that raises (an error, Ctrl-C, a cancellation) ends the whole
-where it stands and is not thrown into the generator: what must be undone is undone around `block` or `wait`.
+So the code between the waits is written once. An exception in a wait (an error, Ctrl-C, a cancellation) is not thrown into the
+generator: it leaves `block` or `wait`, whose caller must clean up.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """Until one of the descriptors is readable, or the time is over."""
+    """Wait until one of the descriptors is readable, or the time is over."""
 
     fds: list[int]
     seconds: float
 
     def block(self) -> None:
-        """In the kernel; nothing else runs in this thread."""
+        """Block this thread in poll(2)."""
         poll = select.poll()
         for fd in self.fds:
             poll.register(fd, select.POLLIN)
         poll.poll(max(1.0, self.seconds * 1000))
 
     async def wait(self) -> None:
-        """In the loop's selector."""
+        """Wait in the loop's selector."""
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
 
@@ -51,31 +51,28 @@ class Readable:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Until the time is over."""
+    """Wait until the time is over."""
 
     seconds: float
 
     def block(self) -> None:
-        """Put this thread to sleep."""
         time.sleep(self.seconds)
 
     async def wait(self) -> None:
-        """Put this task to sleep."""
         await asyncio.sleep(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The result of `work`, which may block."""
+    """Call `work`, which may block; the generator gets its result."""
 
     work: Callable[[], Any]
 
     def block(self) -> Any:
-        """Do the work in this thread."""
         return self.work()
 
     async def wait(self) -> Any:
-        """Done in a thread. A cancelled caller waits for the end of the work first, so that nothing goes on behind its back."""
+        """Call it in another thread. A cancelled caller first waits for the end of `work`, so that no work outlives its caller."""
         done = asyncio.get_running_loop().run_in_executor(None, self.work)
         try:
             return await asyncio.shield(done)
@@ -84,7 +81,7 @@ class Call:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([done])
             if not done.cancelled():
-                done.exception()  # else asyncio logs that nobody looked at it
+                done.exception()  # asyncio logs exceptions that are never retrieved
             raise
 
 
@@ -106,7 +103,7 @@ Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
 
 
 def block(waits: Waits) -> None:
-    """To the end of the generator, in this thread."""
+    """Run the generator to its end in this thread."""
     result = None
     while True:
         try:
@@ -117,7 +114,7 @@ def block(waits: Waits) -> None:
 
 
 async def wait(waits: Waits) -> None:
-    """To the end of the generator, in this task."""
+    """Run the generator to its end in this task."""
     result = None
     while True:
         try:
