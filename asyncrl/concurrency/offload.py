@@ -1,7 +1,7 @@
 """Blocking work on another thread, so that the event loop stays free while files are read and models are described.
 
-A run has two threads that stand by for it from the start on. More work gets fresh ones; where none can be had it waits for those
-two, and so the last metrics and the last checkpoint are written all the same.
+A run starts two standby threads. Work that finds both busy gets a fresh thread. If no thread can be started the work waits for the
+two, so the last metrics and the last checkpoint are still written.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _running: dict[int, str] = {}  # threads and what they do, for the watchdog
 
 
 class StandbyThread(threading.Thread):
-    """Started by its making; does what is put into `work`, one after the other, until `end`."""
+    """A thread, started by its constructor, that runs the functions in `work` one after the other until `end`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.jobs = 0  # of `offload`, whose loop alone changes it
+        self.jobs = 0  # unfinished ones of `offload`; only its loop writes this
         self.start()
 
     def run(self) -> None:
         while (work := self.work.get()) is not None:
             work()
-            del work  # else an idle thread would keep what it worked on
+            del work  # an idle thread must not keep objects alive
 
     def end(self, limit_s: float | None = None) -> None:
-        """Wait for it, for so long."""
+        """Finish the queue and wait for the thread's end, at most `limit_s`."""
         self.work.put(None)
         self.join(limit_s)
 
@@ -47,7 +47,7 @@ _standing: WeakKeyDictionary[asyncio.AbstractEventLoop, list[StandbyThread]] = W
 
 @contextlib.contextmanager
 def standing_by() -> Iterator[None]:
-    """Two threads more for this loop, inside."""
+    """Two standby threads for this loop, until the context ends."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -59,9 +59,10 @@ def standing_by() -> Iterator[None]:
 
 
 async def offload(function: Callable[[], T], name: str, *, abandon: bool = False) -> T:
-    """The result of `function`, run on another thread. A cancelled caller waits for its end; an error of it is raised first.
+    """The result of `function`, run on another thread. A cancelled caller waits until `function` has ended; an error of `function`
+    is raised instead of the cancellation.
 
-    With `abandon` a cancelled caller leaves at once, and nobody learns how `function` ended: for waits that may never end.
+    With `abandon` a cancelled caller returns at once and the result is lost: for a `function` that may never end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -104,7 +105,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
 
 
 def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bool]:
-    """A thread, and whether it was started for this work. `fresh` asks for such a one, which there may not be."""
+    """(thread, whether it was started for this work). `fresh`: start a thread if possible."""
     idlest = min(_standing.get(loop, []), key=lambda each: each.jobs, default=None)
     if idlest is None or idlest.jobs or fresh:
         try:
@@ -116,6 +117,6 @@ def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bo
 
 
 def where() -> str | None:
-    """What the threads of `offload` execute now, in words; None if there is none."""
+    """The names and current frames of running `offload` work, for messages; None if nothing runs."""
     places = [f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())]
     return ", ".join(places) or None

@@ -103,8 +103,8 @@ def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]
         for each in loss.settings():
             if (value := getattr(loss, each.name)) not in (each.default, derived.get(each.name)):
                 yield (
-                    f"{each.dotted} is {said(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the bound "
-                    "would do nothing; leave one of them out"
+                    f"{each.dotted} is {shown_value(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the "
+                    "bound would do nothing; leave one of them out"
                 )
     if algorithm.old_logprobs == "sampler":
         yield (
@@ -125,6 +125,6 @@ def _check_sampler(config: Config) -> Iterator[str]:
             )
 
 
-def said(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as YAML has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,12 +14,12 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.registry import advantage_named
 from asyncrl.types import LOWEST_TEMPERATURE
 
-from .check_losses import check_losses, chosen_loss, chosen_terms, needs_second_buffer, said
+from .check_losses import check_losses, chosen_loss, chosen_terms, needs_second_buffer, shown_value
 from .fields import get, knobs
 from .methods import SETTINGS
 from .schema import Config
 
-# A part of a URL as it is, and nothing that is guessed.
+# Characters that a URL holds without escapes, and too many to guess.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
 
 
@@ -27,7 +27,7 @@ class Switch(NamedTuple):
     """When a section is read. `names`: the settings that turn it on."""
 
     on: Callable[[Config], bool]
-    # Why it is not read, and the way out.
+    # Error text: why the section is not read, and the way out.
     off: str
     names: tuple[str, ...] = ()
 
@@ -75,8 +75,8 @@ SWITCHED: Mapping[str, Switch] = {
 
 
 def complaints(config: Config, world_size: int, embedding: bool) -> list[str]:
-    """Everything that is wrong with a configuration that has its presets. `embedding`: a program of the user's brings prompts and
-    rewards, and decides when to end."""
+    """Everything that is wrong with a configuration whose presets are applied. `embedding`: the user's program brings prompts and
+    rewards, and ends the run."""
     found = [text for check in _CHECKS for text in check(config)]
     found += _check_unread(config, embedding)
     found += _check_ranks(config, world_size)
@@ -84,7 +84,7 @@ def complaints(config: Config, world_size: int, embedding: bool) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Only programs of this machine reach it."""
+    """Whether only programs of this machine reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -92,7 +92,7 @@ def is_loopback(host: str) -> bool:
 
 
 def key_problem(host: str, key: str | None) -> str | None:
-    """What is wrong, in one sentence; None: nothing. `key` None is one that the door makes, "" is none at all."""
+    """What is wrong with the key, in one sentence; None if it is good. `key`: None lets the door make one; "" means no key."""
     if key is None or _KEY.fullmatch(key):
         return None
     if key:
@@ -109,15 +109,15 @@ def key_problem(host: str, key: str | None) -> str | None:
 
 
 def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
-    """A setting that has a value of its own where nothing reads it would do nothing, without a word."""
+    """Refuse a setting that the user changed and that nothing reads."""
     default = type(config)()
     for name in knobs():
         if (value := get(config, name)) != get(default, name) and (why := _unread(config, name, embedding)):
-            yield f"{name} is {said(value)} but {why}, or leave it out"
+            yield f"{name} is {shown_value(value)} but {why}, or leave it out"
 
 
 def _unread(config: Config, name: str, embedding: bool) -> str | None:
-    """Why nothing reads this setting, and the way out; None where something does."""
+    """Why nothing reads this setting, and the way out; None if something reads it."""
     section, _, key = name.rpartition(".")
     switch, algorithm = SWITCHED.get(section), config.algorithm
     if switch is not None:
@@ -389,7 +389,7 @@ def _check_generation(config: Config) -> Iterator[str]:
 
 
 def _check_door(config: Config) -> Iterator[str]:
-    """Groups from outside: what their door is given, and what it cannot be combined with."""
+    """Check the settings of the door for groups from outside, alone and together with others."""
     door = config.door
     if door.producer_mib >= door.ring_mib:
         yield (

@@ -1,10 +1,10 @@
 """The HTTP server of a run: aiohttp's, with a bounded number of connections, behind the checks of `access.py`.
 
     kernel's queue ──▶ accepted while there is a place ──▶ key, names ──▶ the handler of a method and path
-                              │ no place for `GRACE_S`: all connections without a request are closed;
-                              ▼ where all have one, nobody is accepted until one has ended
+                              │ no place for `GRACE_S`: connections without a request are closed;
+                              ▼ if all have a request, the next one waits until one has ended
 
-aiohttp itself closes a connection on which no request was complete for `IDLE_S`, be it silent or slow.
+aiohttp itself closes a connection, silent or slow, that completed no request for `IDLE_S`.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ except ImportError as error:
 
 # Environment servers open one connection for each request.
 MOST_CONNECTIONS = 256
-# From the connection, or the last reply, until the headers of a request are there.
+# Time limit from the connection, or from the last reply, to the headers of a request.
 IDLE_S = 15.0
-# For a connection to bring its request, before it is closed for others.
+# With all places taken, connections without a request are closed after this time.
 GRACE_S = 1.0
-# For a body to arrive.
+# Time limit of a body.
 BODY_S = 30.0
-# For the rest of a body that was refused: else its sender may miss the reply.
+# How long to read on in a body that was refused. Without this its sender may miss the reply.
 _LINGER_S = 1.0
-# For the requests that are under way when the server closes.
+# Time limit of requests that run when the server closes.
 _SHUTDOWN_S = 5.0
-# Until another try: nobody notifies us that a descriptor came free.
+# Pause before another try, because no event tells that a descriptor came free.
 _RETRY_S = 0.1
 _BACKLOG = 128
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Errors of the sender.
 _UNREADABLE = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = logging.getLogger("asyncrl.http")
-# Anybody may send such bytes, without a key and for ever: aiohttp answers them 400, and they fill no log with tracebacks.
+# Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _UNREADABLE)))
 
 
 def most_connections() -> int:
-    """Three quarters of the descriptors that this process may have are for the run."""
+    """At most a quarter of this process's descriptors; the run needs the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, soft // 4))
 
@@ -99,9 +99,9 @@ class _Connections(web.Server):
             handler,
             access_log=None,
             logger=log,
-            # aiohttp unpacks what arrives before anybody has looked at the key.
+            # aiohttp would decompress a body before the key is checked.
             auto_decompress=False,
-            # A group whose sender is gone is not pushed: it will come again.
+            # A group whose sender disconnected is not pushed, because the sender will send it again.
             handler_cancellation=True,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,
@@ -117,20 +117,20 @@ class HttpServer:
     """`async with HttpServer(address, routes) as server` listens at `server.url`; `routes` are handlers by method and path."""
 
     def __init__(self, address: Address, routes: Mapping[tuple[str, str], Handler]) -> None:
-        """Errors: ConfigError for a key that is none."""
+        """Errors: ConfigError for an invalid key."""
         self.url = ""
         self._access = Access(address)
         self._address = address
         self._routes = routes
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
-        # A run that is cancelled goes on accepting, until it has told its clients that it is over.
+        # A cancelled run accepts connections until its clients know that it is over.
         self._accepting = anyio.CancelScope(shield=True)
         self._closed = anyio.Event()
         self._closing = AsyncExitStack()
 
     async def __aenter__(self) -> HttpServer:
-        """Errors: ConfigError where it cannot listen."""
+        """Errors: ConfigError if it cannot listen."""
         if self.url:
             raise LifecycleError("an HttpServer is opened once; make a new one")
         host, port = self._address.host, self._address.port
@@ -164,7 +164,7 @@ class HttpServer:
             await self._closing.aclose()
 
     async def close(self) -> None:
-        """Nobody is accepted any more; connections go on until the `async with` is left."""
+        """Accept no more connections. Open ones go on until the `async with` is left."""
         self._accepting.cancel()
         await self._closed.wait()
 
@@ -200,9 +200,9 @@ class HttpServer:
                 await loop.connect_accepted_socket(server, accepted)
             except OSError as error:
                 server.places.release()
-                if error.errno in _PASSING:
+                if error.errno in _OUT_OF_RESOURCES:
                     await anyio.sleep(_RETRY_S)
-                # Else the client has gone already.
+                # These two mean that the client has gone already.
                 elif not isinstance(error, BlockingIOError | ConnectionError):
                     raise
 
@@ -220,7 +220,7 @@ class HttpServer:
                 response = reply(405 if known else 404, status="refused", message="no such method or path at this door")
         except Refused as error:
             response = reply(error.status, status=error.state, message=str(error))
-            # Whoever is refused holds no connection, nor the rest of a body.
+            # A refused client must not hold a connection, nor send the rest of its body.
             response.force_close()
         finally:
             self._busy.discard(request.protocol)

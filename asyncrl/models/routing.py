@@ -1,11 +1,11 @@
 """Recording and replaying which experts a model's routers choose (R3: Ma et al., arXiv:2510.11370), around transformers' own code.
 
-A router takes the top k of its scores with `torch.topk`, once. In its forward that one call is answered by us: the indices are
-those that were recorded, the values those that the current scores have there, `scores.gather(indices)`. All before and after is
-the model's own, so the weights are normalised as ever and gradients flow through the scores of the experts that were chosen.
-With the router's own choice this is what `topk` returns, bit for bit.
+A router takes the top k of its scores with one call of `torch.topk`. In a replay that call returns the recorded indices, and the
+current scores at these indices, `scores.gather(indices)`. Everything else is the model's own code, so the weights are normalised as
+before and gradients flow through the scores of the chosen experts. With the router's own indices the result is that of `topk`, bit
+for bit.
 
-Which modules are routers is not guessed: each candidate is run once on a few rows, and has to choose so (`_reads_choice`).
+To find the routers each candidate is run once on a few rows (`_reads_choice`).
 
 Shape legend: T tokens of a forward, L layers with experts, k experts a token, E experts.
 """
@@ -35,7 +35,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True, slots=True)
 class RoutesShape:
-    """Of the routes of a model: layers with experts, experts a token, experts."""
+    """The shape of a model's routes: layers with experts, experts a token, experts."""
 
     layers: int
     k: int
@@ -43,17 +43,17 @@ class RoutesShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest signed integers."""
+        """The narrowest signed integers that hold an expert's number."""
         return narrowest(self.experts)
 
     @property
     def token_bytes(self) -> int:
-        """Of the routes of a token."""
+        """Bytes of one token's routes."""
         return self.layers * self.k * self.dtype.itemsize
 
 
 class _Answer(TorchFunctionMode):
-    """Answers `torch.topk` inside a router's forward."""
+    """Replaces the result of `torch.topk` inside a router's forward."""
 
     def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Answer(TorchFunctionMode):
 
 
 class _Router:
-    """Stands in the place of the forward of one router."""
+    """Replaces the forward of one router."""
 
     def __init__(self, router: nn.Module, layer: int, owner: Routing) -> None:
         self._native = router.forward
@@ -79,7 +79,6 @@ class _Router:
         self._owner = owner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the router's own."""
         routes, self._owner.current = self._owner.current, None
         if routes is None:
             return self._native(*args, **kwargs)
@@ -95,10 +94,10 @@ class Routing:
     def __init__(self, module: PreTrainedModel, routers: list[tuple[nn.Module, nn.Module]], shape: RoutesShape) -> None:
         """`routers`: (layer, its router), in order; `Routing.of` finds them."""
         self.shape = shape
-        self.current: Routes | None = None  # from a layer's attention to its router
+        self.current: Routes | None = None  # set by a layer's attention, taken by its router
         for number, (layer, router) in enumerate(routers):
-            # The attention of a layer is computed again when its router is, and is handed the plan. Hooks of the layer itself
-            # are not called then. (A fused layer calls its experts by `run`.)
+            # The plan with the routes is an argument of attention. A recomputation in backward calls attention again, but not the
+            # hooks of the layer itself. (A fused layer calls its experts by `run`.)
             for child in layer.children():
                 if hasattr(child, "layer_idx"):
                     child.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -109,12 +108,12 @@ class Routing:
 
     @classmethod
     def of(cls, module: PreTrainedModel) -> Routing | None:
-        """Takes the routers of `module` over; None where it has none that we can."""
+        """Replaces the forwards of the routers of `module`. None if `find_routers` finds none."""
         found = find_routers(module)
         return None if found is None else cls(module, *found)
 
     def _enter(self, child: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # Else it is no attention, and may lie between that and the router.
+        # Only attention gets the plan. Another child may run between attention and the router.
         if PLAN_ARGUMENT in kwargs:
             self.current = kwargs[PLAN_ARGUMENT].routes
 
@@ -122,7 +121,7 @@ class Routing:
         self.current = None
 
     def run(self, experts: nn.Module, x: Tensor, routes: Routes | None) -> Any:
-        """`experts(x)`, whose router is told `routes`: where no attention of transformers is called that could tell it."""
+        """`experts(x)` with `routes` for its router. A fused layer needs it, because it calls no attention of transformers."""
         self.current = routes
         try:
             return experts(x)
@@ -130,12 +129,12 @@ class Routing:
             self.current = None
 
     def record(self, *, keep_logits: bool = False) -> Routes:
-        """For one forward whose routers choose by themselves."""
+        """The routes of one forward, in which routers choose by themselves and `Routes` records the choice."""
         return Routes(self.shape.layers, keep_logits=keep_logits)
 
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
-        """For one forward. What is chosen was checked where it came in (`records/check.py`), as that takes longer than it may on
-        the lane. Errors: ValueError for routes of another model."""
+        """The routes of one forward, in which routers choose the given experts. The numbers of the experts are not checked here:
+        it would take too long on the lane, and `records/check.py` did. Errors: ValueError for routes of another model."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
@@ -145,7 +144,7 @@ class Routing:
 
 
 def has_experts(module: PreTrainedModel) -> bool:
-    """By its configuration, or the name of a part."""
+    """Whether the configuration has a number of experts, or the name of a module ends with `experts`."""
     config = module.config.get_text_config()
     numbers = [getattr(config, name, None) for name in EXPERTS]
     return any(isinstance(number, int) and number > 0 for number in numbers) or any(
@@ -154,7 +153,7 @@ def has_experts(module: PreTrainedModel) -> bool:
 
 
 def require_routing(routing: Routing | None, module: PreTrainedModel, what: str) -> Routing:
-    """Errors: ConfigError where `what`, a setting, needs routers that are not there."""
+    """`routing` itself. Errors: ConfigError if it is None; `what` is the setting that needs it."""
     if routing is not None:
         return routing
     why = "has no experts"
@@ -164,8 +163,8 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, what: str)
 
 
 def describe_routes(module: PreTrainedModel) -> RoutesShape | None:
-    """What the routes of a model look like that may lie on the meta device, by the shapes of its routers alone; None where it has
-    none that routes could be of. (Whether they can be told, `find_routers` tries.)"""
+    """The shape of the routes, from the shapes of the routers alone, so the model may lie on the meta device. None without routers
+    of one size. Only `find_routers` proves that the routers can replay."""
     blocks = getattr(decoder_of(module), "layers", None)
     mixtures = [layer for layer in blocks if _holds_experts(layer)] if isinstance(blocks, nn.ModuleList) else []
     sizes = [{size for part in layer.modules() if (size := _size_of(part))} for layer in mixtures]
@@ -180,14 +179,14 @@ def _holds_experts(layer: nn.Module) -> bool:
 
 
 def _size_of(part: nn.Module) -> tuple[int, int] | None:
-    """(k, E) of what looks like a router: a product that knows how many it takes."""
+    """(k, E) of a possible router: a module with a matrix `weight` and an integer `top_k`. None for others."""
     weight, k = dict(part.named_parameters(recurse=False)).get("weight"), getattr(part, "top_k", None)
     return (k, weight.shape[0]) if isinstance(k, int) and weight is not None and weight.ndim == 2 else None
 
 
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
-    """(layer, router) of every layer with experts, and what their routes look like; None where there are none, or one of them
-    chooses in another way. Runs each candidate once, on a few rows."""
+    """(layer, router) of every layer with experts, and the shape of their routes. None if there are none, or one of them chooses in
+    another way. Runs each candidate once on a few rows."""
     if not has_experts(module):
         return None
     layers = getattr(decoder_of(module), "layers", None)
@@ -196,7 +195,7 @@ def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Modu
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
         experts = _holds_experts(layer)
         if experts and not any(hasattr(child, "layer_idx") for child in layer.children()):
-            return None  # no attention to tell its router through
+            return None  # no attention that gets the routes
         routers = [(part, shape) for part in layer.modules() if (shape := _reads_choice(part)) is not None]
         if len(routers) != int(experts):
             return None
@@ -210,8 +209,8 @@ def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Modu
 
 @torch.no_grad()
 def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
-    """(k, E) of a router: [T, hidden] in; (logits [T, E], weights [T, k], indices [T, k]) out, by one `topk` over its scores,
-    whose answer is its indices. None for any other module."""
+    """(k, E) of a router that can replay: [T, hidden] -> (logits [T, E], weights [T, k], indices [T, k]), with the indices of one
+    `topk` over its scores. None for any other module."""
     size = _size_of(part)
     if size is None:
         return None
@@ -223,8 +222,8 @@ def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
         with mode:
             found = part.forward(rows)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the module
-    except Exception:  # whatever a module raises that takes something else
+        raise  # no proof that it is no router
+    except Exception:  # the module takes other arguments
         return None
     good = (
         isinstance(found, tuple)

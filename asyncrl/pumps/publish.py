@@ -12,7 +12,8 @@ evaluation on a worker that is pinned to the version (evaluate.py) does not hold
 With `rollout.weight_sync_interval: k` the sinks get a version k steps after the last version that they got. They get it sooner if
 an evaluation needs the newest weights, in the warm-up, and after the last step. The slots of steps in between stay held, so the
 ledger counts the age of what the engines still sample. It has slots for k - 1 more steps (`config.resolve.turns_bound`), so nothing
-waits."""
+waits.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
-"""What happens to a scored group before it may be trained, and to the prompts of which every completion failed.
+"""Length shaping, filters of scored groups, and re-roll of prompts whose completions all failed.
 
-Length shaping comes first, then the filters that drop a group and let another one take its place. A dropped group gives its slot
-back at once, so the next prompt is admitted for the same step: groups without a signal are taken out of N and replaced (DAPO's
-dynamic sampling). The reservation rule covers the newcomer as it covers any fresh group: its deadline is never before the open
-step, so nothing waits for a place that cannot come, and no age grows. Not for ever: a step drops at most
-`rollout.filter.max_refills x groups_per_step` groups (per rank). Groups that come after that are kept, so that a task that is
-solved, or hopeless, still ends its steps. (verl's `max_num_gen_batches` ends the run there.)
+Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
+admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group: its deadline is never before
+the open step, so nothing waits for a place that cannot come, and no age grows. A step drops at most `rollout.filter.max_refills x
+groups_per_step` groups on each rank and keeps all later ones, so that a solved or hopeless task still ends its steps. (verl's
+`max_num_gen_batches` ends the run there.)
 
-Re-roll plays prompts again of which every completion failed, from a given fraction of the run on:
+From the fraction `start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
 
     a group ends (trained, or dropped by the filters) --all its rewards at most `reward_at_most`--> waits in the cursor
     a step is committed, from `start_fraction` on --at most `groups_per_step` of those that wait, oldest first-->
         next prompts of the cursor, before fresh ones
 
-Failures are remembered from the first step on: prompts that were too hard at the start may be what a later policy learns from.
-A prompt that is played again has a group id, and so random numbers, of its own; at most `attempts` times. The prompts that wait are
-part of the prompt cursor's state: a resumed run goes on with them. Where `max_epochs` ends the run, prompts that fail after
-the cursor has come to its end are not played again.
+Failures are collected from the first step on: a later policy may learn from prompts that were too hard at the start. A prompt is
+played again at most `attempts` times, each time with a new group id and new random numbers. Waiting prompts are part of the prompt
+cursor's state, so a resumed run has them. If `max_epochs` ends the run, prompts that fail after the cursor's end are not played
+again.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
 def shaped(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
-    """With the soft overlong punishment as a component, where `reward.overlong.cache` asks for it. A trajectory without a reward
-    has no punishment either: it stays out of every statistic."""
+    """The trajectory with the soft overlong punishment as a component, if `reward.overlong.cache` is set. A trajectory without a
+    reward gets no punishment either, and so no statistic counts it."""
     if overlong.cache is None:
         return trajectory
     assert overlong.max_length is not None  # `resolve` has put a number there
@@ -54,8 +53,8 @@ def shaped(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
 
 
 def unshaped(group: Group, overlong: OverlongConfig) -> Group:
-    """The group as it was before `shaped`: a punishment for length is no signal of its own. Rewards are rounded to nine digits
-    behind the point, because a difference of two floats would make equal rewards differ."""
+    """The group without the punishment of `shaped`. Rewards are rounded to nine digits behind the point, because adding and
+    subtracting the punishment would make equal rewards differ."""
     if overlong.cache is None:
         return group
     trajectories = []
@@ -68,8 +67,8 @@ def unshaped(group: Group, overlong: OverlongConfig) -> Group:
 
 
 def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reader: RewardReader) -> str | None:
-    """Why the filters refuse the group; None where they do not. They look at rewards before the shaping, unless `filter.by`
-    names its component."""
+    """Why the filters refuse the group; None if they keep it. They use rewards without the punishment for length, unless
+    `filter.by` names its component."""
     if filters.by != OVERLONG:
         group = unshaped(group, overlong)
     whole = filters.by == "reward"
@@ -88,7 +87,7 @@ def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reade
 
 
 class Screen:
-    """Says which scored groups of any source are not worth a place. Used from the loop thread."""
+    """Applies the filters to scored groups of every source. Used from the loop thread."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
@@ -98,7 +97,7 @@ class Screen:
         self._refused = 0
 
     def refuses(self, group: Group) -> str | None:
-        """Why the group is to be dropped; None where it is kept, which may be because the step dropped enough of them."""
+        """Why the group must be dropped; None if it is kept. A step that dropped its maximum keeps every group."""
         ports, config = self._ports, self._ports.config
         reason = refusal(group, config.rollout.filter, config.reward.overlong, self._reader)
         if reason is None:
@@ -123,7 +122,7 @@ class Reroll:
         self._start = 0
         if self._prompts is not None:
             train = ports.config.train
-            # Of the whole run; `resolve` has seen to it that one of both is known where prompts are played again.
+            # Steps of the whole run. `resolve` requires max_steps or max_epochs with re-roll.
             steps: float | None = train.max_steps
             if steps is None:
                 assert train.max_epochs is not None
@@ -143,7 +142,7 @@ class Reroll:
             self._count("reroll/evicted", int(full))
 
     def step_committed(self, groups: Iterable[Group]) -> None:
-        """A step of these groups was committed: let some of the failed prompts in. Never waits."""
+        """A step of these groups was committed: admit failed prompts again. Never waits."""
         for group in groups:
             self.group_ended(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
@@ -156,7 +155,7 @@ class Reroll:
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:
         """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to
-        be played again. Of this rank, to be added up."""
+        be played again. These are this rank's; the caller adds up all ranks'."""
         if self._prompts is None:
             return {}
         again = sum(attempt_of(group.group_id) > 0 for group in groups)

@@ -81,8 +81,8 @@ class Record:
 def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None) -> Record:
     """The record at the start of `buffer`.
 
-    `sequence`: what the ring expects there.
-    Errors: RecordError that says what is wrong: torn, damaged, of another sequence, or for a newer reader.
+    `sequence`: the sequence number that the ring expects.
+    Errors: RecordError for a record that is torn, damaged, of another sequence, or for newer readers only.
     """
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:
@@ -124,7 +124,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
 def _sections(
     view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
 ) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview], tuple[int, ...]]:
-    """Arrays, byte strings, and the ids that version 1 does not know. One frame for all: every record pays for it."""
+    """Arrays, byte strings, and the ids that version 1 does not know. It is one function, because each call costs every record."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
     skipped: list[int] = []
@@ -153,7 +153,7 @@ def _sections(
                 _check_ends(section, raw, n)
             continue
         first, itemsize = n if axis == _ROWS else tokens, dtype.itemsize
-        more = inner0 if inner == 0 else 1  # dimensions that the section has not
+        more = inner0 if inner == 0 else 1  # an extra dimension must be 1
         if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize or (inner < 2 and more * inner1 != 1):
             raise RecordError(
                 f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
@@ -161,7 +161,7 @@ def _sections(
         array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
         try:
             arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
-        except ValueError as error:  # nothing, times dimensions that no array can have
+        except ValueError as error:  # 0 rows of a shape that is too large
             raise RecordError(f"section {Section(section).name}: {error}") from None
     return arrays, strings, tuple(skipped)
 
@@ -182,7 +182,7 @@ def _members(
     if members is None or lengths is None or _TOKENS not in arrays:
         missing = _MEMBERS if members is None else _LENGTHS if lengths is None else _TOKENS
         raise RecordError(f"the record lacks the section {Section(missing).name}")
-    # Copies: the numbers that are checked are those that are used, whatever somebody writes there meanwhile.
+    # Copied before the checks: another process may write to the buffer meanwhile.
     members, lengths = members.copy(), lengths.copy()
     members.flags.writeable = lengths.flags.writeable = False
     listed, sizes = members.tolist(), lengths.tolist()

@@ -270,7 +270,7 @@ class RewardPool:
                 except AsyncrlError as error:
                     if self._state is _PoolState.OPEN:
                         logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
-                        process.forgive()
+                        process.reset_wear()
                     continue
             assert self._tasks is not None
             self._recorder.count("reward/workers_recycled")

@@ -1,15 +1,15 @@
-"""One reward worker as the pool sees it: requests and their replies, wear, end.
+"""The pool's handle on one reward worker: it sends requests, takes replies, measures wear and ends the process.
 
-The process that is started here is the worker's guard (concurrency/guard.py); the worker is its child. When the guard has ended,
-nothing is left of the worker and of what it had started, and the guard's exit status is the worker's.
+The process that is started here is the worker's guard (concurrency/guard.py), and the worker is its child. Before the guard ends it
+kills the worker and every process of the worker. The guard's exit status is the worker's.
 
     {"id": n} + pickle            pool -> worker    load the functions, or call one (by cloudpickle)
-    {"id": n, "cancel": true}     pool -> worker    end the coroutine of that request; the reply says that it has ended
+    {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of that request; its reply follows when it has ended
     {"id": n, "grown": bytes, "answer": ..., "error": ...}
-                                  worker -> pool    one of the two; `grown`: memory gained since the first calls of its functions
+                                  worker -> pool    `answer` or `error`; `grown`: memory gained since the functions' first calls
 
-Columns arrive as exactly the Python objects they were, and a callable object travels by value. Replies are JSON: what a worker
-writes cannot run code in the run.
+Columns arrive as exactly the Python objects they were, and a callable object travels by value. Replies are JSON, so a worker cannot
+run code in the run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl.errors import ConfigError, RewardCrash, RewardTimeout, TransportErr
 from .calls import LoadedFunction, RewardSpec, remote_text
 
 MODULE = "asyncrl.rewards.worker"
-# Between the end of the channel and the end of the process; twice that, and it is killed.
+# Usual time from the end of the channel to the end of the process. After twice this time the process is killed.
 _EXIT_GRACE_S = 1.0
-# For the exit handlers of a worker that was sent home, before it is killed.
+# Time for exit handlers after `hang_up`. Then the worker is killed.
 _LEAVE_GRACE_S = 2.0
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -48,11 +48,11 @@ class WorkerDiedError(Exception):
 
 @dataclass(eq=False, slots=True)
 class RewardCall:
-    """One call of a reward function, from when it waits for a worker on. `alone`: no other call begins in its worker meanwhile."""
+    """One call of a reward function, waiting for a worker or running. `alone`: its worker begins no other call meanwhile."""
 
     what: str
     alone: bool
-    # Has its deadline.
+    # Its deadline is the call's.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
@@ -60,58 +60,58 @@ class RewardWorker:
     """States: running, leaving (`hang_up`, `kill`), ended. `kill`, or `hang_up`, and the end of `ended` must follow."""
 
     def __init__(self, folder: str, mark: str) -> None:
-        """Starts it in `folder`. `load` comes first. Errors: OSError."""
+        """Starts the process in `folder`. The first request must be `load`. Errors: OSError."""
         self._loop = asyncio.get_running_loop()
         self._last_id = 0
-        # By request; None: there will be none.
+        # Replies by request. The result None means that the worker died first.
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        # How it ended, where its exit status does not say so.
+        # Why the pool killed it, if the exit status does not tell.
         self._status = ""
         self._grown = 0
-        self._forgiven = (0, 0)
+        self._wear_start = (0, 0)
         self.mark = mark
         # Which of the pool's places it fills; replacements keep it.
         self.place = 0
-        # False as soon as it may not take another request.
+        # Whether it may take another request.
         self.usable = True
-        # It closed its end: it is dead or dying, though its guard is still busy with what it started.
+        # The worker closed its end of the channel. It is dead or dying, but its guard may still be killing its processes.
         self.hung_up = False
-        # It fills its place; not until its functions are loaded, and no longer once its successor does.
+        # From when its functions are loaded until its successor serves.
         self.serving = False
-        # That it was given and has not ended; and those, when it died.
+        # Its running calls; and those that were running when it died.
         self.calls: set[RewardCall] = set()
         self.died_with: frozenset[RewardCall] = frozenset()
-        # The call because of which the pool killed it, in words.
+        # Name of the call for which the pool killed it.
         self.killed_for = ""
         self.worn = False
-        # For the keeper of its place: it has ended, or is worn.
+        # Set when it has ended or is worn: the pool must start a successor.
         self.attention = asyncio.Event()
         environment = os.environ | _THREADS
         self._child = ChildProcess(
             "reward worker", MODULE, environment=environment, folder=folder, mark=mark, notify=self._on_news
         )
-        # The guard's, until the worker has said its own.
+        # The guard's number, until `load` returns the worker's.
         self.pid = self._child.pid
         self.ended = self._child.ended
         self.ended.add_done_callback(lambda _: self._on_end())
 
     @property
     def guard_was_killed(self) -> bool:
-        """Perhaps; the worker by itself looks the same. Nobody may have ended what it had started."""
+        """Whether the guard, or the worker alone, was killed: the status is the same. Processes of the worker may be left."""
         return self._child.exit_code == -signal.SIGKILL
 
     @property
     def wear(self) -> tuple[int, int]:
-        """Calls, and bytes gained since the first calls of its functions; since `forgive`, if there was one."""
+        """(calls, bytes gained since the first calls of its functions), both counted from the last `reset_wear`."""
         # The first request loads the functions.
         calls = self._last_id - 1 - len(self._replies)
-        return calls - self._forgiven[0], self._grown - self._forgiven[1]
+        return calls - self._wear_start[0], self._grown - self._wear_start[1]
 
-    def forgive(self) -> None:
-        """Count its wear from here on."""
+    def reset_wear(self) -> None:
+        """Count calls and bytes from 0 again."""
         self.worn = False
         calls, grown = self.wear
-        self._forgiven = (self._forgiven[0] + calls, self._forgiven[1] + grown)
+        self._wear_start = (self._wear_start[0] + calls, self._wear_start[1] + grown)
 
     async def load(self, specs: Sequence[RewardSpec], request: dict[str, Any], limit_s: float) -> list[LoadedFunction]:
         """Load the functions. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
@@ -147,30 +147,30 @@ class RewardWorker:
         return self._last_id
 
     def cancel(self, number: int) -> None:
-        """End the coroutine of this request."""
+        """Cancel the coroutine of this request."""
         self._child.channel.send({"id": number, "cancel": True})
 
     async def reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to this request. It may be waited for again after a cancellation. Errors: `WorkerDiedError`."""
+        """Wait for the reply to this request; after a cancellation call it again. Errors: `WorkerDiedError`."""
         await asyncio.wait([reply := self._replies[number]])
         del self._replies[number]
         if (found := reply.result()) is None:
-            raise WorkerDiedError(self.pid, self._status or await self._last_words())
+            raise WorkerDiedError(self.pid, self._status or await self._exit_status())
         return found
 
     def hang_up(self) -> None:
-        """An idle worker ends by itself, and is killed where it does not."""
+        """Close the channel, which ends an idle worker. A worker that does not end is killed."""
         self.usable = False
         self._child.hang_up(_LEAVE_GRACE_S)
 
     def kill(self) -> None:
-        """The worker and everything that it started is killed, by its guard. Twice is fine."""
+        """Make the guard kill the worker and every process of the worker. A second call does nothing."""
         self.usable = False
         self._child.kill()
         self._on_hang_up()
 
     def _on_news(self) -> None:
-        """A reply to a request that is not open is discarded."""
+        """Take replies from the channel; one whose request has ended already is discarded."""
         try:
             while (message := self._child.channel.take()) is not None:
                 self._grown = int(message["grown"])
@@ -179,7 +179,7 @@ class RewardWorker:
                     reply.set_result(message)
         except EOFError:
             self._on_hang_up()
-            # Where it goes on without its socket, nothing can be heard from it any more.
+            # A worker that runs on without its socket is of no use.
             self._child.hang_up(2 * _EXIT_GRACE_S)
         except (TransportError, KeyError, TypeError, ValueError):
             self._status = "wrote bytes into the protocol's socket that are not ours"
@@ -193,7 +193,7 @@ class RewardWorker:
             if not reply.done():
                 reply.set_result(None)
 
-    async def _last_words(self) -> str:
+    async def _exit_status(self) -> str:
         await asyncio.wait([self.ended], timeout=_EXIT_GRACE_S)
         return self._child.status if self.ended.done() else "closed the protocol's socket"
 

@@ -1,10 +1,9 @@
-"""The worker process: `python -m asyncrl.rewards.worker FD`, started by exec, never by a fork of the run, and child of its guard.
+"""The worker process, `python -m asyncrl.rewards.worker FD`: a new interpreter, not a fork of the run, and a child of its guard.
 
-Everything runs in the **main thread** (so that `signal.alarm` and everything else that insists on it works), until the run closes
-its end of the socket: calls of `async def` functions as tasks of one event loop, all others one at a time while that loop stands
-still, so that they may run loops of their own. Its guard (concurrency/guard.py)
-kills it when the run dies, even in the middle of a call, and the kernel kills it when its guard dies. What the user's code prints
-to stdout goes to the run's stderr; the protocol has a descriptor of its own.
+Everything runs in the **main thread**, which `signal.alarm` needs, until the run closes its end of the socket. Calls of `async def`
+functions are tasks of one event loop. All other calls run one at a time while that loop is stopped, so that they may run loops of
+their own. The guard (concurrency/guard.py) kills the worker when the run dies, even in the middle of a call, and the kernel kills
+the worker when its guard dies. Prints of the user's code to stdout go to the run's stderr; replies go through the socket.
 
 Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
 """
@@ -62,15 +61,15 @@ class Function:
                 self.accepts.append(parameter.name)
 
     def begin(self, request: dict[str, Any], log: Log) -> Any:
-        """Call it. What comes back may have to be awaited."""
-        given = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
-        taken = {name: given[name] for name in given if self.accepts is None or name in self.accepts}
+        """Call the function. The caller must await an awaitable result."""
+        extra = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
+        taken = {name: extra[name] for name in extra if self.accepts is None or name in self.accepts}
         self.check(request["arguments"])
         return self.call(**request["arguments"], **taken)
 
 
 class Log:
-    """TRL's `log_metric` and `log_extra` in one call, and what verl's dictionaries have beside their score."""
+    """Collects what one call logs: TRL's `log_metric` and `log_extra`, and the entries of verl's dictionaries beside the score."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}
@@ -84,11 +83,11 @@ class Log:
         self._metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """One value a completion; a second call goes on where the first ended."""
+        """One value a completion; a second call appends to the first one's values."""
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
-        """By name, one value a completion, each as JSON knows it. Errors: `UsageError` for a column of another length."""
+        """By name one JSON value a completion. Errors: `UsageError` for a column of another length."""
         for name, values in self._extras.items():
             if len(values) != completions:
                 raise UsageError(
@@ -99,7 +98,7 @@ class Log:
 
 
 def _json(value: Any) -> Any:
-    """What JSON does not know is its text."""
+    """The value for JSON; `str(value)` if JSON has no such type."""
     value = plain(value)
     try:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
@@ -113,7 +112,7 @@ def plain(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """None for what is no real number, and for text. Infinite and NaN ones are numbers here."""
+    """The value as a float, also infinite or NaN; None for text and anything else that is no real number."""
     value = plain(value)
     try:
         return None if isinstance(value, (str, bytes, bytearray)) else float(value)
@@ -122,10 +121,10 @@ def as_number(value: Any) -> float | None:
 
 
 def check_scores(answer: Any, completions: int) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """One finite float or None per completion; and the numbers of completions that have another thing, with what it is.
+    """Returns (a finite float or None for each completion, (number, text) of each completion whose score is anything else).
 
-    Errors: `UsageError` that says what came back where that is nothing with an order (a list, a tuple, an array of one dimension,
-    an iterator), or has another length.
+    Errors: `UsageError` if the answer has another length, or no order as a list, a tuple, an array of one dimension or an iterator
+    has.
     """
     unordered = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
     indexed = hasattr(answer, "__getitem__") and hasattr(answer, "__len__") and len(getattr(answer, "shape", "1")) == 1
@@ -143,8 +142,8 @@ def check_scores(answer: Any, completions: int) -> tuple[list[float | None], lis
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
-    """Import paths are imported, bytes are cloudpickled callables. `columns`: of the rows of each source of data that is known.
-    Errors: `ConfigError` and the user's own; `UsageError` for a function that cannot score such rows."""
+    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns of each source of rows, if known.
+    Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score such rows."""
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
@@ -161,9 +160,9 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
 
 
 def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
-    """The error of a reply; the traceback is of the user's code, without frames of ours.
+    """The error of a reply, with a traceback from the first frame of the user's code on.
 
-    What loading raised is one line with its place: the traceback of an import is mostly Python's own.
+    An error while loading is one line with its place, because the traceback of an import is mostly Python's own.
     """
     message = f"{type(error).__name__}: {error}"
     shown: BaseException | None = error
@@ -186,7 +185,7 @@ def _utf8(text: str) -> str:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs: what is mapped and can be read again is no leak. 0 where there is no /proc."""
+    """Memory of this process that no file backs: mapped files are no leak. 0 on a system without /proc."""
     try:
         with open("/proc/self/statm", encoding="utf-8") as file:
             _, resident, shared, *_ = file.read().split()
@@ -196,7 +195,7 @@ def anonymous_bytes() -> int:
 
 
 class Session:
-    """The functions of a worker and their calls. `loop` runs coroutines; requests of other functions stop it."""
+    """The functions of a worker and their calls. `loop` runs coroutines; it is stopped while another function runs."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
@@ -204,26 +203,26 @@ class Session:
         self._pid = os.getpid()
         self._functions: list[Function] = []
         self._called: set[int] = set()
-        # Bytes: what the process had before its calls, and what the first call of each function took.
+        # Bytes before all calls, and growth in the first call of each function.
         self._expected = 0
-        self._grown = 0  # bytes beyond that
-        self._data = bytearray()  # received, and no whole message
+        self._grown = 0  # bytes above `_expected`
+        self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
         self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that run while the loop stands still
         self._over = False
 
     def serve(self) -> None:
-        """Until the other end of the socket closes."""
+        """Serve requests until the other end of the socket closes."""
         while not self._over:
             self._loop.add_reader(self._sock, self._receive)
             try:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a function started and left behind
                 traceback.print_exc()
-            # No message comes in while a function that is not async may run this loop itself.
+            # A function that is not async may run this loop itself, and must not receive a message then.
             self._loop.remove_reader(self._sock)
             while self._waiting:
-                self._now(*self._waiting.popleft())
+                self._run_sync(*self._waiting.popleft())
 
     def _receive(self) -> None:
         self._leave_a_fork()
@@ -246,15 +245,15 @@ class Session:
             return
         try:
             request = pickle.loads(message["data"])
-        except BaseException as error:  # whatever an object of the user's raises as it comes to be
+        except BaseException as error:  # raised by an object of the user's
             return self._reply(number, error)
         if "function" in request and self._functions[request["function"]].asynchronous:
-            self._tasks[number] = self._loop.create_task(self._later(number, request))
+            self._tasks[number] = self._loop.create_task(self._run_async(number, request))
         else:
             self._waiting.append((number, request))
             self._loop.stop()
 
-    async def _later(self, number: int, request: dict[str, Any]) -> None:
+    async def _run_async(self, number: int, request: dict[str, Any]) -> None:
         log, before = Log(), anonymous_bytes()
         answer: Any
         try:
@@ -267,7 +266,7 @@ class Session:
         self._measure(request["function"], before)
         self._reply(number, answer)
 
-    def _now(self, number: int, request: dict[str, Any]) -> None:
+    def _run_sync(self, number: int, request: dict[str, Any]) -> None:
         log, before = Log(), anonymous_bytes()
         answer: Any
         try:
@@ -275,12 +274,12 @@ class Session:
                 answer = self._load(request)
             else:
                 answer = self._functions[request["function"]].begin(request, log)
-                if inspect.isawaitable(answer):  # of a function that does not say that it is async
+                if inspect.isawaitable(answer):  # the function is no `async def`
                     answer = self._loop.run_until_complete(_await(answer))
                 answer = _content(answer, log, request)
         except BaseException as error:
             answer = error
-        # An alarm that was not switched off must not ring in the next call.
+        # An alarm that the function left set must not go off in the next call.
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         if "function" in request:
@@ -309,13 +308,13 @@ class Session:
             self._loop.stop()
 
     def _leave_a_fork(self) -> None:
-        """A fork made by the user's function came back: it must neither answer nor read as well."""
+        """Exit in a fork of this process that the user's function made: it must neither answer nor read requests."""
         if os.getpid() != self._pid:
             os._exit(0)
 
     def _measure(self, index: int, before: int) -> None:
         now = anonymous_bytes()
-        # Models and tables are loaded by many a first call: they stay, and are no leak.
+        # Many first calls load models and tables, which stay: that growth is no leak.
         if index not in self._called:
             self._called.add(index)
             self._expected += max(0, now - before)
@@ -338,7 +337,8 @@ def main(descriptor: int) -> None:
     # A subprocess of the user's function must not keep the socket open.
     sock.set_inheritable(False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
-    with asyncio.Runner() as runner, sock, lossy_output():  # what nobody reads any more is no error of a reward
+    # Without `lossy_output` a print would fail once nobody reads the output any more.
+    with asyncio.Runner() as runner, sock, lossy_output():
         Session(sock, runner.get_loop()).serve()
 
 

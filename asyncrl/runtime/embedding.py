@@ -1,4 +1,4 @@
-"""What an embedding program hands to `rt.generate` and `rt.submit`, made into what the pumps carry."""
+"""Converts the arguments of `rt.generate` and `rt.submit` into the prompts and trajectories of the pumps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.pumps.rollout import EpisodeFailed, Episodes
 from asyncrl.rewards.forms import RESERVED
 from asyncrl.types import Prompt, Trajectory
 
-_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # of a metric: what every sink takes
+_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
@@ -35,8 +35,8 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
 
 
 async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
-    """The `n` members of one group, in order, all at once. Errors: those of asyncrl; GenerationError where the environment
-    raised another, DataError for no member at all."""
+    """Play the `n` members of one group at the same time; returns them in order. Errors: those of asyncrl; GenerationError for any
+    other error of the environment; DataError if `n` is below 1."""
     if n < 1:
         raise DataError(f"a group of n={n} completions was asked for; expected 1 or more")
     results: dict[int, Trajectory] = {}
@@ -59,7 +59,8 @@ async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -
 
 
 def as_numbers(given: Mapping[str, Any], count: int, what: str, prefix: str = "") -> list[dict[str, float]]:
-    """Of numbers by name, one (or None) for each of `count` members or one for all, those of each member. Errors: DataError."""
+    """The numbers of each member. `given`: by name a number or None for all `count` members, or a list with one for each.
+    Errors: DataError."""
     rows: list[dict[str, float]] = [{} for _ in range(count)]
     for name, values in given.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -87,7 +88,7 @@ def as_group(
     metrics: Mapping[str, Any] | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """The trajectories with what `submit` is given of them, and their prompt. Errors: ValueError (DataError)."""
+    """The trajectories with rewards, components and metrics of `submit`, and their prompt. Errors: ValueError (DataError)."""
     if not trajectories or len(trajectories) != len(rewards):
         raise DataError(
             f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"

@@ -1,12 +1,12 @@
-"""One comparison of a model with itself: what a path computes on a probe against transformers' untouched eager model.
+"""Compares a path's results on a probe with those of transformers' unmodified eager model.
 
-    training    a packed microbatch (ragged rows, shared prompts, a row past every window and original context of the probe)
-                through the product's own forward and backward; against each row alone
-    sampler     requests with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
-                version on the way, through the product's own cache; against a forward over prompt and completion
+    training    our forward and backward of a packed microbatch (ragged rows, shared prompts, a row past every window and original
+                context of the probe), against the eager model on each row alone
+    sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
+                version in between, against an eager forward over prompt and completion
 
-Everything in float32. The eager side has nothing in common with what it is compared with but the weights: it has no cache,
-and its rows are in no batch, or, which is faster, in a padded one of transformers where the path packs them.
+Everything is in float32. The eager side shares only the weights with the path: it has no cache, and its rows are alone, or (which
+is faster) in a padded batch, which transformers makes, where the path packs them.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
@@ -47,14 +47,14 @@ from asyncrl.types import (
 
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)))
-# (prompt, completion, shares the prompt of the row before it). Products over so many rows as never before cost a compilation
-# each, several times what they compute: so prefills are full ones, before the new version (16 + 8 tokens; the last of a prompt is
-# decoded) and after it (16 + 8 + 3 x 4), and of the three rows two leave together.
+# (prompt, completion, shares the prompt of the row before it). A product over a new number of rows costs a compilation, several
+# times its computation. So every prefill is full: 16 + 8 tokens before the new version (a prompt's last token is decoded) and
+# 16 + 8 + 3 x 4 after it. Two of the three rows end at the same step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
-# Of the plain path: its rows share a cache, and the first of them leaves before the others.
+# For the plain path, where all rows share a cache and the first row ends before the others.
 _PLAIN_PREFILL = 64
-_NEW_VERSION = 4  # after so many tokens
+_NEW_VERSION = 4  # decode steps before the new version
 _LONGEST = 40  # tokens of a row
 NATS = 1e-4  # most that a log-prob may differ, training or sampler
 RELATIVE = 1e-4  # most that a gradient may
@@ -72,7 +72,7 @@ class Distance:
 
     @property
     def agrees(self) -> bool:
-        """False for what is not a number, too."""
+        """Whether all distances are within their limits; False for NaN."""
         return self.logprobs <= NATS and self.sampler <= NATS and self.gradients <= RELATIVE
 
     def __str__(self) -> str:
@@ -91,15 +91,15 @@ class Trial:
         checkpointing: bool = False,
         dtype: str = "float32",
     ) -> None:
-        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`, `dtype`: as the run has them."""
+        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
         self.probe = probe
-        self._untouched = copy_module(probe)  # some models keep what they computed last
+        self._untouched = copy_module(probe)  # some models keep state of a forward
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
         self._knows_batches = True
-        # Parameters that no text reaches, once `eager` was asked (frozen.py).
+        # Parameters that no text reaches (frozen.py); known after `eager`.
         self.unreached = frozenset[str]()
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
@@ -107,11 +107,11 @@ class Trial:
         limits = [] if outgrown else [original_context(probe.config), most_positions(probe.config)]
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
-        # Tokens repeat, because a layer that chooses keys may have to choose among equal ones.
+        # Tokens repeat, so a layer that chooses keys has to choose among equal ones.
         self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
             self._open_logits_LV = self._logits([self._open_tokens])[0]
-        # At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else.
+        # Softens the next token's distribution. Without it rounding and the choice of a token would hide every other difference.
         self.temperature = max(1.0, round(float(self._open_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
@@ -120,8 +120,8 @@ class Trial:
     # -- the eager side -----------------------------------------------------------------------------------------------
 
     def eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`). `alone`: each row by itself, as is
-        done with all of a class that knows no batch."""
+        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`). `alone`: each row by itself. A class
+        whose forward fails on a batch always gets its rows alone."""
         alone = alone or not self._knows_batches
         if alone not in self._eager:
             try:
@@ -156,9 +156,9 @@ class Trial:
         return found, gradients
 
     def _logits(self, rows: Sequence[Int32Array | Int64Array]) -> list[Tensor]:
-        """Rows of [L] tokens, as one batch -> [L, V] each. They are continued to the longest of them, which changes nothing else
-        (`check_causal`); where rows outgrow their original context, to the longest length of all: by that the class chooses its
-        rotary frequencies."""
+        """Rows of [L] tokens, as one batch -> [L, V] each. Rows are padded to the longest one, which changes nothing in a causal
+        model (`check_causal`). If rows outgrow their original context they are padded to `_longest`, because the class chooses its
+        rotary frequencies by the length."""
         length = self._longest if self._outgrown else max(row.size for row in rows)
         tokens_BL = np.stack([np.pad(row.astype(np.int64), (0, length - row.size), mode="edge") for row in rows])
         inputs = torch.from_numpy(tokens_BL).to(self.probe.device)
@@ -166,14 +166,14 @@ class Trial:
         return [logits_LV[: row.size] for row, logits_LV in zip(rows, logits_BLV, strict=True)]
 
     def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor) -> Tensor:
-        """[L] tokens, and what the model says to them [L, V] -> [L - prompt]."""
+        """[L] tokens and their logits [L, V] -> log-probs [L - prompt]."""
         targets = torch.from_numpy(tokens[prompt:].astype(np.int64)).to(logits_LV.device)
         logp_LV = (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1)
         return logp_LV.gather(1, targets[:, None]).squeeze(1)
 
     @torch.no_grad()
     def check_causal(self) -> None:
-        """Errors: ConfigError where what follows a token moves its log-probs: no sampler can know that."""
+        """Errors: ConfigError if later tokens change the log-probs of earlier ones, which no sampler can reproduce."""
         tokens, length = self._open_tokens, self._open_tokens.size
         whole = self._logprobs(tokens, 1, self._open_logits_LV)
         for part in (length // 4, length - 3):
@@ -186,16 +186,16 @@ class Trial:
                 )
 
     def holds(self) -> bool:
-        """Whether one choice of rotary frequencies holds for all rows."""
+        """Whether one choice of rotary frequencies is right for all rows."""
         return not self._outgrown or hold_frequencies(copy_module(self._untouched), self._longest)
 
     # -- a path -------------------------------------------------------------------------------------------------------
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
-        """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
+        """Errors: ConfigError if the path refuses the model; any error of the model on the path."""
         found = self._run(path, "float32", sampler)
         if path.name == "plain" and self._dtype != "float32" and found.agrees:
-            # Else a class whose states fail in another dtype would do so in the middle of a run.
+            # Some classes fail in another dtype, and without this they would in the middle of a run.
             try:
                 self._run(path, self._dtype, sampler)
             except Exception as error:
@@ -208,8 +208,8 @@ class Trial:
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logp_S = self._train(policy)
         sampled = self._sample(policy) if sampler else []
-        # Rows in a batch cost half of rows alone. The latter have the last word: a class may mix the rows of a batch, and so may
-        # the plain path, which has batches itself.
+        # Rows in a batch cost half of rows alone, but a class may mix the rows of a batch. So a difference is decided by rows
+        # alone, and so is the plain path, which computes batches itself.
         if path.name != "plain" and (found := self._distance(policy, logp_S, sampled, alone=False)).agrees:
             return found
         return self._distance(policy, logp_S, sampled, alone=True)
@@ -260,7 +260,7 @@ class Trial:
         *,
         alone: bool,
     ) -> Distance:
-        """From the eager model. `logp_S`, `sampled`: of `_train` and `_sample`."""
+        """Distance from the eager model. `logp_S`, `sampled`: results of `_train` and `_sample`."""
         expected_S, gradients = self.eager(alone)
         found = dict(policy.flat.named_grads())
         pairs = (
@@ -336,7 +336,7 @@ class Trial:
 def _adapter_pairs(
     policy: PolicyModel, found: dict[str, Tensor], gradients: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/parameters/lora.py). (A's is zero where B is.)"""
+    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/parameters/lora.py). A's gradient is 0, as B is 0."""
     lora = policy.lora
     assert lora is not None
     names = {id(parameter): name for name, parameter in policy.module.named_parameters()}
@@ -354,5 +354,5 @@ def _largest(difference: Tensor) -> float:
 
 
 def _larger(one: float, other: float) -> float:
-    """What is not a number is larger than any."""
+    """The larger number; NaN counts as larger than any."""
     return other if other != other or other > one else one

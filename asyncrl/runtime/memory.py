@@ -1,4 +1,4 @@
-"""Memory, estimated before it is allocated: a table, and a warning where it is more than is free. Nothing is refused for it."""
+"""Estimates memory before it is allocated: a table, and a warning if too little is free. No run is refused because of it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .placement import Placement
 logger = logging.getLogger("asyncrl.runtime")
 
 GIB = 1 << 30
-# Of a worker, before it computes: Python, torch and transformers.
+# A worker before it computes: Python, torch and transformers.
 _PROCESS = 400 << 20
 _VLLM_PROCESS = 900 << 20  # the same with vLLM
-# Of CUDA in a worker: code and libraries, on the trainer's device too, where it opens the board.
+# CUDA's code and libraries for a worker. They lie on the trainer's device too, because the worker opens the board there.
 _CONTEXT = 600 << 20
 
 
@@ -38,9 +38,9 @@ def predicted(
     path: ModelPath | None = None,
     placement: Placement | None = None,
 ) -> dict[str, int]:
-    """Bytes by what they are for, of one of `ranks`, from the model's configuration alone (nothing is allocated). `prompts`:
-    what `measure_prompts` found; None: `data.max_prompt_tokens`. `path`: how the model is run, where that is known.
-    `placement`: of the engine; None: on the trainer's device."""
+    """Bytes of one of `ranks` by purpose, from the model's configuration alone (nothing is allocated). `prompts`: result of
+    `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known. `placement`: of the engine; None: on the
+    trainer's device."""
     assert config.engine.max_sequences is not None
     device = config.model.device
     if device == "auto":
@@ -70,13 +70,13 @@ def predicted(
 
 
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
-    """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
+    """The parts that change with workers, on the memory that they share with the trainer."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    # Else the working copy is a half of the board (weights/sync.py).
+    # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
     apart = config.model.lora.rank or config.distributed.sharding == "fsdp"
     working = parts["working_copy"] if apart else 0
     if placement.trainer.type != "cpu":
-        # What lies on another GPU is not of this device.
+        # Caches of workers on other GPUs are not counted.
         here = sum(not placement.is_apart(number) for number in range(placement.workers))
         return {
             "weight_board": board,
@@ -88,14 +88,14 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
-        # Its plain weights while it starts, then packed ones.
+        # The largest use comes at the start, with weights that are not packed yet.
         each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
     return {"weight_board": board, "workers": placement.workers * each, "working_copy": working}
 
 
 def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:
-    """Tokens whose routes may lie in memory at one time: of the engine's rows; of groups between their end and their training,
-    and in the replay buffer; and of a step, packed."""
+    """Tokens whose routes may lie in memory at one time: those of running rows, of groups that wait for training, of the replay
+    buffer, and of a packed step."""
     rollout, rows, prompt = config.rollout, config.engine.max_sequences, _longest(config, prompts)
     assert rows is not None
     context = prompt + rollout.max_tokens
@@ -103,19 +103,19 @@ def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) ->
     if config.generation.engine == "vllm":
         running = kv_positions(config, prompts) + rows * BLOCK
     elif config.engine.kv_after_update == "recompute":
-        running += rows * prompt  # whose routes were others when their completions began
+        running += rows * prompt  # prompts keep the routes of their first prefill too
     groups = -(-slots(config) // ranks) + config.replay.size
     packed = -(-rollout.groups_per_step // ranks) * (prompt + rollout.group_size * rollout.max_tokens)
     return running + groups * rollout.group_size * context + packed
 
 
 def batch_tokens(config: Config) -> int:
-    """Of the texts, padding included, that a reward model scores at once."""
+    """Tokens, padding included, that a reward model scores at once."""
     return config.train.tokens_per_microbatch
 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
-    """Of the engine's cache: as configured, or so many that all sequences run together, as long as these prompts make them."""
+    """Positions of the engine's cache: as configured, or enough for all sequences at once with the longest of these prompts."""
     given, sequences = config.engine.kv_positions, config.engine.max_sequences
     assert sequences is not None
     if given is not None:
@@ -129,7 +129,7 @@ def _longest(config: Config, prompts: PromptLengths | None) -> int:
 
 
 def cache_line(config: Config, prompts: PromptLengths) -> str:
-    """What the budget of the cache was made from, in words."""
+    """A line for the log on how the size of the cache was chosen."""
     return (
         f"cache: {kv_positions(config, prompts)} positions for {config.engine.max_sequences} sequences; prompts of up to "
         f"{prompts.longest} tokens ({prompts.how})"
@@ -149,14 +149,14 @@ def available(device: torch.device) -> int:
 
 
 def table(parts: dict[str, int]) -> str:
-    """Bytes by what they are for, in GiB, with their sum: a line each."""
+    """A line for each part in GiB, and one for their sum."""
     width = max(len(name) for name in parts)
     lines = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in parts.items()]
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
 def warn_of(parts: dict[str, int], device: torch.device) -> list[str]:
-    """A line where more is predicted than is free."""
+    """A warning if the prediction is above the free memory, else nothing."""
     total, free = sum(parts.values()), available(device)
     if total <= free:
         return []
@@ -173,7 +173,7 @@ def check_memory(
     prompts: PromptLengths | None = None,
     placement: Placement | None = None,
 ) -> int:
-    """Bytes that the run will need. Logs a warning with the table where that is more than is free."""
+    """Bytes that the run will need. Logs a warning with the table if less is free."""
     parts = predicted(config, ranks, prompts, placement=placement)
     for line in warn_of(parts, device):
         logger.warning("%s\n%s", line, table(parts))

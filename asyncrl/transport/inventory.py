@@ -1,4 +1,4 @@
-"""What lies in shared memory under asyncrl's prefix: who owns it, what is in it, and how to clear what nobody owns."""
+"""Lists the segments of shared memory under asyncrl's prefix, their owners and contents, and removes those without an owner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .rings.ring import MAGIC, RingMemory
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One segment, with the rings that belong to it. `owner`: a process number, 0 for one that cannot be seen from here, None for
-    nobody."""
+    """One segment, with the rings that belong to it. `owner`: a process number; 0: a process that cannot be seen from here; None:
+    the segment has no owner."""
 
     name: str
     size: int  # bytes
@@ -45,8 +45,7 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """Every segment of this user, by name. Looks only: it takes no lock that could disturb an owner. What is no file is no segment:
-    a link is not followed."""
+    """Every segment of this user, by name. It takes no lock that could disturb an owner, and skips links and folders."""
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
@@ -54,8 +53,8 @@ def inventory() -> list[Entry]:
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 part = path.name.removeprefix(PREFIX)
-                entry, name = _look(part), whole_of(part)
-                found[name] = _together(found[name], entry) if name in found else replace(entry, name=name)
+                entry, name = _read_entry(part), whole_of(part)
+                found[name] = _merge(found[name], entry) if name in found else replace(entry, name=name)
     return [replace(entry, owner=_owner(entry.name)) for entry in found.values()]
 
 
@@ -70,7 +69,7 @@ def _owner(name: str) -> int | None:
         os.close(fd)
 
 
-def _together(whole: Entry, part: Entry) -> Entry:
+def _merge(whole: Entry, part: Entry) -> Entry:
     return replace(
         whole,
         size=whole.size + part.size,
@@ -80,7 +79,7 @@ def _together(whole: Entry, part: Entry) -> Entry:
     )
 
 
-def _look(name: str) -> Entry:
+def _read_entry(name: str) -> Entry:
     entry = Entry(name, os.lstat(path_of(name)).st_size)
     try:
         segment = Segment.attach(name)
@@ -94,7 +93,7 @@ def _look(name: str) -> Entry:
 
 
 def _with_ring(entry: Entry, data: memoryview) -> Entry:
-    """With what lies in the segment where it is a ring, or was one."""
+    """Add the number of records, or the problem, if the segment is a ring or a damaged one."""
     damaged = ".damaged-" in entry.name
     if not damaged and int.from_bytes(data[:8], "little") != MAGIC:
         return entry
@@ -109,10 +108,10 @@ def _with_ring(entry: Entry, data: memoryview) -> Entry:
 
 
 def clear(name: str, *, drop_records: bool = False) -> int:
-    """Remove a segment that nobody owns, with the rings that belong to it. Returns their size in bytes.
+    """Remove a segment without an owner, with the rings that belong to it. Returns their size in bytes.
 
-    Errors: ArenaOwned where somebody does own it; TransportError where accepted records lie in it, or may lie in what is damaged,
-    and `drop_records` is not set; FileNotFoundError.
+    Errors: ArenaOwned if it has an owner; TransportError if it holds accepted records, or a damaged ring that may hold some, and
+    `drop_records` is not set; FileNotFoundError.
     """
     check_platform()
     path = path_of(name)
@@ -125,16 +124,17 @@ def clear(name: str, *, drop_records: bool = False) -> int:
             )
         parts.append(name)
     with contextlib.ExitStack() as locks:
-        # The name first, which a new owner would lock first; it goes last, so that whoever sweeps names finds what was left.
+        # A new owner locks the name first, so it is locked first here. It is removed last, so that a sweep of names finds rings
+        # that an interrupted removal left.
         for part in reversed(parts):
             locks.enter_context(locked(part))
         return _clear_locked(name, parts, drop_records)
 
 
 def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
-    # Sealed first: a producer that puts a record after our count looks at the seal after it stored, and puts it elsewhere.
+    # Sealed before the count. A producer that stores a record later sees the seal afterwards and puts the record elsewhere.
     before = [(part, _seal(part, True)) for part in parts]
-    found = [_look(part) for part in parts]
+    found = [_read_entry(part) for part in parts]
     records = sum(entry.records for entry in found)
     problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
     if (records or problems) and not drop_records:
@@ -152,7 +152,7 @@ def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
 
 
 def _seal(name: str, sealed: bool) -> bool:
-    """Whether it was sealed before."""
+    """Seal or unseal a segment. Returns whether it was sealed before."""
     try:
         segment = Segment.attach(name)
     except TransportError:
