@@ -1,4 +1,4 @@
-"""`asyncrl shm`: list the shared-memory segments of asyncrl on this machine, and clear those that nobody owns."""
+"""`asyncrl shm`: list the shared-memory segments of asyncrl on this machine, and clear those without an owner."""
 
 from __future__ import annotations
 

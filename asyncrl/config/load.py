@@ -1,8 +1,8 @@
-"""Files and overrides become one `Config`: YAML files left to right, later wins, then the overrides.
+"""Merges configuration files and overrides into one `Config`. A later file replaces values of earlier files, overrides come last.
 
 Sections merge deeply; lists and single values are replaced. Relative paths: a value that names a file or directory
 (`PATHS`, and the file part of a `file.py:name`) is made absolute against the folder of the YAML file in which it stands
-**if it exists there**; otherwise it is left as it is (a hub id, a module, or a path from the working directory).
+**if it exists there**; otherwise it is not changed (a hub id, a module, or a path from the working directory).
 Overrides are relative to the working directory, and so is `run.dir` always.
 """
 

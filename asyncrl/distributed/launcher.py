@@ -1,7 +1,7 @@
 """Ends this rank when its launcher, torchrun, ends.
 
-torchrun stops its ranks when it is stopped, with two exceptions: when it is killed, and when it is stopped while it starts ranks,
-of which it then forgets the first. A rank that it left behind would go on writing to a run directory that the restarted run needs.
+torchrun stops its ranks when it is stopped, with two exceptions. A killed torchrun stops no rank. A torchrun that is stopped while
+it starts ranks does not stop those it has started. Such a rank would still write to a run directory that the next start needs.
 
     the launcher ends after `tied`   ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tied` ->  `tied` raises: nobody listens at the address of its store, or this rank is an orphan

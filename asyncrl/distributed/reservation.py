@@ -113,7 +113,7 @@ class Reservation:
         if not claim:
             counts[deadline] = counts.get(deadline, 0) + 1
         live = 0
-        # The left side only changes at deadlines, and between them the right side grows.
+        # The live count only changes at deadlines, and between deadlines the bound grows: checking deadlines suffices.
         for d in sorted(counts):
             live += counts[d]
             if claim and d >= deadline:
@@ -215,7 +215,7 @@ class Reservation:
         return True, ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Undo an admission that nobody has seen (its caller was cancelled)."""
+        """Undo an admission whose caller was cancelled."""
         self._live_entry(ticket)
         del self.entries[ticket.group_id]
         self.slots.give()
@@ -236,7 +236,7 @@ class Reservation:
         return None
 
     def unclaim(self, ticket: Ticket) -> None:
-        """Undo a claim that nobody has seen (its caller was cancelled)."""
+        """Undo a claim whose caller was cancelled."""
         entry = self.entries.get(ticket.group_id)
         if entry is None or not entry.claimed or entry.ticket != ticket:
             raise LedgerError(f"group {ticket.group_id} has no place in the open step of turn {self.turn}")

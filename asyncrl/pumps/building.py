@@ -245,7 +245,6 @@ class RewardReader:
 
     @classmethod
     def of(cls, ports: Ports) -> RewardReader:
-        """As these ports are configured."""
         return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len)
 
     def numbers(self, group: Group) -> GroupRewards:

@@ -104,8 +104,8 @@ def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None)
     """The checkpoint that the first rank resumes from: it may have begun to write before the other ranks searched."""
     store = world.store("start")
     if world.is_first:
-        store.set("goes on", str(saved is not None))
-    if directory is None or store.get("goes on") != b"True":
+        store.set("resumes", str(saved is not None))
+    if directory is None or store.get("resumes") != b"True":
         return None
     return saved or SavedRun.latest(directory)
 

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run, built from what the run left in its directory.
+"""`report.html`: one self-contained page about a run, built from the files in its directory.
 
 Reads `metrics.jsonl`, `trace.json` (its end only), `rollouts/` and `config.yaml`; each may be missing. Everything that
 the model or the user wrote goes into the page as JSON data and onto the screen as text, never as markup.
@@ -64,7 +64,7 @@ def render(data: dict[str, Any]) -> str:
         "@DATA@": json,
     }
     page = (assets / "report.html").read_text("utf-8")
-    # In one pass: data that happens to contain a placeholder is left alone.
+    # In one pass, so that a placeholder inside the data is not replaced.
     return re.sub("|".join(parts), lambda found: parts[found.group(0)], page)
 
 

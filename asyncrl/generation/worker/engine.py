@@ -295,7 +295,7 @@ class WorkerEngine(EngineLife):
             await anyio.sleep(_WATCH_S)
             # The event loop was blocked, so messages of the worker may be unread: that time is no silence of the worker.
             if loop.time() - before > 2 * _WATCH_S:
-                peer.heard = min(loop.time(), peer.heard + loop.time() - before)
+                peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - before)
                 continue
             culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
             if culprit is not None:

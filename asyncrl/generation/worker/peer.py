@@ -34,7 +34,7 @@ class Setup:
 
 
 class Peer:
-    """See the module docstring. `process.aclose` must follow; `receive` goes on until the process has ended."""
+    """See the module docstring. `process.aclose` must follow; `receive` runs until the process has ended."""
 
     def __init__(self, number: int, setup: Setup) -> None:
         """Starts the process. Errors: OSError."""
@@ -46,8 +46,8 @@ class Peer:
         # From the newest report. `closure`: name of what runs on the worker's lane, and for how many seconds.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Loop times of the newest message, and of the last check at which its processor time had grown.
-        self.heard = self._computed = asyncio.get_running_loop().time()
+        # Loop times of the newest message, and of the last check at which the worker had used its processor.
+        self.last_message_at = self._computed = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
         # Why the worker was killed.
@@ -86,7 +86,7 @@ class Peer:
                 # A worker that closed its channel may still write the error that ends it.
                 await self.process.aclose(LEAVE_S)
                 raise self._died() from None
-            self.heard = asyncio.get_running_loop().time()
+            self.last_message_at = asyncio.get_running_loop().time()
             if "wrong" in message:
                 raise DivergenceError(f"worker {self.number}: {message['wrong']}")
             if "refused" in message:
@@ -120,7 +120,7 @@ class Peer:
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
         if processor_s != self._processor_s:
             self._processor_s, self._computed = processor_s, now
-        silent, idle = now - self.heard, now - max(self.heard, self._computed)
+        silent, idle = now - self.last_message_at, now - max(self.last_message_at, self._computed)
         if silent > (silent_s if self.ready else start_s) or idle > silent_s:
             return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
         if self.closure is not None and self.closure[1] > (closure_s if self.ready else start_s):

@@ -85,15 +85,15 @@ class Call:
             raise
 
 
-# Of one wait: a longer one is cut, so that a suspension in it can be told from a wait. Each cut wakes the process once.
+# Most seconds of one wait. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
 SLICE_S = 10.0
 _LATE_S = 1.0
 
 
 def stopped_s(began: float, asked: float) -> float:
-    """The seconds of a wait that began at `began` (`time.monotonic`), where this process stood still in it; else 0.
+    """Seconds since `began` (`time.monotonic`) if this process was suspended during the wait, else 0.
 
-    It did where the wait took at least a second more than the `asked` ones.
+    It was suspended if a wait of `asked` seconds took more than a second longer.
     """
     took = time.monotonic() - began
     return took if took > asked + _LATE_S else 0.0
