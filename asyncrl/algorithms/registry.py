@@ -1,6 +1,6 @@
-"""Names of losses and advantage estimators, and how a named method is bound to its numbers.
+"""Finds losses and advantage estimators by name, and binds them to the numbers of their settings.
 
-The configuration chooses by these names. An unknown one is a `ConfigError` that names the nearest.
+The configuration chooses by these names. An unknown name is a `ConfigError` that shows the nearest name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .terms import TERMS, Terms, entropy_bonus, loss_sums
 
 LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}
-# Of the user's: ("loss" or "advantage", its address in a configuration) -> the class or estimator (`config/methods.py`)
+# The user's methods: ("loss" or "advantage", address in the configuration) -> class or estimator (`config/methods.py`)
 OWN: dict[tuple[str, str], Any] = {}
-_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # of the section itself: they belong to no method
+_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings that belong to no method
 
 
 def loss_named(name: str) -> type[LossMethod]:
-    """One of ours, or of the user's that was loaded. Errors: ConfigError for an unknown name."""
+    """The loss of this name, or the user's of this address, which must be loaded. Errors: ConfigError for an unknown name."""
     return OWN.get(("loss", name)) or LOSSES[_known(name, LOSSES, "loss")]
 
 
 def advantage_named(name: str) -> Estimator:
-    """The same for an estimator."""
+    """As `loss_named`, for an advantage estimator."""
     return OWN.get(("advantage", name)) or ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
 
 
@@ -70,7 +70,7 @@ def readers() -> Mapping[str, tuple[str, ...]]:
 
 
 def make_terms(**numbers: Any) -> Terms:
-    """The terms with what `numbers` has under the flat names."""
+    """The terms, with settings from `numbers` by their flat names."""
     return Terms(*(term.made(numbers) for term in TERMS))
 
 
@@ -84,13 +84,13 @@ def build_loss(name: str, **numbers: Any) -> Loss:
     """The named loss bound to its numbers, and with what every loss has: entropy bonus, entropy, mismatch metrics.
 
     `numbers`: settings by their flat names (`epsilon`, `sapo_temperature_pos`, `kl_coef`); those of other losses are not read.
-    `old_logprobs="sampler"`: the clip stands around the sampler's log-probs, taken from `sampler_logp_S` whatever
-    `old_logp_S` holds, and no importance weight is applied: the two corrections are never applied together.
+    `old_logprobs="sampler"`: the clip is centred on the sampler's log-probs, `sampler_logp_S`, whatever `old_logp_S` holds. No
+    importance weight is applied then: the two corrections are never applied together.
     `force_on_policy`: the `old` column is not read. `entropy_target`: the trainer binds the coefficient of each step (`at`).
     Errors: ConfigError for an unknown name; TypeError for a number that no method has.
     """
     method = make_loss(name, **numbers)
-    _no_others(numbers)
+    _require_known(numbers)
     terms, centre = make_terms(**numbers), numbers.get("old_logprobs", "recompute")
     forced = bool(numbers.get("force_on_policy", False))
     if centre == "sampler":
@@ -117,7 +117,7 @@ def build_loss(name: str, **numbers: Any) -> Loss:
 
 
 def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
-    """The KL penalty on rewards (`kl.place: reward`), from the same numbers; None where there is none."""
+    """The KL penalty on rewards, from the same numbers; None unless `kl.place` is reward and the penalty is on."""
     kl = make_terms(**numbers).kl
     return RewardPenalty(kl.coef, kl.estimator, kl.clamp) if kl.on and kl.place == "reward" else None
 
@@ -152,7 +152,7 @@ def _evaluate(
     return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
 
 
-def _no_others(numbers: Iterable[str]) -> None:
+def _require_known(numbers: Iterable[str]) -> None:
     own = [found.settings if isinstance(found, Estimator) else found for found in OWN.values()]
     known = {*settings(), *_CENTRE_NAMES, *(each.flat for method in own if method for each in method.settings())}
     for name in numbers:

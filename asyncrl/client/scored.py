@@ -1,4 +1,4 @@
-"""One scored trajectory as an outside program knows it, and a group of them as a record."""
+"""A scored trajectory of an outside program, and the record of a group of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLUMNS = {
 class Scored:
     """L tokens of one episode with its reward. Per-token columns are aligned to `tokens`; None: not known.
 
-    A column is given for all members of a push or for none. Arrays, or anything that numpy makes one of.
+    Give a column for all members of a push or for none, as an array or anything that numpy converts to one.
     """
 
     tokens: Any  # [L] ids
@@ -46,7 +46,7 @@ class Scored:
     versions: Any = None
     advantages: Any = None  # [L]
     reference_logprobs: Any = None  # [L] nats
-    # [L, layers, k] signed integers, -1: not known; of a run with algorithm.router_replay.
+    # [L, layers, k] signed integers, -1: not known. A run with algorithm.router_replay needs them.
     routed_experts: Any = None
     # At least 1; default: the tokens before the first that `mask` trains.
     prompt_length: int | None = None
@@ -62,7 +62,7 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whose group it is, and which weights it says its tokens come from."""
+    """The producer of a group, and the version of the weights that it says it sampled with."""
 
     epoch: int
     policy_version: int
@@ -143,7 +143,7 @@ def _prompt_length(position: int, row: Scored) -> int:
 
 
 def _check(position: int, row: Scored) -> None:
-    """What the run would refuse of it, as far as that can be seen here."""
+    """Refuse here what the run would refuse later, as far as the row alone shows it."""
     try:
         check_temperature(row.temperature, f"trajectory {position}")
         check_json([row.messages, row.metadata, row.components], f"trajectory {position}", 1)

@@ -1,4 +1,4 @@
-"""File descriptors that are kept for the last checkpoint, and what to do where a process has none left."""
+"""Keeps file descriptors for the last checkpoint, and tells the user what to do when a process has none left."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import errno
 import os
 import resource
 
-# A checkpoint is written with a few open files at a time, and modules are loaded for it.
+# A checkpoint needs a few open files at a time: its own, and those of modules that it imports.
 SPARE = 16
 
 
 class Reserve:
-    """`keep` holds them, `spend` gives them to what is written at the end of a run."""
+    """`keep` opens `SPARE` descriptors, and `spend` closes them for the files that are written at the end of a run."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
 
     def keep(self) -> None:
-        """Errors: OSError where there are fewer; those that it got are kept."""
+        """Errors: OSError if fewer are free; the ones that were opened are kept."""
         while len(self._held) < SPARE:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
@@ -27,9 +27,9 @@ class Reserve:
 
 
 def none_left(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is that of a process without a free descriptor."""
+    """Whether an error, or one in its chain of causes, means that the process has no free descriptor."""
     seen = set[int]()
-    # A chain may run in a circle: an error that was raised again while one was handled that came from it.
+    # The chain is a circle if an error is raised again while an error that it caused is handled.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "oo many open files" in str(error):
@@ -39,7 +39,7 @@ def none_left(error: BaseException | None) -> bool:
 
 
 def way_out() -> str:
-    """What to do, in words."""
+    """The error message, with what the user can do."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
         f"too many open files: this process may have {limit} (ulimit -n), and all are in use. Start it with more: "

@@ -52,8 +52,8 @@ class ListRows:
 
 
 class TableRows:
-    """Rows of an Arrow table; `row` costs one slice of it. What Python has no value for, such as a date beyond the year 9999, is
-    its text: `1000000000000 timestamp[s]`. Errors: `DataError` for two columns of one name."""
+    """Rows of an Arrow table; reading a row slices the table. A value that Python cannot hold, such as a date beyond the year 9999,
+    becomes text: `1000000000000 timestamp[s]`. Errors: `DataError` for two columns of one name."""
 
     def __init__(self, table: Any, source: str) -> None:
         check_names(table.column_names, source)
@@ -71,7 +71,7 @@ def arrow_row(table: Any) -> dict[str, Any]:
     """The only row of an Arrow table as Python's objects."""
     try:
         [row] = table.to_pylist()
-    except Exception:  # each type has its own errors, some of them other packages'
+    except Exception:  # each type raises errors of its own
         row = {name: _as_python(table.column(name)[0]) for name in table.column_names}
     return {name: without_nulls(value) for name, value in row.items()}
 
@@ -81,19 +81,19 @@ def _as_python(scalar: Any) -> Any:
 
     try:
         return scalar.as_py()
-    except Exception:  # as above
+    except Exception:  # see `arrow_row`
         if isinstance(scalar, pa.StructScalar):
             return {name: _as_python(each) for name, each in scalar.items()}
         if isinstance(scalar, pa.ListScalar):  # a map is a list of pairs
             return [_as_python(each) for each in scalar.values]
         if isinstance(scalar, (pa.StringScalar, pa.LargeStringScalar, pa.StringViewScalar)):
-            return scalar.as_buffer().to_pybytes()  # no UTF-8
+            return scalar.as_buffer().to_pybytes()  # the bytes are not UTF-8
         value = scalar.value
         return _as_python(value) if isinstance(value, pa.Scalar) else f"{value} {scalar.type}"
 
 
 def check_names(names: Sequence[str], source: str) -> None:
-    """Errors: `DataError` where two columns have one name."""
+    """Errors: `DataError` if two columns have one name."""
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise DataError(
             f"{source} has several columns named {', '.join(map(repr, twice))}; give each a name of its own"
@@ -131,7 +131,7 @@ def open_rows(path: str | os.PathLike[str]) -> PromptRows:
 
 
 def is_local(source: str | os.PathLike[str]) -> bool:
-    """Does `open_rows` find something there? (Whether it can be read is another matter.)"""
+    """Whether `open_rows` finds a file or directory there, readable or not."""
     place = Path(source).expanduser()
     return place.exists() or bool(parquet_shards(place))
 
@@ -146,7 +146,7 @@ def digest(rows: PromptRows, column: str) -> int:
 
 
 def _check_shards(files: Sequence[Path], source: str) -> None:
-    """Errors: `DataError` unless the shards among these files are each one of all of one sharding."""
+    """Errors: `DataError` if shards are missing, or of several shardings of one data set."""
     found: dict[tuple[str, int], list[int]] = {}
     for file in files:
         if shard := SHARD.fullmatch(file.name):
@@ -225,7 +225,7 @@ def _json_lines(data: bytes, place: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json(data: bytes, where: str) -> Any:
-    """With integers of any size, which faster packages make floats of. Errors: `DataError`."""
+    """Parsed by `json`, which keeps integers of any size; faster packages make floats of large ones. Errors: `DataError`."""
     try:
         text = data.decode()
         value = _DECODER.decode(text)

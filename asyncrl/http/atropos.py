@@ -5,26 +5,25 @@
         async for step in runtime.steps(): ...
 
     environment ──▶ server.py, access.py ──▶ groups.py ──▶ AsyncClient.push ──▶ ring ──▶ runtime/door.py
-                    connections, key, names  bytes to groups  waits for room         as for everybody
+                    connections, key, names  bytes to groups  waits for room         as for other producers
 
 Guarantees
 * 200 means accepted, as `push` means it: the group survives the death of this process and is trained or dropped, counted, once;
-* a full ring holds the reply back, up to `wait_s`; then 503, which Atropos sends again. Nothing is dropped for want of room;
-* a request that was cut off, or answered 503, is gone on with where it stopped when its body comes again;
+* a full ring delays the reply up to `wait_s`; then the reply is 503, and Atropos sends the group again. A full ring drops nothing;
+* a request that was cut off, or answered 503, is continued where it stopped when its body comes again;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
-* a run that ends or is stopped answers 503 to who waits, and lets every environment server that asks know (`environments.py`);
-* no state that a restart loses: an environment server that registered with an earlier run is served by the next one, where
-  `door.http_key` gives both the same key;
-* nobody without the key sees or changes anything, and no bytes that are sent end the run or fill its memory: what is too large, too
-  deep, too slow or too much is answered 4xx, and connections leave the run its descriptors.
+* a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks (`environments.py`);
+* a restart loses no state: an environment server that registered with an earlier run is served by the next one, if `door.http_key`
+  gives both the same key;
+* a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
+  too deep, too slow or too many are answered 4xx, and connections leave the run enough descriptors.
 
-Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so nothing waits for pieces that add
-up; the trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer;
-`min_batch_allocation` reserves nothing (and `/status-env` says so). `queue_size` counts what was accepted and is not
-trained yet, so Atropos' `max_batches_offpolicy` bounds that. Shared memory (`asyncrl.client`)
-is the fast path into the same ring.
+Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
+trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer. `min_batch_allocation`
+reserves nothing (and `/status-env` says so). `queue_size` counts groups that were accepted and are not trained yet, so Atropos'
+`max_batches_offpolicy` bounds these. Shared memory (`asyncrl.client`) is the fast path into the same ring.
 
-What is sent is not encrypted: beyond this machine use networks that you trust, or a tunnel.
+The connection is not encrypted: beyond this machine use networks that you trust, or a tunnel.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from .environments import NO_END, Environments
 from .groups import Groups, Spread
 from .server import Handler, HttpServer, receive, reply, web
 
-# Bytes of the bodies that are no groups.
+# Most bytes of a body without groups.
 MOST_FIELDS_BYTES = 1 << 16
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTerms:
-    """What the door tells environment servers about the run."""
+    """What environment servers learn about the run."""
 
     name: str
     batch_size: int  # sequences a step
@@ -68,7 +67,7 @@ class ServedTerms:
 
     @classmethod
     def of(cls, runtime: Runtime) -> ServedTerms:
-        """Out of the configuration of a run that is open."""
+        """From the configuration of an open run."""
         config = runtime.config
         return cls(
             name=config.run.name,
@@ -107,7 +106,7 @@ class AtroposDoor:
 
     @property
     def url(self) -> str:
-        """What a client is given as its base URL."""
+        """The base URL for clients, with the key."""
         return self._server.url
 
     async def __aenter__(self) -> AtroposDoor:
@@ -122,7 +121,7 @@ class AtroposDoor:
             await self._server.__aexit__(*exc)
 
     async def close(self) -> None:
-        """Takes nothing any more, and tells the environment servers. Leaving the `async with` does this and closes the port."""
+        """Refuse further groups, and announce the end to environment servers. Leaving the `async with` also closes the port."""
         self.groups.end()
         try:
             await self._environments.announce_over()
@@ -162,7 +161,7 @@ class AtroposDoor:
         return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
-        # An environment server drops what is as long as this, so that the longest fits it says one more.
+        # An environment server drops trajectories of this length, so it is one more than the longest that the run takes.
         return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:
@@ -199,7 +198,7 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _number(body: bytes) -> Any:
-    """`env_id`, None where there is none."""
+    """`env_id`; None if the body has none."""
     try:
         return _fields(body).get("env_id")
     except ValueError:
@@ -219,10 +218,10 @@ async def serve(
 
     Other processes may push through shared memory meanwhile. `others`: the rings of further ranks on this machine, among
     which the groups are spread. Reports the open door to the task group's `start`.
-    Errors: ConfigError where it cannot listen.
+    Errors: ConfigError if the door cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()
-    ring.publish_version(runtime.version)  # before anything is stamped with it
+    ring.publish_version(runtime.version)  # records get this version
     async with plain_task_group() as tasks:
 
         async def feed() -> None:

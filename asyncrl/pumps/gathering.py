@@ -1,13 +1,13 @@
-"""Groups of other processes, whose members come one by one, until they are whole: then the intake takes them.
+"""Collects the members of groups from other processes, and hands whole groups to the intake.
 
     add ──▶ stash, by (epoch, group) ──whole──▶ queue ──▶ Intake.submit (waits for a slot) ──▶ trained or dropped
               │ time is up, epoch over, too old: dropped and counted
 
-* The queue of whole groups needs no bound of its own: each group in it holds its place in its producer's ring.
-* A group of known versions for which no place is left within `rollout.max_staleness` is dropped and counted at once: its
-  producer can play a new one with newer weights. A group without versions waits for its slot.
-* An incomplete group ends by `door.timeout_s` from its first member (`door.on_timeout`: drop it, train what came, or end the
-  run), `door.reconnect_s` after the last producer of its epoch went, or when a member of it is too old to be trained.
+* The queue of whole groups needs no bound of its own, because each group in it keeps its place in its producer's ring.
+* A group whose versions are known is dropped and counted at once if no place is left within `rollout.max_staleness`: its producer
+  can play a new one with newer weights. A group without versions waits for its slot.
+* An incomplete group ends in three cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
+  that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from .intake import Intake
 
 # Incomplete groups in the stash; their bytes are bounded by the rings.
 MOST_GROUPS = 4096
-# Whole groups that wait for slots: the rings, whose records they hold, bound their number.
+# Whole groups that wait for slots. They hold records of the rings, so the rings bound their number.
 MOST_WHOLE = 1 << 30
-# Refusals that are shown on the live view; all are counted.
+# Most refusals that the live view shows; all are counted.
 NOTES = 10
 
 
 @dataclass(slots=True)
 class DoorStatistics:
-    """What became of the groups of a door. `refused` counts records that contradict their group, and groups that this run cannot
-    train."""
+    """Counts of a door's groups. `refused`: records that contradict their group, and groups that this run cannot train."""
 
     submitted: int = 0
-    # To be trained within `max_staleness`.
+    # Dropped: they could not be trained within `max_staleness`.
     too_old: int = 0
-    # Dropped: their time was up, or their epoch over.
+    # Dropped: members were missing at the time-out or at the end of their epoch.
     incomplete: int = 0
     # Submitted with the members that came in time.
     partial: int = 0
@@ -67,7 +66,7 @@ class Gathering:
         note: Callable[[str], None],
         statistics: DoorStatistics,
     ) -> None:
-        """`decode`: ids to the text of a prompt, which reward functions and people read."""
+        """`decode`: token ids to the text of a prompt, for reward functions and the report."""
         self._intake = intake
         self._reconnect_s = settings.reconnect_s
         self._stash: Stash[Mapping[str, Any]] = Stash(
@@ -88,7 +87,7 @@ class Gathering:
         self._failed: str | None = None  # the first group whose rewards could not be computed
 
     def close(self) -> None:
-        """End the queue of whole groups, once nobody calls `add` or `submit` any more."""
+        """End the queue of whole groups. Do not call `add` or `submit` afterwards."""
         self._whole_in.close()
         self._whole.close()
 
@@ -106,8 +105,8 @@ class Gathering:
     def add(
         self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
     ) -> bool:
-        """Take members that came together. `columns`: of their prompt, for the reward functions. False: none of them was
-        taken, and the caller ends the lease."""
+        """Take members that came together. `columns`: of their prompt, for the reward functions. Returns False if it took none of
+        them; then the caller ends the lease."""
         whole = self._stash.add_whole(members, columns, lease=lease, epoch=epoch, group=group)
         if whole is not None:
             self._whole_in.put_nowait(whole)
@@ -127,19 +126,19 @@ class Gathering:
         return kept
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:
-        """Drop a group of which a record cannot be trained: it can never be whole."""
+        """Drop a group with a record that cannot be trained, because the group can never be whole."""
         self._refuse(error, epoch, group)
         rest = self._stash.discard(group, epoch)
         if rest is not None:
             _release(rest.leases)
 
     def came(self, epoch: int, producer: bytes) -> None:
-        """A producer feeds this epoch: it does not end before the producer goes."""
+        """A producer feeds this epoch, so the epoch does not end before the producer leaves."""
         self._feeders.setdefault(epoch, set()).add(producer)
         self._over.pop(epoch, None)
 
     def gone(self, producer: bytes) -> None:
-        """A producer left or died: epochs that nobody feeds any more end after `door.reconnect_s`."""
+        """A producer left or died. Epochs without a producer end after `door.reconnect_s`."""
         for epoch, feeders in list(self._feeders.items()):
             feeders.discard(producer)
             if not feeders:
@@ -168,11 +167,11 @@ class Gathering:
         with contextlib.suppress(LifecycleError):
             async for group in self._whole:
                 await self._submit(group)
-                # Many groups may have come together, and taking them need not wait: without this the loop would stand still.
+                # Taking a group may not wait for anything, so many groups would block the event loop without this.
                 await anyio.lowlevel.checkpoint()
 
     async def expire(self) -> None:
-        """For ever: end the groups whose time is up. Errors: StallError with `on_timeout: error`."""
+        """End groups at their time-out, without end. Errors: StallError with `on_timeout: error`."""
         while True:
             for group in await self._stash.wait_expired():
                 if group.trainable:
@@ -182,7 +181,7 @@ class Gathering:
                     self._drop(group)
 
     async def end_epochs(self) -> None:
-        """For ever: drop the incomplete groups of epochs that are over."""
+        """Drop the incomplete groups of epochs that are over, without end."""
         while True:
             changed, now = self._changed, anyio.current_time()
             for epoch in [epoch for epoch, at in self._over.items() if at <= now]:
@@ -197,12 +196,12 @@ class Gathering:
     async def _submit(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         leases = tuple(dict.fromkeys(group.leases))
         trajectories = group.trajectories
-        if len(trajectories) < group.size:  # some did not come in time
+        if len(trajectories) < group.size:  # ended by a time-out
             size = len(trajectories)
             trajectories = tuple(replace(t, member=place, group_size=size) for place, t in enumerate(trajectories))
         try:
             accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
-        # Also for VersionAhead: records that an earlier run of this name left behind.
+        # Includes VersionAhead, for records that an earlier run of this name left behind.
         except (DataError, ValueError, RewardError) as error:
             self._refuse(error, group.key.epoch, group.key.group_id)
             _release(leases)
@@ -225,8 +224,8 @@ class Gathering:
         return Prompt(first.group_id, ids, text, group.context)
 
     def _unscored(self, error: RewardError) -> None:
-        """With `reward.on_error: fail`. A row that lacks what a function asks for may be one producer's fault; a function
-        that fails again is the run's. Errors: RewardError."""
+        """With `reward.on_error: fail`: note the first failure and raise at the second. A single row without a needed column may be
+        one producer's fault; a second failure is the run's. Errors: RewardError."""
         before, self._failed = self._failed, self._counts.last_refusal
         if before is not None:
             raise RewardError(
@@ -234,7 +233,7 @@ class Gathering:
             ) from error
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
-        """An incomplete group ended."""
+        """Count an incomplete group that ended, and end its leases."""
         if group.ending is Ending.STALE:
             self._too_old()
         else:
@@ -254,4 +253,4 @@ class Gathering:
 
 def _release(leases: Iterable[Lease]) -> None:
     for lease in leases:
-        lease.release()  # twice is fine
+        lease.release()  # a second call does nothing

@@ -1,4 +1,4 @@
-"""The train pump: rows that are ready in, optimizer steps out.
+"""The train pump: takes ready rows and makes optimizer steps.
 
     consumes     rows of scored groups (edge 5), in the order that the ledger allows
     produces     one optimizer step or several a batch, its report, and its publication (edge 6)
@@ -14,10 +14,9 @@
 
 The pump never waits to fill a microbatch; where steps are streamed, it trains claimed groups while later ones are generated.
 
-A step whose optimizer step was not applied is aborted, after the work that is already on the lane: its groups are live
-again and their rows are still in the store, but for those that it failed on (step.py). Once the optimizer step was applied (the
-first one, where a batch takes several), the groups count as trained, whatever fails or is cancelled afterwards: no group is ever
-trained in two steps.
+A step whose optimizer step was not applied is aborted after the work that is already on the lane. Its groups are live again and
+their rows are still in the store, except for groups that made the step fail (step.py). Once the optimizer step (the first one of a
+batch) was applied, the groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 
 Rounds. Under `distributed.sharding: fsdp` a microbatch is a collective, so a rank that trains needs all others there at once.
 Round k of a step is due when `k x every` places of the step are claimed, over all ranks. That number is in the shared books,
@@ -27,10 +26,10 @@ none: it runs a microbatch of weight 0), and no rank waits for one that has no r
     claimed   0  1  2  3  4  5  6  7  8 = full
     round           1     2     3     4, then the last ones: until every rank says that it is finishing
 
-While a rank waits in a round its lane decodes nothing. That cannot become a circle: another rank comes as soon as its own
-lane and its publish of the last step let it, and neither waits for this rank's groups. The publish has collectives of its
-own, so a rank joins no round before its publish of the last step is through. A rank that dies or raises closes its connections: the
-others' collective fails then, at the latest after its time-out.
+While a rank waits in a round its lane decodes nothing. This is no deadlock: another rank joins as soon as its lane is free and its
+publish of the last step has ended, and neither waits for this rank's groups. The publish has collectives of its own, so a rank
+joins no round before that publish has ended. A rank that dies or raises closes its connections, which makes the others' collective
+fail, at the latest after its time-out.
 """
 
 from __future__ import annotations
@@ -80,17 +79,17 @@ class TrainPump:
         # Optimizer steps of a batch.
         self._updates = versions_per_batch(ports.config)
         streams = bool(rollout.streaming) and self._updates == 1
-        # So many claimed groups are trained before the step is full; None: steps are not streamed.
+        # Train as soon as so many claimed groups are untrained; None: steps are not streamed.
         self._streams_from = rollout.streaming_min_groups if streams else None
-        # Every rank says what the loss has to know of the whole step, before each optimizer step.
+        # The loss needs sums over the whole step, which all ranks exchange before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
-        # Claimed places, over all ranks, from one round to the next; 0: there are only the last rounds, at finish.
+        # Claimed places, over all ranks, from one round to the next; 0: all rounds run at finish.
         self._every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams and ports.round is not None else 0
         self._building = Building(ports, self._last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
 
     async def run(self, publications: QueueSender[Publication]) -> None:
-        """Step after step, until there is none any more; then the publish pump's edge is closed."""
+        """Make steps until no group can come any more; then close the edge to the publish pump."""
         async with publications, anyio.create_task_group() as tasks:
             spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while not self._claims.finished and await self._step(publications):
@@ -98,8 +97,8 @@ class TrainPump:
             tasks.cancel_scope.cancel()
 
     async def _last_published(self) -> None:
-        """Evaluation and checkpoint read the weights of their version, so the next optimizer step must not come before they are
-        done; and a publish may have a collective, which has to come in the same order on every rank."""
+        """Wait for the last publish. Its evaluation and checkpoint read the weights, so the next optimizer step must come later.
+        Its collectives must come in the same order on every rank."""
         await self._published(self._ports.ledger.turn)
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -166,11 +165,11 @@ class TrainPump:
                 await ports.round(False)
 
     async def _train(self, step: Step, batches: list[Microbatch]) -> None:
-        """Begin where that was not done, and add these microbatches. Every rank comes here once before each optimizer
-        step whose loss is surveyed, or none does: that is a collective."""
+        """Begin the trainer's step, if needed, and add these microbatches. A survey is a collective: either every rank calls this
+        once before each optimizer step, or none does."""
         trainer = self._ports.trainer
         if self._surveys:
-            # The publish has a collective too (time limit): in the same order on every rank.
+            # The publish has a collective too (time limit), which must come first on every rank.
             if self._ports.ranks > 1:
                 await self._last_published()
             with laid_to(step.group_ids):
@@ -199,34 +198,34 @@ class TrainPump:
             for update in range(self._updates):
                 if self._updates > 1:
                     await self._train(step, step.parts[update % len(step.parts)])
-                # Also where another rank did all the work of this step: the reduction needs everybody.
+                # A rank without work in this step begins too, because the reduction needs every rank.
                 await self._begin(step)
-                # The trainer does not say which group a round failed on.
+                # The error of a round does not name its group.
                 with laid_to(step.group_ids):
                     while ports.round is not None and not await ports.round(True):
                         pass
                 step.results.append(await self._apply(step, update))
-            # The weights moved: the books are kept, whatever happens now.
+            # The weights have changed, so the step must be committed even if this task is cancelled.
             with anyio.CancelScope(shield=True):
                 groups = await self._commit(step)
                 every = [self._part(step, groups)]
                 try:
-                    # Every rank comes here once after each step that it committed: a collective, like the reduction before it.
-                    # The next one (of the time limit, of the next step) is asked for only afterwards.
+                    # A collective, which every rank runs once after each committed step. The next collective (time limit, next
+                    # step) comes later.
                     every = await ports.gather(every[0])
                 finally:
-                    # Also where another rank is gone: a step that is committed has its line, of this rank's groups.
+                    # If another rank is gone, the report has this rank's groups alone.
                     self._report(step, groups, every)
         await hand_on(publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def _close(self, step: Step) -> None:
-        """A step that was not finished: committed and reported where it was applied, aborted where it was not."""
+        """End an unfinished step: commit and report it if it was applied, else abort it."""
         if step.committed or not (step.rows or step.begun):
             return
         with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
             if step.applied:
                 groups = await self._commit(step)
-                self._report(step, groups, [self._part(step, groups)])  # the other ranks do not come to a gathering
+                self._report(step, groups, [self._part(step, groups)])  # other ranks do not gather now
                 return
             if step.begun:
                 await self._ports.trainer.abort_train_step()
@@ -234,7 +233,7 @@ class TrainPump:
                 await self._claims.give_back()
 
     async def _apply(self, step: Step, update: int) -> StepResult:
-        """The optimizer step. Not cancelled half-way: it may have moved the weights, and then its result is wanted."""
+        """The optimizer step. It is shielded from cancellation, because it may have moved the weights and its result is needed."""
         trainer = self._ports.trainer
         before = trainer.version
         try:
@@ -253,7 +252,7 @@ class TrainPump:
             step.in_doubt = True
             raise
         finally:
-            step.applied |= trainer.version > before  # also where it failed only afterwards
+            step.applied |= trainer.version > before  # even if it raised afterwards
 
     async def _commit(self, step: Step) -> tuple[Group, ...]:
         """The ledger's next turn; the rows are cleared. Returns the groups, which outlive their rows."""
@@ -265,7 +264,7 @@ class TrainPump:
         await ports.ledger.commit()
         step.committed = True
         self._reroll.step_committed([rows.group for rows in step.rows])
-        # Only now, so that no step draws its own groups; and before their rows are cleared.
+        # After the step, so that no step draws its own groups, and before their rows are cleared.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
@@ -273,7 +272,7 @@ class TrainPump:
         return groups
 
     def _report(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
-        """Report a committed step, once. `every`: the parts of all ranks, or of those that are not gone."""
+        """Report a committed step once. `every`: the parts of all ranks, or of this rank alone."""
         result = self._result(step)
         metrics = step_metrics(every, step.version, result, anyio.current_time() - step.started)
         if len(every) < self._ports.ranks:
@@ -282,15 +281,15 @@ class TrainPump:
         self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """The result of the last pass over the batch, or of its part that was applied where the pass was cut off."""
+        """The result of the last pass over the batch; of an interrupted pass, the part that was applied."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
-        if not done:  # applied, and then the trainer failed
+        if not done:  # the trainer raised after the step was applied
             return StepResult(version, math.nan, math.nan, math.nan, tokens=0, sequences=0, microbatches=0)
         return replace(over_parts(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
-        """This rank's part of the step, and what it counted since its last one."""
+        """This rank's part of the step, with its counts since the last step."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
         sums["staleness/dropped"] = float(ports.counters["staleness/dropped"])

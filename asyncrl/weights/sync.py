@@ -1,7 +1,7 @@
 """The way of a version from the trainer to the engine, top to bottom.
 
-`SharedWeights` serves an engine that reads the trainer's own modules: nothing moves. For workers there is a weight board of two
-halves, of which `WeightPublisher` holds the trainer's end and `WeightReader` a worker's:
+`SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
+halves. `WeightPublisher` is the trainer's end of the board and `WeightReader` a worker's:
 
     trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or it is
                                  copied now. The trainer computes the fixed row (models/outputs.py)
@@ -14,10 +14,11 @@ A half is free while no worker can read it. A move that did not end (the caller 
 both halves, so none is free: the next update repeats that move before it writes. A pinned worker keeps the older half
 while the others move: that half is free once the pin is over, and the next update waits for it.
 
-A working copy in bfloat16 is itself a half. Each optimizer step casts the masters into the free one (`FlatParameters.target`), as
-often as steps follow each other without an update, or into memory of its own while none is free; the next update then copies that.
-Every version is copied in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights
-alone; and of a cut model, whose ranks gather into one place.
+The working copy of a bfloat16 model is itself a half of the board. Each optimizer step casts the masters into the free half
+(`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into memory of
+its own, and the next update copies that. Three kinds of models are copied in every version: float32 ones, because their modules
+read the masters; ones with adapters, because a merge writes only a part of the weights; and sharded ones, whose ranks gather into
+one place.
 
 The halves lie in the memory of the host or in a slab on a device: the board knows which (transport/memory/board.py).
 """
@@ -52,8 +53,8 @@ _LARGEST = 1e18
 
 
 def require_current(policy: PolicyModel, version: int) -> None:
-    """The policy has come to `version`, and its modules read the flat buffer. That holds finite numbers, and those of the masters.
-    On the lane. Errors: DivergenceError."""
+    """Check that the policy is at `version` or later, that its modules read the flat buffer, and that the buffer holds finite
+    numbers equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
     flat, working = policy.flat, policy.weights.working
@@ -65,7 +66,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
         )
     every = max(working.numel() // _SAMPLED_POSITIONS, 1)
     sample = working[::every].contiguous()
-    # Written so that NaN, which is below nothing, fails too.
+    # In this form NaN fails too.
     if not bool((sample.abs() < _LARGEST).all()):
         error = DivergenceError(
             f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares are no float32 any "
@@ -87,7 +88,7 @@ class SharedWeights:
         self._policy, self._engine, self._lane = policy, engine, lane
 
     async def update_weights(self, version: int) -> None:
-        """As `WeightSink.update_weights`. Errors: as `require_current`."""
+        """See `WeightSink.update_weights`. Errors: those of `require_current`."""
         await self._lane.run(partial(require_current, self._policy, version), name="publish/check", priority=1)
         await self._engine.update_weights(version)
 
@@ -99,17 +100,16 @@ class BoardWorkers(Protocol):
     """The workers that read the board."""
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every token that is sampled from now on comes from `version`, which lies in `half`, and nobody reads the
-        other half, unless it is pinned. May be asked for the same again, where the first time did not end well. `outputs`: the
-        trainer's fixed row; None: nobody compares this time."""
+        """Returns once every later token comes from `version`, which lies in `half`, and only a pinned worker reads the other half.
+        A call that failed may be repeated. `outputs`: the trainer's fixed row; None: workers do not compare this time."""
         ...
 
     def reads(self, half: int) -> bool:
-        """Whether a pinned worker may read that half."""
+        """Whether a pinned worker may read this half."""
         ...
 
     async def left(self, half: int) -> None:
-        """Returns once no pinned worker does."""
+        """Returns once no pinned worker reads this half."""
         ...
 
 
@@ -126,20 +126,21 @@ class WeightPublisher:
         self._policy, self._board, self._workers, self._lane = policy, board, workers, lane
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
         self._current: PostedVersion | None = None
-        # Sent to the workers, and not answered by all of them.
+        # Sent to the workers, but not yet answered by all of them.
         self._announced: PostedVersion | None = None
         self._one_at_a_time = asyncio.Lock()
         self._computed_at, self._cost = -math.inf, 0.0
 
     @property
     def current(self) -> PostedVersion:
-        """What a worker that starts now begins with: what all others have. Errors: LifecycleError before `post_first`."""
+        """The version that all workers have; a new worker starts with it. Errors: LifecycleError before `post_first`."""
         if self._current is None:
             raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
         return self._current
 
     async def post_first(self) -> PostedVersion:
-        """The policy's present version, for workers that start afterwards. Errors: DivergenceError, LifecycleError (twice)."""
+        """Write the policy's present version for workers that start afterwards. Errors: DivergenceError; LifecycleError if it was
+        called before."""
         async with self._one_at_a_time:
             if self._current is not None:
                 raise LifecycleError("the weight board has its first version already")
@@ -148,7 +149,7 @@ class WeightPublisher:
         return self._current
 
     async def update_weights(self, version: int) -> None:
-        """As `WeightSink.update_weights`. Errors: as `require_current`; those of the workers."""
+        """See `WeightSink.update_weights`. Errors: those of `require_current` and of the workers."""
         async with self._one_at_a_time:
             if self._announced is not None:
                 await self._move(self._announced)
@@ -158,13 +159,13 @@ class WeightPublisher:
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def settled(self) -> None:
-        """Returns once the next optimizer step has a half to cast into, where it casts into halves."""
+        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not cast into halves."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
 
     async def _wait_for_half(self) -> int:
-        """The half that the workers do not have, once no pinned worker reads it either."""
+        """Returns the half that is not current, once no pinned worker reads it."""
         half = 1 - self.current.half
         if self._workers.reads(half):
             await self._workers.left(half)
@@ -172,7 +173,7 @@ class WeightPublisher:
         return half
 
     def _write(self, version: int, half: int) -> PostedVersion:
-        """On the lane. The policy may be at a later version than the one that is asked for: the half has the policy's."""
+        """Write the policy's version, which may be later than `version`, to the half. Call it on the lane."""
         policy, board = self._policy, self._board
         require_current(policy, version)
         if self._casts_into_halves:
@@ -188,7 +189,7 @@ class WeightPublisher:
         return first
 
     def _fixed_row(self) -> list[float] | None:
-        """What the trainer computes with the version; None where that would take more than `OUTPUTS_SHARE` of the time."""
+        """The trainer's log-probs of the fixed row; None if computing them would take more than `OUTPUTS_SHARE` of the time."""
         began = time.monotonic()
         if began - self._computed_at < self._cost / OUTPUTS_SHARE:
             return None
@@ -204,13 +205,13 @@ class WeightPublisher:
             self._set_free(1 - to.half)
 
     def _set_free(self, half: int) -> None:
-        """Nobody reads the half: it holds no version, and the next optimizer step may cast into it."""
+        """Clear a half that nobody reads. The next optimizer step may cast into it."""
         self._board.clear(half)
         if self._casts_into_halves:
             self._policy.flat.target = self._board.half(half)
 
     def close(self) -> None:
-        """Once no worker is left: the trainer goes on in the half where its weights are, which lasts as long as they do."""
+        """Call it when no worker is left. The trainer's weights stay in their half, which they keep alive."""
         if self._casts_into_halves:
             self._policy.flat.target = self._policy.flat.working
 
@@ -219,18 +220,18 @@ class WeightPublisher:
 
 
 class BoardEngine(Protocol):
-    """An engine whose weights lie on a weight board. `bound`: of how far its fixed row may be off the trainer's."""
+    """An engine whose weights lie on a weight board. `bound`: how far its fixed row may be off the trainer's."""
 
     recorder: Recorder
     bound: Bound
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Every later token comes from the weights in `half`, which are `version`, and nobody reads the other half. On the lane,
-        between two closures."""
+        """Bind the weights in `half`, which are `version`: every later token comes from them. Called on the lane between two
+        closures of the engine."""
         ...
 
     async def outputs(self) -> list[float]:
-        """Log-probs of the fixed row (models/outputs.py), computed with the weights that it samples from."""
+        """Log-probs of the fixed row (models/outputs.py), computed with the weights that the engine samples from."""
         ...
 
 
@@ -249,13 +250,13 @@ class WeightReader:
         self._has_next = anyio.Event()
 
     def set_target(self, target: PostedVersion) -> None:
-        """`run` moves there next. The version that it moves to at the moment is answered once."""
+        """Make `run` move to `target` next. The version of a move in progress is answered once, also if it is set again."""
         if self._moving is None or self._moving[:2] != target[:2]:
             self._next = target
             self._has_next.set()
 
     async def run(self) -> None:
-        """For ever. Of targets that come while it moves, the newest counts."""
+        """Move to each target, without end. Of targets that come during a move only the newest counts."""
         while True:
             await self._has_next.wait()
             self._has_next = anyio.Event()
@@ -265,22 +266,23 @@ class WeightReader:
                 self._moving = None
 
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Between two closures of the lane. `outputs`: the trainer's fixed row, which is computed after the node has its answer."""
+        """Fetch and bind the version between closures of the lane, answer the node, and then compare the fixed row with `outputs`,
+        the trainer's."""
         if self._board.copies and half != self._half:
             await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
         found, has_left = await self._lane.run(partial(self._bind, version, half), name="engine/bind", priority=1)
         if found != version:
             self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
             return
-        # No closure that reads the other half is left, and the next one notices the version: the node need not wait for it. What
-        # closures of before have launched on a GPU is waited for here, beside those that follow.
+        # No closure that reads the other half is left, and the next closure uses the new version. Earlier closures may have
+        # launched GPU work that still reads the other half. This waits for that work, while later closures run.
         await passed(has_left)
         self._send({"bound": version})
         if outputs is not None:
             await self._compare(version, outputs)
 
     def _bind(self, version: int, half: int) -> tuple[int | None, Passing]:
-        """(the version that the half names, what to wait for until nothing reads the other half)."""
+        """Returns (the version in the half, what to wait for until nothing reads the other half)."""
         found = self._board.version(half)
         if found == version:
             self._engine.move_to(self._board.half(half), version)

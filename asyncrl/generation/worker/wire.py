@@ -1,7 +1,7 @@
 """Requests and finished sequences as messages of the channel between node and worker.
 
-edge 2    {"requests": [[number, about], ...]} + prompts int32    about None: that request was given up
-edge 2'   {"sequence": number, ...} + [4, C] words: token ids, both log-probs, versions; then the routes, where they are recorded
+edge 2    {"requests": [[number, about], ...]} + prompts int32    about None: that request is cancelled
+edge 2'   {"sequence": number, ...} + [4, C] words: token ids, both log-probs, versions; then the routes, if they are recorded
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Message = tuple[dict[str, Any], bytes]
 
 
 def check_sendable(request: GenerationRequest) -> None:
-    """Errors: GenerationError for what is no JSON beside the prompt, such as a surrogate in a stop string."""
+    """Errors: GenerationError for a setting that JSON cannot hold, such as a surrogate in a stop string."""
     try:
         encode(_about(request))
     except TypeError as error:
@@ -30,7 +30,7 @@ def check_sendable(request: GenerationRequest) -> None:
 
 
 def requests_message(requests: Sequence[tuple[int, GenerationRequest | None]]) -> Message:
-    """Requests by number, in order; None where nobody waits for it any more. The worker begins those of a message together."""
+    """Requests by number, in order; None cancels one. The worker begins the requests of a message together."""
     about = [[number, None if request is None else _about(request)] for number, request in requests]
     prompts = [np.ascontiguousarray(each.prompt_ids, np.int32).tobytes() for _, each in requests if each is not None]
     return {"requests": about}, b"".join(prompts)

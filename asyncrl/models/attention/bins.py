@@ -1,4 +1,4 @@
-"""Rows of like lengths, padded to one shape: their queries, and the keys that these see, gathered from packed tensors.
+"""Rows of similar lengths, padded to one shape. Their queries and the keys that they attend to are gathered from packed tensors.
 
 The query heads of one key/value head are stacked as rows of one product, so keys and values are never expanded.
 
@@ -18,7 +18,7 @@ from ..copying import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBin:
-    """Padding repeats a real token: as a query its gradient is zeroed, as a key it has to be masked by the caller."""
+    """Padding repeats a real token. `queries_of` zeroes padded queries' gradients; the caller must mask padded keys."""
 
     rows: int  # R
     length: int  # L
@@ -56,7 +56,7 @@ class RowBin:
         tensor.index_copy_(0, self.target, rows.index_select(0, self.real) if self.padding.numel() else rows)
 
     def add(self, tensor: Tensor, part: Tensor) -> None:
-        """The inverse of `keys_of`, summed over all that share a key. (Masked keys have gradients of zero.)"""
+        """The adjoint of `keys_of`: sums over all rows that share a key. (Masked keys have gradients of zero.)"""
         heads, size = tensor.shape[1:]
         rows = part.view(self.rows, heads, -1, size).transpose(1, 2).to(tensor.dtype)
         tensor.index_add_(0, self.keys, rows.reshape(-1, heads, size))

@@ -1,9 +1,9 @@
 """Elementwise parts of a decoder layer, forward and backward, over blocks of rows that stay in cache.
 
-Written over preallocated buffers: a fresh buffer of some megabytes costs more in page faults than what is computed into
-it, and an operation over the whole of it reads and writes main memory where a block of rows would stay in cache. Results
-are in the dtype of the inputs; norms and their gradients are computed in float32 or wider. Where the native kernels were
-built they do it in one pass. On a GPU a norm is torch's fused operator, one launch in the place of nine.
+Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation. An
+operation over all rows would go through main memory; a block of rows stays in cache. Results have the dtype of the inputs; norms
+and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass. On a GPU a norm is
+torch's fused operator, one launch instead of nine.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -21,18 +21,18 @@ from .norms import fuses, shifted
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
 _BLOCK_BYTES = 1 << 20  # of the widest operand
 
-# Of a gate: silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2), and gelu with torch's word for how
+# Name -> torch's `approximate` of gelu. silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2).
 ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
 
 
 class Scratch:
-    """Named buffers that are reused by every call and grow when they must. One per model; only its lane may use it."""
+    """Named buffers that every call reuses and that grow if needed. A model has one; use it on the model's lane alone."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, columns], contiguous, with whatever was in it. Another `take` of the name takes it away."""
+        """A contiguous, uninitialised [rows, columns], valid until the next `take` of this name."""
         dtype = dtype or like.dtype
         size = rows * columns
         buffer = self._buffers.get((name, dtype))
@@ -41,7 +41,7 @@ class Scratch:
         return buffer[:size].view(rows, columns)
 
     def buffers(self) -> list[Tensor]:
-        """Those of now, for who has to keep them longer than this does."""
+        """The present buffers, for a caller that must keep their memory alive."""
         return list(self._buffers.values())
 
 
@@ -124,7 +124,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
     if (
         native.takes(heads, cos, sin, size=half)
         and heads.stride(1) == heads.shape[-1]
-        and cos.shape == sin.shape == (heads.shape[0], half)  # an embedding of a part of the head is torch's to refuse
+        and cos.shape == sin.shape == (heads.shape[0], half)  # torch raises for other shapes
         and cos.is_contiguous()
         and sin.is_contiguous()
     ):

@@ -3,14 +3,14 @@
 Hu et al., "LoRA" (arXiv:2106.09685), section 4.1, in peft's form: A [r, I] is random at the start and B [O, r] is zero, so
 that a run begins at the base model exactly. No dropout: sampler and trainer must compute the same.
 
-The modules hold the merged W, so that sampling, log-probs and checkpoints know nothing of adapters and cost what a plain
-model costs. W is computed anew from W0 once per version, never updated in place: nothing drifts. Backward gives A and B
-their gradients from a layer's input x and the gradient g of its output; the gradient of W itself, [O, I], is never made:
+The modules hold the merged W, so sampling, log-probs and checkpoints work and cost as with a plain model. W is computed from W0
+once per version and never updated in place, so rounding errors do not add up. Backward computes the gradients of A and B from a
+layer's input x and the gradient g of its output; the gradient of W itself, [O, I], is never computed:
 
     dB = s g' (x A')        dA = s (g B)' x        dx = g W
 
-A weight that is no layer's, such as a stack of experts [E, O, I] (or [E, I, O]), has an A and a B for each expert, which lie in
-peft's form: A [E r, I], B [O, r E]. There autograd makes the gradient of W, a layer at a time, and a hook takes both from it:
+A weight that no `nn.Linear` has, such as a stack of experts [E, O, I] (or [E, I, O]), gets an A and a B for each expert, in peft's
+form: A [E r, I], B [O, r E]. There autograd computes the gradient of W, a layer at a time, and a hook computes both from it:
 
     dB = s dW A'            dA = s B' dW
 
@@ -49,7 +49,7 @@ _PREFIX = "base_model.model."  # of parameter names in peft's files
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """Of one linear layer. `a` and `b` are what products read; gradients add up in views of the flat buffer."""
+    """The adapter of one linear layer. `a` and `b` have the dtype of the products; gradients add up in views of the flat buffer."""
 
     a: nn.Parameter  # [r, I]
     b: nn.Parameter  # [O, r]
@@ -64,12 +64,12 @@ class Adapter:
 
 
 class AdaptedLinear(nn.Linear):
-    """Takes the place of a module's class, not of the module: the weight is the merged one, under its old name."""
+    """The class that an adapted `nn.Linear` gets; the module stays the same object. `weight` is the merged one."""
 
     adapter: Adapter
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product with the merged weight; where gradients are taken, a node that gives them to A and B."""
+        """The product with the merged weight. If gradients are on, its backward computes those of A and B."""
         if not torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
         adapter = self.adapter
@@ -95,12 +95,12 @@ class _Adapted(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A weight that gets adapters. `name`: of them in peft's files, without `.lora_A.weight`."""
+    """A weight that gets an adapter. `name`: the adapter's in peft's files, without `.lora_A.weight`."""
 
     name: str
-    # [O, I]; of experts [E, O, I], or [E, I, O] where it is `transposed`.
+    # [O, I]; of experts [E, O, I], or [E, I, O] if it is `transposed`.
     weight: Tensor
-    layer: nn.Linear | None  # that reads it; None: some other module does
+    layer: nn.Linear | None  # None: the weight of another module
     transposed: bool = False
 
     @property
@@ -124,7 +124,7 @@ class LoraParameters(FlatParameters):
     """The adapters of a module as flat parameters, by the names of peft's files; `refresh` merges them."""
 
     def __init__(self, module: PreTrainedModel, weights: FlatWeights, config: LoraConfig, seed: int) -> None:
-        """`weights`: the module's own, frozen. `seed` keys A. Errors: ConfigError, where no layer or a wrong one is named."""
+        """`weights`: the module's own, frozen. `seed`: of A. Errors: ConfigError if `config` names no layer or a wrong one."""
         self.targets = targets = find_targets(module, config)
         self._has_stacks = any(parameter.ndim == 3 for parameter in module.parameters())
         self.config = config
@@ -147,7 +147,7 @@ class LoraParameters(FlatParameters):
 
     @torch.no_grad()
     def _take_gradient(self, number: int, weight: Tensor) -> None:
-        """Of a weight that no layer of ours reads, once autograd has it whole: into those of A and B, and forgotten."""
+        """Hook of a weight without an `AdaptedLinear`: adds the gradients of A and B and frees the weight's own."""
         assert weight.grad is not None
         target, grad_EOI = self.targets[number], self.targets[number].stacked(weight.grad)
         a_ErI, b_EOr = target.factors(*(self.parameters[2 * number + i].detach() for i in (0, 1)))
@@ -157,7 +157,7 @@ class LoraParameters(FlatParameters):
         weight.grad = None
 
     def refresh(self) -> None:
-        """As `FlatParameters.refresh`, and every merged weight anew from its W0."""
+        """See `FlatParameters.refresh`; also merges every weight from its W0."""
         super().refresh()
         with torch.no_grad():
             for number, place in enumerate(self._places):
@@ -174,7 +174,7 @@ class LoraParameters(FlatParameters):
         return (whole_EOI.transpose(1, 2) if target.transposed else whole_EOI).reshape(base.shape).to(base.dtype)
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """As `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""
+        """See `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""
         for name, master in self.named_masters():
             if name in state and state[name].shape != master.shape:
                 raise ConfigError(
@@ -184,21 +184,21 @@ class LoraParameters(FlatParameters):
         super().load_masters(state)
 
     def host_state(self) -> dict[str, Tensor]:
-        """The adapters as peft's file holds them, in the masters' dtype. On the lane."""
+        """The adapters in the form of peft's file, in the masters' dtype. Call it on the lane."""
         return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
 
     def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
-        """Write `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`. Any thread."""
+        """Write `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`, on any thread."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Of a model with stacks of experts peft takes all-linear for those stacks, too: there the layers are named.
+        # peft's all-linear includes stacks of experts, which have no adapters here. So a model with stacks gets the layers' names.
         leaves = sorted({target.name.rpartition(".")[2] for target in self.targets if target.layer is not None})
         _peft_config(self.config, base, leaves if self._has_stacks else None).save_pretrained(str(directory))
         save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[Target]:
-    """The weights that `config` names, as peft matches names; where text passes alone. Errors: ConfigError."""
+    """The weights that `config` names, by peft's rules, and only those that text passes through. Errors: ConfigError."""
     layers = _find_layers(module, config.target_modules)
     return [
         *(Target(name, layer.weight, layer) for name, layer in layers.items()),
@@ -232,7 +232,7 @@ def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.
 def _find_parameters(
     module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
 ) -> Iterator[Target]:
-    """Parameters of other modules. Of several of one module peft wraps the first one innermost."""
+    """Parameters of other modules. If one module has several, peft nests its wrappers, the first parameter's innermost."""
     unreached, found = unreached_names(module), set[str]()
     for owner, part in module.named_modules():
         own: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
@@ -267,7 +267,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """A line for people: on which share of the matrices that text goes through adapters lie, and which have none."""
+    """A line for the log: the share of weights with adapters among those that text goes through, and the names of the others."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     looked_up = None if embedding is None or embedding.weight is head.weight else embedding.weight
     unreached = unreached_names(module)
@@ -286,7 +286,7 @@ def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def require_peft() -> None:
-    """Errors: ConfigError where peft, whose files the adapters are written in, is not installed."""
+    """Errors: ConfigError if peft, which writes the adapters' files, is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             f"model.lora.rank is set, but peft is not installed; run `{install('lora')}`, or leave model.lora out"
@@ -294,7 +294,7 @@ def require_peft() -> None:
 
 
 def _initial(targets: Sequence[Target], rank: int, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """A uniform within 1 / sqrt(I), which is peft's `kaiming_uniform_(a=sqrt(5))`; B zero."""
+    """(name, values) of each A and B. A is uniform within 1 / sqrt(I), peft's `kaiming_uniform_(a=sqrt(5))`; B is zero."""
     generator = torch.Generator().manual_seed(seed)
     for target in targets:
         experts, outputs, inputs = target.shape
@@ -308,7 +308,7 @@ def _initial(targets: Sequence[Target], rank: int, seed: int) -> Iterator[tuple[
 
 
 def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | None = None) -> Any:
-    """`leaves`: last parts of the adapted layers' names in the place of all-linear."""
+    """`leaves`: last parts of the adapted layers' names, which replace all-linear."""
     from peft import LoraConfig as PeftConfig  # an extra: seconds to import, and only checkpoints need it
 
     every = config.target_modules == (ALL_LINEAR,)
