@@ -226,8 +226,8 @@ class BoardEngine(Protocol):
     bound: Bound
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Bind the weights in `half`, which are `version`: every later token comes from them. Called on the lane between two
-        closures of the engine."""
+        """Bind the weights in `half`, which are `version`: every later token comes from them, and the engine reads the other half
+        no more. Called on the lane between two closures."""
         ...
 
     async def outputs(self) -> list[float]:
