@@ -110,7 +110,7 @@ CEILINGS: dict[str, int] = {
     "transport": 4590,
     "weights": 360,
     "tests": 52110,
-    "tools": 8180,
+    "tools": 8150,
 }
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"

@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def end(processes: Iterable[subprocess.Popen[Any]]) -> None:
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def wait_for(condition: Callable[[], object], seconds: float, look_s: float = 0.01) -> bool:
+    """Whether it came true in time. Other processes make it true: there is no event to wait for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(look_s)
+    return True
 
 
 def is_alive(pid: int) -> bool:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
@@ -54,14 +54,8 @@ NATS, RELATIVE = 1e-4, 1e-4  # most that log-probs and gradients may differ
 MAX_PROMPT, MAX_COMPLETION = 20, 38
 _GROUPS = ((9, (31, 12, 2)), (2, (1, 38)), (16, (5, 17)), (1, (10,)))  # (prompt, completions) in tokens
 _TEMPERATURES = (1.0, 0.7, 1.0, 1.0)
-_REQUESTS = (
-    (7, 0, 25),
-    (7, 0, 3),
-    (7, 0, 12),
-    (20, 1, 15),
-    (20, 1, 4),
-    (1, 2, 6),
-)  # (prompt tokens, prompt, max_tokens)
+# (prompt tokens, prompt, max_tokens)
+_REQUESTS = ((7, 0, 25), (7, 0, 3), (7, 0, 12), (20, 1, 15), (20, 1, 4), (1, 2, 6))
 _ROWS, _PREFILL, _UPDATE_AT = 4, 16, 6
 _TINY = 1e-3  # of the largest gradient: what is smaller is measured by this
 
@@ -97,6 +91,15 @@ class Measured:
             apart.append(f"checkpointing {self.checkpointing.removeprefix('WRONG ')}")
         if apart:
             self.status, self.remark = "WRONG", ", ".join(apart)
+
+
+class Wanted(NamedTuple):
+    """A microbatch, weights of its log-probs in the sum whose gradients are taken, and what transformers computes of them."""
+
+    batch: Microbatch
+    weights_S: Tensor
+    logp_S: Tensor
+    gradients: dict[str, Tensor]
 
 
 def open_policy(config: Config) -> PolicyModel:
@@ -137,21 +140,18 @@ def _attempt(name: str, seed: int, dtype: str) -> Measured:
         small_models.finite(eager)
         eager.double() if dtype == "float64" else None
         batch, rows = microbatch(_vocabulary(eager))
-        weights_S = torch.randn(
-            len(batch.target), generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
-        )
-        expected_S, expected = _own(eager, rows, weights_S)
+        generator = torch.Generator().manual_seed(seed + 1)
+        weights_S = torch.randn(len(batch.target), generator=generator, dtype=torch.float64)
+        wanted = Wanted(batch, weights_S, *_own(eager, rows, weights_S))
         stage = "load"
         policy = open_policy(_config(name, seed, dtype, False))
         measured.path = str(policy.path)
         stage = "training"
-        measured.logprobs, measured.gradients, measured.parameter = _train(
-            policy, False, batch, weights_S, expected_S, expected
-        )
+        measured.logprobs, measured.gradients, measured.parameter = _train(policy, False, wanted)
         stage = "sampler"
         anyio.run(_sample, measured, policy, eager)
         stage = "checkpointing"
-        measured.checkpointing = _checkpointed(name, seed, dtype, batch, weights_S, expected_S, expected)
+        measured.checkpointing = _checkpointed(name, seed, dtype, wanted)
     except Unbuildable as error:
         measured.status, measured.remark = "not buildable", str(error)
     except ConfigError as error:
@@ -261,31 +261,23 @@ def _picked(logits_LV: Tensor, tokens: np.ndarray, places: np.ndarray, temperatu
     return logp.gather(1, torch.from_numpy(tokens[places].astype(np.int64))[:, None])[:, 0]
 
 
-def _train(
-    policy: PolicyModel,
-    checkpointing: bool,
-    batch: Microbatch,
-    weights_S: Tensor,
-    expected_S: Tensor,
-    expected: dict[str, Tensor],
-) -> tuple[float, float, str]:
+def _train(policy: PolicyModel, checkpointing: bool, wanted: Wanted) -> tuple[float, float, str]:
     """(largest difference of a log-prob in nats, largest relative one of a gradient, its parameter)."""
     forward = Forward(policy, checkpointing)
     policy.flat.zero_grad()
     with torch.no_grad():
-        quiet_S, _ = forward(batch)
-    logp_S, _ = forward(batch)
-    (logp_S * weights_S.to(logp_S.dtype)).sum().backward()
-    logprobs = max(_apart(quiet_S, expected_S), _apart(logp_S.detach(), expected_S))
+        quiet_S, _ = forward(wanted.batch)
+    logp_S, _ = forward(wanted.batch)
+    (logp_S * wanted.weights_S.to(logp_S.dtype)).sum().backward()
+    logprobs = max(_apart(quiet_S, wanted.logp_S), _apart(logp_S.detach(), wanted.logp_S))
     found = dict(policy.flat.named_grads())
-    if found.keys() != expected.keys():
-        raise RuntimeError(f"parameters {sorted(found.keys() ^ expected.keys())[:4]} are on one side only")
-    floor = _TINY * max(float(gradient.norm()) for gradient in expected.values())
+    if found.keys() != wanted.gradients.keys():
+        raise RuntimeError(f"parameters {sorted(found.keys() ^ wanted.gradients.keys())[:4]} are on one side only")
+    floor = _TINY * max(float(gradient.norm()) for gradient in wanted.gradients.values())
     worst, where = 0.0, ""
-    for name, gradient in expected.items():
-        difference = float((found[name].double() - gradient.double()).norm()) / max(
-            float(gradient.norm()), floor, 1e-30
-        )
+    for name, gradient in wanted.gradients.items():
+        size = max(float(gradient.norm()), floor, 1e-30)
+        difference = float((found[name].double() - gradient.double()).norm()) / size
         if not difference <= worst:
             worst, where = difference, name
     return logprobs, worst, where
@@ -297,18 +289,10 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs.double()).abs().max())
 
 
-def _checkpointed(
-    name: str,
-    seed: int,
-    dtype: str,
-    batch: Microbatch,
-    weights_S: Tensor,
-    expected_S: Tensor,
-    expected: dict[str, Tensor],
-) -> str:
+def _checkpointed(name: str, seed: int, dtype: str, wanted: Wanted) -> str:
     try:
         policy = open_policy(_config(name, seed, dtype, True))
-        logprobs, gradients, where = _train(policy, True, batch, weights_S, expected_S, expected)
+        logprobs, gradients, where = _train(policy, True, wanted)
     except ConfigError:
         return "refused"
     if logprobs <= NATS and gradients <= RELATIVE:

@@ -108,10 +108,8 @@ class Faulty(Life):
                 yield f"did not end within {limit:g} s"
                 break
             time.sleep(0.1)  # there is no event that a foreign process could set
-        deadline = time.monotonic() + 5.0  # reward workers hear of the death from their pipe
-        while (left := self.family()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if left:
+        # Reward workers learn of the death from their pipe.
+        if left := self.remaining(5.0):
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         for each in left:
             each.kill()

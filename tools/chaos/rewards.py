@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import end as end_all
-from commands import is_alive, start
+from commands import is_alive, start, wait_for
 
 FILE = Path(__file__).resolve()
 BROOD = ("child", "grandchild", "fork", "stopped", "session", "daemon", "bare daemon", "restless")
@@ -74,7 +74,7 @@ def breeds(completions: list[str]) -> list[float]:
     _fork(token, 7, lambda: _daemon(lambda: _restless(Path(f"{notes}.pulse"))))
     _note(notes)
     if then == "exit":
-        _until(lambda: len(brood(token, notes)) == len(BROOD))
+        wait_for(lambda: len(brood(token, notes)) == len(BROOD), PATIENCE_S)
         os._exit(7)
     if then == "wait":
         time.sleep(86400)
@@ -146,7 +146,7 @@ async def _run(end: str, token: str, notes: Path) -> None:
         leaving = asyncio.ensure_future(leaves.wait())
         await asyncio.wait([first, leaving], return_when=asyncio.FIRST_COMPLETED)
         if end == "watchdog's hard exit":
-            _until(lambda: len(brood(token, notes)) == len(BROOD))
+            wait_for(lambda: len(brood(token, notes)) == len(BROOD), PATIENCE_S)
             time.sleep(600)  # noqa: ASYNC251  what the watchdog is for
         if first.done() and end in GOES_ON:
             await _call(pool, "another")
@@ -192,15 +192,6 @@ def brood(token: str, notes: Path) -> set[str]:
     return found
 
 
-def _until(condition: Any, seconds: float = PATIENCE_S) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)  # other processes: there is no event for their end
-    return True
-
-
 def _child(end: str, token: str, notes: Path) -> subprocess.Popen[str]:
     return start(__name__, "run", end, token, notes, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -214,24 +205,24 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
     try:
         if end not in ("worker crashes", "watchdog's hard exit", "worker replaced"):
             expected = set(MARKED if ENDS[end] == "marked" else BROOD)
-            assert _until(lambda: notes.exists() and brood(token, notes) == expected), (
+            assert wait_for(lambda: notes.exists() and brood(token, notes) == expected, PATIENCE_S), (
                 f"{end}: {brood(token, notes)} only"
             )
-        assert _until(notes.exists), f"{end}: no worker"
+        assert wait_for(notes.exists, PATIENCE_S), f"{end}: no worker"
         worker, guard = (int(each) for each in notes.read_text(encoding="utf-8").split())
         guarded = guard != process.pid
         _strike(end, process, worker, guard if guarded else None)
         if end == "guard and run killed":  # the next owner
             process.wait()
             others.append(_child("pool closed", str(int(token) + 1), folder / "next"))
-            _until((folder / "next").exists)
+            wait_for((folder / "next").exists, PATIENCE_S)
         if end in GOES_ON:
             assert process.stdout is not None and process.stdout.readline() == "scored again\n", f"{end}: no other call"
         elif process.poll() is None:
             process.wait(PATIENCE_S)
         began = time.monotonic()
         ours = [worker, guard] if guarded else [worker]
-        _until(lambda: not brood(token, notes) and not any(map(is_alive, ours)), bound)
+        wait_for(lambda: not brood(token, notes) and not any(map(is_alive, ours)), bound)
         left = sorted(brood(token, notes)) + [
             ("worker", "guard")[index] for index, pid in enumerate(ours) if is_alive(pid)
         ]

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from commands import EXAMPLES, ROOT, print_tally
+from commands import EXAMPLES, ROOT, print_tally, wait_for
 
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.errors import CheckpointError
@@ -137,6 +137,11 @@ class Life:
         self.numbers |= {each.pid for each in found}
         return found
 
+    def remaining(self, seconds: float) -> list[psutil.Process]:
+        """Those of its processes that are there after so long, or sooner none."""
+        wait_for(lambda: not self.family(), seconds, 0.1)
+        return self.family()
+
     def live(self, delay_s: float) -> str | None:
         """Until some steps are committed, and a little longer. A sentence where it ends by itself."""
         deadline = time.monotonic() + STARTED_S
@@ -164,11 +169,8 @@ class Life:
             time.sleep(0.1)
         if self.process.poll() is None:
             yield f"did not end within {ENDED_S:g} s"
-        if self.how != "KILL launcher":  # whose ranks have as long as they would have with it
-            deadline = time.monotonic() + 10.0
-        while (left := self.family()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if left:
+        # The ranks of a launcher that was killed have as long as they would have with it.
+        if left := self.remaining(deadline - time.monotonic() if self.how == "KILL launcher" else 10.0):
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         for each in left:
             each.kill()

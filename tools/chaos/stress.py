@@ -24,11 +24,10 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-from commands import end, left_in_shared_memory, start
+from commands import end, left_in_shared_memory, start, wait_for
 from transport_records import planned, whole
 
 from asyncrl.errors import RingDetached, RingFull
@@ -192,7 +191,8 @@ class Stress:
 
         Only who has got to work is killed: else a slow machine would see nothing but start-ups.
         """
-        self._wait(lambda: self._trained_bytes() > 0)
+        if not wait_for(lambda: self._trained_bytes() > 0, PATIENCE, 0.1):
+            raise SystemExit(f"nothing was trained within {PATIENCE} s")
         begin, stopped, tick, seen = time.monotonic(), None, 0, 0
         while (passed := time.monotonic() - begin) < seconds or (passed < PATIENCE and not self._enough()):
             time.sleep(1)
@@ -219,13 +219,6 @@ class Stress:
 
     def _enough(self) -> bool:
         return self.kills["died"] >= 5 and self.kills["owner"] >= 2 and self.kills["stopped"] >= 1
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            if time.monotonic() > end:
-                raise SystemExit(f"nothing was trained within {PATIENCE} s")
-            time.sleep(0.1)
 
     def _trained_bytes(self) -> int:
         path = self.directory / "trained"

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 from chaos.runs import STARTED_S, Life, add_common, keep_life, run_lives
-from commands import left_in_shared_memory
+from commands import left_in_shared_memory, wait_for
 
 from asyncrl.telemetry.sinks import read_jsonl
 
@@ -78,12 +78,9 @@ class WorkersLife(Life):
 
     def until(self, true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> str | None:
         """A sentence where it does not come true. Where the run has ended meanwhile, that is for `named`."""
-        deadline = time.monotonic() + patience_s
-        while not self.ended and not true():
-            if time.monotonic() > deadline:
-                return f"{what}: not within {patience_s:g} s"
-            time.sleep(LOOK_S)
-        return None
+        if wait_for(lambda: self.ended or true(), patience_s, LOOK_S):
+            return None
+        return f"{what}: not within {patience_s:g} s"
 
     def blow(self, signals: Sequence[str]) -> str | None:
         """To a worker that has not had one."""
@@ -170,10 +167,7 @@ def finish(life: WorkersLife) -> Iterator[str]:
     if asked == "KILL":
         life.process.kill()
         life.process.wait()
-        deadline = time.monotonic() + 10.0
-        while (left := life.family()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if left:
+        if left := life.remaining(10.0):
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         return
     yield from life.end()

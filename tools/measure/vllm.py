@@ -94,8 +94,6 @@ class Ours:
 
     async def generate(self, sequences: int, tokens: int, turn: int) -> int:
         """How many tokens came."""
-        import asyncio
-
         import numpy as np
 
         from asyncrl.types import GenerationRequest, SamplingParams
@@ -159,7 +157,7 @@ async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
         form = adapter.ModelSpec(config, policy.weights.layout(), trainer.board.half(0))
-        core = adapter.Core(form, room, choose)
+        core = adapter.VllmCore(form, room, choose)
         step = core.step
 
         def timed() -> Any:
