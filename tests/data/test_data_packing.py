@@ -12,34 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trajectories import trajectory
 
 from asyncrl.data import packing
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import OLD, REFERENCE
 from asyncrl.errors import DataError
-from asyncrl.types import FinishReason, Group, Microbatch, Prompt, Ticket, Trajectory
+from asyncrl.types import Group, Microbatch, Prompt, Ticket, Trajectory
 
 
 def make_trajectory(
     group_id: int, member: int, size: int, prompt: list[int], completion: list[int], mask: list[bool]
 ) -> Trajectory:
-    tokens = np.array([*prompt, *completion], np.int32)
-    full = np.array([False] * len(prompt) + mask, np.bool_)
+    full = [False] * len(prompt) + mask
     # Columns that name the token they belong to: a mix-up cannot go unseen.
-    name = 1000.0 * group_id + 100.0 * member + np.arange(tokens.size)
-    return Trajectory(
-        group_id=group_id,
-        member=member,
-        group_size=size,
-        prompt_length=len(prompt),
-        tokens=tokens,
-        mask=full,
-        logprobs=np.where(full, -name, 0).astype(np.float32),
-        sampled_logprobs=np.zeros(tokens.size, np.float32),
-        versions=np.where(full, np.arange(tokens.size) % 3, -1).astype(np.int32),
-        temperature=1.0 + member / 8,
-        finish_reason=FinishReason.STOP,
-    )
+    name = 1000.0 * group_id + 100.0 * member + np.arange(len(full))
+    return trajectory(
+        group_id, member, size, [*prompt, *completion], prompt_length=len(prompt), mask=full, logprob=-name, sampled=0,
+        version=np.arange(len(full)) % 3, temperature=1.0 + member / 8,
+    )  # fmt: skip
 
 
 def make_group(
@@ -168,10 +159,10 @@ def with_prompt_routes(lengths: list[int], routes: list[int | None]) -> tuple[Gr
     """Members of one prompt of 4 tokens; each prompt token went to expert `routes[member]`, each sampled one to 10 + member."""
     group, advantages = make_group(0, [1, 2, 3, 4], [([5] * n, [True] * n) for n in lengths])
     members = []
-    for trajectory, expert in zip(group.trajectories, routes, strict=True):
-        column = np.full((trajectory.tokens.size, 1, 1), 10 + trajectory.member, np.int8)
+    for t, expert in zip(group.trajectories, routes, strict=True):
+        column = np.full((t.tokens.size, 1, 1), 10 + t.member, np.int8)
         column[:4] = -1 if expert is None else expert
-        members.append(replace(trajectory, routed_experts=column))
+        members.append(replace(t, routed_experts=column))
     return replace(group, trajectories=tuple(members)), advantages
 
 
@@ -216,11 +207,8 @@ def test_the_last_token_of_a_prompt_may_have_gone_elsewhere() -> None:
     assert batch.prefix_length.tolist() == [1, 1]  # the only one there is
 
 
-def test_nothing_in_nothing_out() -> None:
-    assert pack_groups([], 10) == []
-
-
 def test_errors_name_the_group() -> None:
+    assert pack_groups([], 10) == []
     group, _ = make_group(7, [1], [([5], [True])] * 2)
     with pytest.raises(DataError, match="group 7: 1 advantages for 2"):
         pack_groups([(group, [0.0])], 10)
@@ -331,7 +319,6 @@ def test_a_token_is_copied_once_on_its_way_into_the_microbatch() -> None:
     (batch,), given_up, left, most = allocations(lambda: pack_groups(groups, 1 << 20, columns))
     scored = ROWS * (LENGTH - PROMPT)
     assert batch.scored == scored and batch.tokens.size == scored + 2 * PROMPT - ROWS
-
     arrays = [getattr(batch, field.name) for field in fields(batch)]
     out = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
     half_a_column, indices = 4 * scored // 2, 8 * scored

@@ -12,32 +12,21 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import trajectories
 
 from asyncrl.data.replay import ReplayBuffer, encode, priority
 from asyncrl.errors import DataError
 from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
 
-def trajectory(group_id: int, member: int, version: int, tokens: int, **rest: Any) -> Trajectory:
-    rng = np.random.default_rng([group_id, member])
-    mask = np.arange(2 + tokens) >= 2
-    values: dict[str, Any] = {
-        "group_id": group_id,
-        "member": member,
-        "group_size": 2,
-        "prompt_length": 2,
-        "tokens": rng.integers(1, 100, 2 + tokens).astype(np.int32),
-        "mask": mask,
-        "logprobs": np.where(mask, -rng.random(2 + tokens), 0).astype(np.float32),
-        "sampled_logprobs": np.where(mask, -rng.random(2 + tokens), 0).astype(np.float32),
-        "versions": np.where(mask, version, -1).astype(np.int32),
-        "temperature": 0.5,
-        "finish_reason": FinishReason.LENGTH,
-        "completion": "a text",
-        "reward": float(member),
-        "routed_experts": np.full((2 + tokens, 2, 1), member - 1, np.int16) if rest.pop("routes", False) else None,
-    }
-    return Trajectory(**(values | rest))
+def trajectory(group_id: int, member: int, version: int, tokens: int, routes: bool = False, **rest: Any) -> Trajectory:
+    rng, length = np.random.default_rng([group_id, member]), 2 + tokens
+    found = np.full((length, 2, 1), member - 1, np.int16) if routes else None
+    return trajectories.trajectory(
+        group_id, member, rest.pop("group_size", 2), rng.integers(1, 100, length), version=version,
+        logprob=-rng.random(length), sampled=-rng.random(length), routed_experts=found,
+        **{"temperature": 0.5, "finish_reason": FinishReason.LENGTH, "completion": "a text", "reward": float(member)} | rest,
+    )  # fmt: skip
 
 
 def group(group_id: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0), **rest: Any) -> Group:

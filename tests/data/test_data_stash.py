@@ -12,40 +12,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trajectories import trajectory
 from virtual_time import run_virtual
 
 from asyncrl.data.stash import Ending, Refusal, Stash, StashedGroup, StashRefused, Status, nbytes
 from asyncrl.errors import StallError
-from asyncrl.types import FinishReason, Trajectory
+from asyncrl.types import Trajectory
 
 
 def record(group: int, member: int, size: int = 3, *, version: int = 0, tokens: int = 4, salt: int = 0) -> Trajectory:
-    mask = np.arange(tokens) >= 1
-    return Trajectory(
-        group_id=group,
-        member=member,
-        group_size=size,
-        prompt_length=1,
-        tokens=np.arange(tokens, dtype=np.int32) + 100 * group + 10 * member + salt,
-        mask=mask,
-        logprobs=np.where(mask, -0.5 - member, 0).astype(np.float32),
-        sampled_logprobs=np.where(mask, -0.25 - member, 0).astype(np.float32),
-        versions=np.where(mask, version, -1).astype(np.int32),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
+    ids = np.arange(tokens) + 100 * group + 10 * member + salt
+    return trajectory(
+        group, member, size, ids, prompt_length=1, logprob=-0.5 - member, sampled=-0.25 - member, version=version,
         reward=float(member),
-    )
+    )  # fmt: skip
 
 
 BYTES = nbytes(record(0, 0))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def new(max_groups: int = 100, **settings: Any) -> Stash[str]:
@@ -54,7 +37,7 @@ def new(max_groups: int = 100, **settings: Any) -> Stash[str]:
 
 def members(group: StashedGroup[str] | None) -> list[int]:
     assert group is not None
-    return [trajectory.member for trajectory in group.trajectories]
+    return [each.member for each in group.trajectories]
 
 
 # -- whole groups --------------------------------------------------------------------------------------------------
@@ -98,8 +81,8 @@ def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_ow
     for group in yielded:
         key = tuple(group.key)
         assert members(group) == list(group.leases) == list(range(sizes[key])) and group.context == f"{key}"
-        for member, trajectory in enumerate(group.trajectories):
-            assert trajectory.tokens.tolist() == record(key[1], member, salt=7 * key[0]).tokens.tolist()
+        for member, each in enumerate(group.trajectories):
+            assert each.tokens.tolist() == record(key[1], member, salt=7 * key[0]).tokens.tolist()
     statistics = stash.statistics()
     assert (statistics.waiting_groups, statistics.waiting_bytes, statistics.waiting_trajectories) == (0, 0, 0)
     assert (statistics.duplicates, statistics.late) == (tally[Status.DUPLICATE], tally[Status.LATE])
@@ -226,43 +209,43 @@ def test_the_cap_always_holds_and_whoever_entered_leaves_exactly_once(
 
 
 def test_a_timeout_counts_from_the_first_arrival() -> None:
-    clock, expected = Clock(), 10.0
-    stash = new(timeout_s=10.0, clock=clock)
+    now, expected = [0.0], 10.0
+    stash = new(timeout_s=10.0, clock=lambda: now[0])
     stash.add(record(0, 0), "")
-    clock.now = 4.0
+    now[0] = 4.0
     stash.add(record(0, 1), "")
     stash.add(record(0, 1), "")  # a duplicate is no sign of life of the missing one
     assert stash.next_deadline() == expected
-    clock.now = expected - 0.001
+    now[0] = expected - 0.001
     assert stash.expire() == []
-    clock.now = expected
+    now[0] = expected
     [ended] = stash.expire()
     assert ended.ending is Ending.TIMEOUT and members(ended) == [0, 1] and not ended.trainable
     assert stash.next_deadline() is None and stash.add(record(0, 2), "").status is Status.LATE
 
 
 def test_partial_groups_are_yielded_where_there_are_enough_members() -> None:
-    clock = Clock()
-    stash = new(timeout_s=1.0, on_timeout="partial", clock=clock)
+    now = [0.0]
+    stash = new(timeout_s=1.0, on_timeout="partial", clock=lambda: now[0])
     for group, member in ((0, 2), (1, 1), (0, 0)):
         stash.add(record(group, member), f"{group}")
-    clock.now = 1.0
+    now[0] = 1.0
     two, one = stash.expire()
     assert two.ending is Ending.PARTIAL and two.trainable and members(two) == [0, 2] and two.size == 3
     assert one.ending is Ending.TIMEOUT and not one.trainable
     stash.add(record(2, 0), "")
     stash.add(record(2, 1), "")
     stash.add(record(3, 1), "")
-    clock.now = 3.0
+    now[0] = 3.0
     assert [group.ending for group in stash.expire()] == [Ending.PARTIAL, Ending.TIMEOUT]
     assert waiting(stash) == 0 and stash.next_deadline() is None
 
 
 def test_the_error_policy_names_the_group_and_the_missing_members() -> None:
-    clock = Clock()
-    stash = new(timeout_s=1.0, on_timeout="error", clock=clock)
+    now = [0.0]
+    stash = new(timeout_s=1.0, on_timeout="error", clock=lambda: now[0])
     stash.add(record(4, 1), "", epoch=9)
-    clock.now = 2.0
+    now[0] = 2.0
     with pytest.raises(StallError, match=r"group 4 of epoch 9 waited 1.0 s for its members \[0, 2\] of 3"):
         stash.expire()
     assert waiting(stash) == 1

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.trajectories import trajectory
 
 from asyncrl.data.store import (
     ADVANTAGES,
@@ -27,7 +28,7 @@ from asyncrl.data.store import (
 )
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
 A_TOKEN = 4 + 1 + 4 + 4 + 4  # bytes of its five columns
 
@@ -46,21 +47,8 @@ class Counted:
 
 
 def make_trajectory(group_id: int, member: int, size: int, length: int = 5, reward: float | None = None) -> Trajectory:
-    mask = np.arange(length) >= 2
-    return Trajectory(
-        group_id=group_id,
-        member=member,
-        group_size=size,
-        prompt_length=2,
-        tokens=np.arange(length, dtype=np.int32) + 100 * member,
-        mask=mask,
-        logprobs=np.where(mask, -1.5, 0).astype(np.float32),
-        sampled_logprobs=np.where(mask, -1.25, 0).astype(np.float32),
-        versions=np.where(mask, 3, -1).astype(np.int32),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        reward=reward,
-    )
+    ids = np.arange(length) + 100 * member
+    return trajectory(group_id, member, size, ids, logprob=-1.5, sampled=-1.25, version=3, reward=reward)
 
 
 def make_group(group_id: int, size: int = 2, length: int = 5) -> Group:

@@ -216,14 +216,20 @@ def test_keys_that_arrow_added_are_gone_at_every_depth(family: str, tmp_path: Pa
             assert prompt.prompt == row["prompt"] and prompt.columns["tools"] == row["tools"]  # rewards read the same
 
 
-def test_tools_and_arguments_of_a_row_reach_the_template() -> None:
+@pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["text", "values"])
+def test_tools_and_arguments_of_a_row_reach_the_template(written: Any) -> None:
     tokenizer = tokenizer_of(QWEN)
     wanted = oracle(tokenizer, [USER], tools=[TOOL], enable_thinking=False)
-    columns = {"tools": json.dumps([TOOL]), "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    columns = {"tools": written([TOOL]), "chat_template_kwargs": written({"enable_thinking": False, "other": None})}
     assert ids(tokenizer, [USER], columns) == wanted
     assert ids(tokenizer, "how many?", {"tools": [TOOL]}, chat_template_kwargs={"enable_thinking": False}) == wanted
-    with pytest.raises(DataError, match="the row's chat_template_kwargs has 'enable_thinkng', which the chat template"):
-        ids(tokenizer, [USER], {"chat_template_kwargs": {"enable_thinkng": True}})
+    for wrong, message in (
+        ({"enable_thinkng": True}, "has 'enable_thinkng', which the chat template"),
+        ("enable_thinking", "are"),
+        ([1], "are"),
+    ):
+        with pytest.raises(DataError, match=f"the row's chat_template_kwargs {message}"):
+            ids(tokenizer, [USER], {"chat_template_kwargs": wrong})
 
 
 @pytest.mark.parametrize(
@@ -366,16 +372,6 @@ def test_a_rendered_prompt_has_the_templates_bos_and_no_settings_that_nothing_re
     for options in ({"system_prompt": "be short"}, {"chat_template_kwargs": {"tools": [TOOL]}}):
         with pytest.raises(DataError, match=r"is set but the prompt .* was rendered before"):
             ids(tokenizer, done, **options)
-
-
-@pytest.mark.parametrize("written", [json.dumps, dict])
-def test_arguments_of_a_row_as_json_text(written: Any) -> None:
-    tokenizer = tokenizer_of(QWEN)
-    columns = {"chat_template_kwargs": written({"enable_thinking": False})}
-    assert ids(tokenizer, [USER], columns) == oracle(tokenizer, [USER], enable_thinking=False)
-    for wrong in ("enable_thinking", [1]):
-        with pytest.raises(DataError, match="the row's chat_template_kwargs are"):
-            ids(tokenizer, [USER], {"chat_template_kwargs": wrong})
 
 
 def test_a_template_that_prints_parts_alone_gets_parts() -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import numpy as np
+from support.trajectories import trajectory
 
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
-from asyncrl.types import FinishReason, Prompt, Trajectory
+from asyncrl.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from pumps_house import House
@@ -143,22 +144,8 @@ def make_trajectory(
     group_id: int, member: int, group_size: int, versions: Sequence[int], reward: float | None = None
 ) -> Trajectory:
     """PROMPT_TOKENS of prompt, then one sampled token per version."""
-    length = PROMPT_TOKENS + len(versions)
-    mask = np.arange(length) >= PROMPT_TOKENS
-    return Trajectory(
-        group_id=group_id,
-        member=member,
-        group_size=group_size,
-        prompt_length=PROMPT_TOKENS,
-        tokens=np.arange(1, 1 + length, dtype=np.int32),
-        mask=mask,
-        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        sampled_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        versions=np.array([-1] * PROMPT_TOKENS + list(versions), np.int32),
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        reward=reward,
-    )
+    found = [-1] * PROMPT_TOKENS + list(versions)
+    return trajectory(group_id, member, group_size, len(found), version=found, reward=reward)
 
 
 class Prompts:
@@ -222,8 +209,8 @@ class ScriptedReward:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         plan, scored = self.house.plan, []
         self.house.reward_calls.append(tuple((t.group_id, t.member) for t in trajectories))
-        for trajectory in trajectories:
-            group, member = trajectory.group_id, trajectory.member
+        for t in trajectories:
+            group, member = t.group_id, t.member
             await anyio.sleep(plan.reward_s(group, member))
             failure = plan.reward_fails(group, member)
             if failure is not None:
@@ -231,7 +218,7 @@ class ScriptedReward:
             value = plan.reward(group, member)
             component = None if value is None else plan.component(value)
             extras = {} if value is None else {"scripted/right": value > 0, "scripted/said": "text"}
-            scored.append(replace(trajectory, reward=value, components={"scripted": component}, extras=extras))
+            scored.append(replace(t, reward=value, components={"scripted": component}, extras=extras))
         return scored
 
 

@@ -10,25 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.trajectories import trajectory
 
 from asyncrl.errors import DataError
 from asyncrl.records.check import MOST_NAME, Limits, check_json, check_trajectory
-from asyncrl.types import FinishReason, Trajectory
 
-GOOD = Trajectory(
-    group_id=0,
-    member=2,
-    group_size=3,
-    prompt_length=1,
-    tokens=np.array([4, 5, 6], np.int32),
-    mask=np.array([False, True, True]),
-    logprobs=np.array([0, -1, -2], np.float32),
-    sampled_logprobs=np.array([0, -1, -2], np.float32),
-    versions=np.array([-1, 0, 0], np.int32),
-    temperature=1.0,
-    finish_reason=FinishReason.STOP,
-    reward=0.5,
-)
+GOOD = trajectory(0, 2, 3, [4, 5, 6], prompt_length=1, logprob=[0, -1, -2], reward=0.5)
 LOOP: list[Any] = []
 LOOP += [LOOP, LOOP]  # would be 2^64 lists, if each were looked at
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from fractions import Fraction
 
@@ -161,21 +160,6 @@ def math_verify_like(completions):
     return scores
 
 
-def alarmed(completions):
-    """What math-verify does: needs the main thread."""
-
-    def ring(*_):
-        raise TimeoutError("too slow")
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
-    with contextlib.suppress(TimeoutError):
-        time.sleep(30)
-        return [0.0] * len(completions)
-    assert threading.current_thread() is threading.main_thread()
-    return [1.0] * len(completions)
-
-
 def report(completions):
     """Facts about the process."""
     return [
@@ -215,14 +199,6 @@ def not_a_number(completions):
     return [0.0, float("nan")]
 
 
-def infinite(completions):
-    return [0.0, float("-inf")]
-
-
-def strings(completions):
-    return ["1", "2"]
-
-
 def one_of_each(completions):
     return [float("nan"), 0.5, None, "good"]
 
@@ -251,10 +227,6 @@ def logs_too_few(completions, log_extra):
 
 def nothing(completions):
     return None
-
-
-def integers_and_booleans(completions):
-    return (value for value in (True, 2))
 
 
 HERE = 0

@@ -1,13 +1,15 @@
 """Trajectories and pools for the tests of the reward room."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
+from support.trajectories import trajectory
 from warm import children
 
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.types import FinishReason, Prompt, Trajectory
+from asyncrl.types import Prompt
 
 FILE = Path(__file__).with_name("rewards_functions.py")
 
@@ -18,23 +20,11 @@ def prompt(group_id=0, text="question", **columns):
 
 def trajectories(*completions, ids=None):
     """One per completion, two prompt tokens and two sampled ones."""
-    zeros = np.zeros(4, dtype=np.float32)
     return [
-        Trajectory(
-            group_id=0,
-            member=member,
-            group_size=len(completions),
-            prompt_length=2,
-            tokens=np.array([1, 2, *(ids[member] if ids else (5, member))], dtype=np.int32),
-            mask=np.array([False, False, True, True]),
-            logprobs=zeros,
-            sampled_logprobs=zeros,
-            versions=np.array([-1, -1, 0, 0], dtype=np.int32),
-            temperature=1.0,
-            finish_reason=FinishReason.STOP,
-            completion=completion,
+        trajectory(
+            0, member, len(completions), [1, 2, *(ids[member] if ids else (5, member))], logprob=0, completion=text
         )
-        for member, completion in enumerate(completions)
+        for member, text in enumerate(completions)
     ]
 
 
@@ -48,3 +38,21 @@ def only_worker():
     (guard,) = children()
     (worker,) = [child for child in guard.children() if "asyncrl.rewards.worker" in child.cmdline()]
     return worker
+
+
+async def score(rewards, completion="a", **columns):
+    """The one trajectory with this completion, scored."""
+    (scored,) = await rewards.score(prompt(**columns), trajectories(completion))
+    return scored
+
+
+async def until(condition):
+    """Wait for another process, whose end or answer is no event here; the test's own deadline is the bound."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def at_work(rewards, pid=""):
+    """How many requests reward workers have, or this one."""
+    return sum(wait.on.startswith(f"reward worker {pid}") for wait in rewards._recorder.active_waits())

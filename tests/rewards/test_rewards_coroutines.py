@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from rewards_helpers import only_worker, pool, prompt, trajectories
+from rewards_helpers import at_work, only_worker, pool, score, until
 
 from asyncrl.errors import RewardCrash, RewardError, RewardTimeout
 from asyncrl.rewards import pool as pool_module
@@ -12,20 +12,9 @@ from asyncrl.telemetry.recorder import Recorder
 GROUPS = 8
 
 
-async def score(rewards, word, group=0):
-    columns = {"ground_truth": "", "answer": ""}  # what the other forms ask for
-    return (await rewards.score(prompt(group_id=group, **columns), trajectories(word)))[0].components
-
-
-async def until(condition):
-    """Wait for another process; the test's own deadline is the bound."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def at_work(rewards):
-    return sum(wait.on.startswith("reward worker ") for wait in rewards._recorder.active_waits())
+async def components(rewards, word, group=0):
+    """With the columns that the other forms ask for."""
+    return (await score(rewards, word, group_id=group, ground_truth="", answer="")).components
 
 
 @pytest.mark.parametrize("name", ["meets", "meets_verl", "meets_object", "meets_gym"])
@@ -33,22 +22,22 @@ async def test_calls_of_all_groups_share_the_loop_of_a_worker(name):
     """Every call waits for all others: one after the other they would never end."""
     async with pool(name, timeout_s=20) as rewards, asyncio.TaskGroup() as tasks:
         assert rewards.calls_at_once == 64
-        calls = [tasks.create_task(score(rewards, str(GROUPS), group)) for group in range(GROUPS)]
+        calls = [tasks.create_task(components(rewards, str(GROUPS), group)) for group in range(GROUPS)]
     assert len({tuple(call.result().values()) for call in calls}) == 1
 
 
 async def test_no_more_of_them_than_is_asked_for():
     async with pool("crowd", concurrency=3) as rewards, asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(score(rewards, "a", group)) for group in range(9)]
+        calls = [tasks.create_task(components(rewards, "a", group)) for group in range(9)]
     assert max(call.result()["crowd"] for call in calls) == 3
 
 
 async def test_one_that_misses_its_deadline_is_cancelled_alone():
     async with pool("judges", timeout_s=0.5) as rewards:
-        before = await score(rewards, "go")
+        before = await components(rewards, "go")
         with pytest.raises(RewardTimeout, match=r"did not answer within 0.5 s \(group 5\); it was cancelled"):
-            await score(rewards, "sleep", 5)
-        assert await score(rewards, "go") == before
+            await components(rewards, "sleep", 5)
+        assert await components(rewards, "go") == before
 
 
 async def test_one_that_does_not_end_takes_its_worker_along_and_the_others_are_asked_again(
@@ -57,11 +46,11 @@ async def test_one_that_does_not_end_takes_its_worker_along_and_the_others_are_a
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.5)
     gate = tmp_path / "gate"
     async with pool("judges", timeout_s=5) as rewards, asyncio.TaskGroup() as tasks:
-        before = await score(rewards, "go")
-        deaf = tasks.create_task(score(rewards, "deaf", 1))
+        before = await components(rewards, "go")
+        deaf = tasks.create_task(components(rewards, "deaf", 1))
         await until(lambda: at_work(rewards) == 1)
         deaf.cancel()
-        other = tasks.create_task(score(rewards, str(gate), 2))
+        other = tasks.create_task(components(rewards, str(gate), 2))
         await until(lambda: "it is asked again" in caplog.text)
         gate.touch()
     assert other.result() != before
@@ -71,14 +60,14 @@ async def test_one_that_does_not_end_takes_its_worker_along_and_the_others_are_a
 async def test_a_crash_names_who_was_there_and_fails_the_one_alone_that_crashes(tmp_path, caplog):
     gate = tmp_path / "gate"
     async with pool("judges", timeout_s=20) as rewards, asyncio.TaskGroup() as tasks:
-        others = [tasks.create_task(score(rewards, str(gate), group)) for group in range(2)]
+        others = [tasks.create_task(components(rewards, str(gate), group)) for group in range(2)]
         await until(lambda: at_work(rewards) == 2)
         gate_opens = tasks.create_task(until(lambda: caplog.text.count("it is asked again") == 3))
         gate_opens.add_done_callback(lambda _: gate.touch())
         with pytest.raises(
             RewardCrash, match=r"'judges' crashed .group 7.: .* exited with status 7 and is being replaced$"
         ):
-            await score(rewards, "exit", 7)
+            await components(rewards, "exit", 7)
     assert all(other.result()["judges"] is not None for other in others)
     assert (
         "in flight there were also reward 'judges' of group 0, reward 'judges' of group 1; it is asked" in caplog.text
@@ -88,10 +77,10 @@ async def test_a_crash_names_who_was_there_and_fails_the_one_alone_that_crashes(
 async def test_a_function_that_is_not_async_stops_the_coroutines_and_their_clocks(tmp_path):
     gate = tmp_path / "gate"
     async with pool("judges", "blocks", timeout_s=2) as rewards, asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(score(rewards, str(gate)))
+        waiting = tasks.create_task(components(rewards, str(gate)))
         await until(lambda: at_work(rewards) == 1)
         for _ in range(6):  # 2.4 s
-            await score(rewards, "block")
+            await components(rewards, "block")
         gate.touch()
         assert (await waiting)["judges"] == only_worker().pid
 
@@ -104,14 +93,14 @@ async def test_failed_calls_are_tried_again_if_they_are_coroutines():
     recorder = Recorder()
     async with pool("flaky", recorder=recorder, retries=2) as rewards:
         rewards._jitter = AtOnce()
-        assert await score(rewards, "a") == {"flaky": 3.0}
+        assert await components(rewards, "a") == {"flaky": 3.0}
     assert recorder.drain()["reward/flaky/retries"] == 2
     async with pool("flaky", recorder=recorder, retries=1) as rewards:
         rewards._jitter = AtOnce()
         with pytest.raises(RewardError, match="ConnectionError: answer 2: 429"):
-            await score(rewards, "a")
+            await components(rewards, "a")
     async with pool("raises", recorder=recorder, retries=2) as rewards:
         with pytest.raises(RewardError, match="KeyError"):
-            await score(rewards, "a")
+            await components(rewards, "a")
         assert rewards.calls_at_once == 1
     assert "reward/raises/retries" not in recorder.drain()

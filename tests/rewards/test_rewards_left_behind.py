@@ -1,6 +1,5 @@
 """Nothing that a reward function starts outlives its worker: every end, in the short form of `tools/chaos rewards`."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,13 +10,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rewards_helpers import only_worker, pool, prompt, trajectories
+from rewards_helpers import only_worker, pool, score, until
 from warm import children
 
 from asyncrl.concurrency import leftovers
 from asyncrl.errors import RewardCrash
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "chaos"
+# Of a program of its own that opens a pool.
+PREAMBLE = f"""
+import asyncio, os, sys, threading, time
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}, {str(TOOL.parents[1])!r}]
+from rewards_helpers import pool, prompt, score, trajectories
+"""
 GOES_ON, ENDED, KILLED = [], [0], [-signal.SIGKILL]
 ENDS = {
     "run killed at work": KILLED,
@@ -152,43 +157,34 @@ async def test_a_dead_worker_gets_no_call_while_its_guard_is_still_at_work():
         try:
             for worker in guard.children():
                 worker.kill()
-            async with asyncio.timeout(20):
-                while not any(process.hung_up for process in rewards._alive):  # noqa: ASYNC110  another process ends
-                    await asyncio.sleep(0.01)
+            await until(lambda: any(process.hung_up for process in rewards._alive))
             for _ in range(4):
-                assert (await rewards.score(prompt(), trajectories("abc")))[0].reward == 3.0
+                assert (await score(rewards, "abc")).reward == 3.0
         finally:
             guard.resume()
 
 
 def test_a_worker_of_a_pool_in_a_thread_that_ended_stays():
     """Its life is tied to the process, whichever thread has started it."""
-    program = f"""
-import asyncio, sys, threading
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-from rewards_helpers import pool, prompt, trajectories
+    program = """
 loop = asyncio.new_event_loop()
 rewards = pool("length")
 def start():
     loop.run_until_complete(rewards.__aenter__())
 async def whole():
-    await rewards.score(prompt(), trajectories("abc"))
+    await score(rewards, "abc")
 thread = threading.Thread(target=start)
 thread.start(); thread.join()
 loop.run_until_complete(whole())
 print("scored", flush=True)
 """
-    environment = {**os.environ, "PYTHONPATH": str(TOOL.parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", PREAMBLE + program], capture_output=True, text=True, check=False)
     assert done.stdout == "scored\n", done.stderr
 
 
 def test_a_fork_of_the_run_keeps_no_worker_alive():
     """A data loader's process holds copies of all descriptors; the guard waits for the run itself."""
-    program = f"""
-import asyncio, os, sys, time
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-from rewards_helpers import pool
+    program = """
 async def main():
     async with pool("length") as rewards:
         child = os.fork()
@@ -198,8 +194,7 @@ async def main():
         os._exit(4)
 asyncio.run(main())
 """
-    environment = {**os.environ, "PYTHONPATH": str(TOOL.parents[1])}
-    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen([sys.executable, "-c", PREAMBLE + program], stdout=subprocess.PIPE, text=True) as run:
         copy, worker = (psutil.Process(int(pid)) for pid in run.stdout.readline().split())
         try:
             psutil.wait_procs([worker], timeout=20)
@@ -210,7 +205,6 @@ asyncio.run(main())
 
 async def test_a_function_that_kills_its_group_kills_itself_alone():
     async with pool("kills_its_group") as rewards:
-        with pytest.raises(RewardCrash, match="was killed by SIGKILL"):
-            await rewards.score(prompt(), trajectories("a"))
-        with pytest.raises(RewardCrash, match="was killed by SIGKILL"):
-            await rewards.score(prompt(), trajectories("a"))
+        for _ in range(2):
+            with pytest.raises(RewardCrash, match="was killed by SIGKILL"):
+                await score(rewards)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import rewards_functions
 import torch
-from rewards_helpers import FILE, pool, prompt, trajectories
+from rewards_helpers import FILE, pool, prompt, score, trajectories
 from warm import children
 
 from asyncrl.concurrency.channel import encode
@@ -59,10 +59,10 @@ async def test_scores_become_components_and_their_weighted_sum():
 
 async def test_async_functions_share_one_loop_over_calls():
     async with pool("asynchronous", "same_loop") as rewards:
-        first = await rewards.score(prompt(), trajectories("a"))
-        second = await rewards.score(prompt(), trajectories("a"))
-    assert first[0].components == {"asynchronous": 0.5, "same_loop": -1.0}
-    assert second[0].components == {"asynchronous": 0.5, "same_loop": 1.0}
+        first = await score(rewards)
+        second = await score(rewards)
+    assert first.components == {"asynchronous": 0.5, "same_loop": -1.0}
+    assert second.components == {"asynchronous": 0.5, "same_loop": 1.0}
 
 
 async def test_conversational_prompts_pass_messages():
@@ -93,8 +93,8 @@ async def test_a_callable_travels_by_value_or_by_the_name_of_its_module():
 
     named = RewardSpec(rewards_functions.length)  # of a module: that one is imported
     async with RewardPool([RewardSpec(closure), RewardSpec(Scorer(), name="scorer"), named]) as rewards:
-        scored = await rewards.score(prompt(), trajectories("ab"))
-    assert scored[0].components == {"closure": 0.25, "scorer": 2.0, "length": 2.0}
+        scored = await score(rewards, "ab")
+    assert scored.components == {"closure": 0.25, "scorer": 2.0, "length": 2.0}
 
 
 async def test_no_functions_leave_the_environments_reward_alone_and_functions_add_to_it():
@@ -108,16 +108,13 @@ async def test_no_functions_leave_the_environments_reward_alone_and_functions_ad
     assert scored[0].components == {"env": 1.0, "length": 3.0}
 
 
-async def test_state_of_a_module_lives_as_long_as_its_worker():
-    async with pool("counts") as rewards:
-        values = [(await rewards.score(prompt(), trajectories("a")))[0].reward for _ in range(3)]
-    assert values == [1.0, 2.0, 3.0]
+async def test_a_group_is_one_call_of_each_function_in_a_worker_that_keeps_its_state():
+    """TRL's form is batched: what loads a model or asks a judge does it once for all completions of a prompt."""
+    async with pool("counts", "length") as rewards:
+        for call in (1.0, 2.0):
+            scored = await rewards.score(prompt(), trajectories("a", "bb", "ccc"))
+            assert [t.components for t in scored] == [{"counts": call, "length": float(n)} for n in (1, 2, 3)]
     assert rewards_functions.CALLS == 0  # never in this process
-
-
-async def test_integers_booleans_and_iterables_are_numbers():
-    async with pool("integers_and_booleans") as rewards:
-        assert [t.reward for t in await rewards.score(prompt(), trajectories("a", "b"))] == [1.0, 2.0]
 
 
 async def test_the_worker_process_is_humble():
@@ -132,7 +129,7 @@ async def test_the_worker_process_is_humble():
 async def test_from_config():
     config = RewardConfig(functions=({"function": f"{FILE}:length", "weight": 3.0},), workers=1, timeout_s=5.0)
     async with RewardPool.from_config(config) as rewards:
-        assert (await rewards.score(prompt(), trajectories("ab")))[0].reward == 6.0
+        assert (await score(rewards, "ab")).reward == 6.0
 
 
 # ---- answers that are none
@@ -143,8 +140,6 @@ async def test_from_config():
     [
         ("too_few", "1 values for 2 completions"),
         ("not_a_number", "nan (float) for member 1; expected finite numbers or None"),
-        ("infinite", "-inf (float) for member 1"),
-        ("strings", "'1' (str) for member 0, '2' (str) for member 1"),
         ("nothing", "returned None (NoneType); expected a list of 2 numbers or None, in the order of the completions"),
         ("needs", "needs 'solution'"),
     ],
@@ -273,19 +268,13 @@ async def test_an_exception_carries_the_remote_traceback_and_the_worker_goes_on(
     assert "worker.py" not in text
 
 
-async def test_sys_exit_is_an_exception_too():
-    async with pool("leaves") as rewards:
-        with pytest.raises(RewardError, match="SystemExit: 3"):
-            await rewards.score(prompt(), trajectories("a"))
-
-
 @pytest.mark.parametrize(("name", "how"), [("exits", "exited with status 7"), ("segfaults", "killed by SIGSEGV")])
 async def test_a_crash_names_function_and_status_and_the_worker_is_replaced(name, how):
     async with pool(name) as rewards:
         pids = set()
         for _ in range(2):
             with pytest.raises(RewardCrash) as caught:
-                await rewards.score(prompt(), trajectories("a"))
+                await score(rewards)
             assert f"reward {name!r} crashed" in str(caught.value) and how in str(caught.value)
             pids.add(next(word for word in str(caught.value).split() if word.isdigit() and int(word) > 7))
     assert len(pids) == 2
@@ -293,11 +282,11 @@ async def test_a_crash_names_function_and_status_and_the_worker_is_replaced(name
 
 async def test_a_deadline_kills_the_worker_names_it_and_the_next_call_works():
     async with pool("by_order", timeout_s=1.0) as rewards:
-        before = (await rewards.score(prompt(), trajectories("go")))[0].reward
+        before = (await score(rewards, "go")).reward
         with pytest.raises(RewardTimeout) as caught:
             await rewards.score(prompt(group_id=9), trajectories("sleep"))
         assert f"reward 'by_order' did not answer within 1 s (group 9); its worker {before:.0f}" in str(caught.value)
-        after = (await rewards.score(prompt(), trajectories("go")))[0].reward
+        after = (await score(rewards, "go")).reward
     assert after != before
     assert not psutil.pid_exists(int(before))
 
@@ -305,30 +294,27 @@ async def test_a_deadline_kills_the_worker_names_it_and_the_next_call_works():
 @pytest.mark.parametrize(("policy", "component", "reward"), [("none", None, 3.0), ("zero", 0.0, 3.0)])
 async def test_the_error_policy_counts_instead_of_failing(policy, component, reward, caplog):
     recorder = Recorder()
-    async with pool("exits", "raises", "length", on_error=policy, recorder=recorder) as rewards:
-        scored = await rewards.score(prompt(), trajectories("abc"))
-    assert scored[0].components == {"exits": component, "raises": component, "length": 3.0}
-    assert scored[0].reward == reward
+    async with pool("exits", "leaves", "raises", "length", on_error=policy, recorder=recorder) as rewards:
+        scored = await score(rewards, "abc")
+    assert scored.components == {"exits": component, "leaves": component, "raises": component, "length": 3.0}
+    assert scored.reward == reward
     metrics = recorder.drain()
     assert metrics["reward/exits/errors"] == metrics["reward/raises/errors"] == 1
-    assert "status 7" in caplog.text and "KeyError" in caplog.text
-
-
-async def test_nothing_applicable_is_no_reward():
-    async with pool("raises", on_error="none") as rewards:
-        assert (await rewards.score(prompt(), trajectories("a")))[0].reward is None
+    assert all(words in caplog.text for words in ("status 7", "SystemExit: 3", "KeyError"))
+    async with pool("raises", on_error=policy) as rewards:
+        assert (await score(rewards)).reward == component  # nothing applies: no reward
 
 
 async def test_a_failing_function_does_not_wait_for_a_slow_one():
     async with pool("raises", "sleeps", workers=2, timeout_s=200) as rewards:
         async with asyncio.timeout(40):  # the slow one sleeps for 60 seconds
             with pytest.raises(RewardError, match="KeyError"):
-                await rewards.score(prompt(), trajectories("a"))
+                await score(rewards)
 
 
 async def test_a_fork_that_comes_back_does_not_answer():
     async with pool("comes_back_twice") as rewards:
-        answers = [(await rewards.score(prompt(), trajectories("a")))[0].reward for _ in range(3)]
+        answers = [(await score(rewards)).reward for _ in range(3)]
     assert answers == [1.0, 1.0, 1.0]
 
 
@@ -337,30 +323,24 @@ async def test_a_stale_answer_is_discarded():
     async with pool("counts") as rewards:
         worker = next(iter(rewards._alive))
         worker._child.channel._received += encode({"id": 1, "grown": 0, "answer": {"scores": [666.0]}})
-        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
+        assert (await score(rewards)).reward == 1.0
 
 
 @pytest.mark.parametrize(("name", "words"), [("closes_everything", "closed the protocol"), ("vandal", "not ours")])
 async def test_a_worker_that_breaks_its_socket_is_replaced(name, words):
     async with pool(name, "length") as rewards:
-        with pytest.raises(RewardCrash, match=words):
-            await rewards.score(prompt(), trajectories("a"))
-        with pytest.raises(RewardCrash, match=words):
-            await rewards.score(prompt(), trajectories("a"))
+        for _ in range(2):
+            with pytest.raises(RewardCrash, match=words):
+                await score(rewards)
 
 
 async def test_prints_go_to_stderr_and_do_not_disturb(capfd):
     async with pool("prints") as rewards:
-        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
+        assert (await score(rewards)).reward == 1.0
     out, err = capfd.readouterr()
     assert out == ""
     for line in ("a line on stdout", "a line on stderr", "raw bytes on descriptor 1"):
         assert line in err
-
-
-async def test_signal_alarm_works():
-    async with pool("alarmed") as rewards:
-        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
 
 
 async def test_alarms_around_every_answer_as_math_verify_has_them():
@@ -372,15 +352,8 @@ async def test_alarms_around_every_answer_as_math_verify_has_them():
 
 async def test_an_alarm_that_was_left_behind_does_not_ring_in_the_next_call():
     async with pool("leaves_an_alarm", "naps") as rewards:  # one worker: one after the other
-        first, second = [(await rewards.score(prompt(), trajectories("a")))[0] for _ in range(2)]
+        first, second = [(await score(rewards)) for _ in range(2)]
     assert first.components["naps"] == second.components["naps"] > 0  # the same process all the time
-
-
-async def test_a_group_is_one_call_of_each_function():
-    """TRL's form is batched: what loads a model or asks a judge does it once for all completions of a prompt."""
-    async with pool("counts", "length") as rewards:
-        scored = await rewards.score(prompt(), trajectories("a", "bb", "ccc"))
-    assert [t.components for t in scored] == [{"counts": 1.0, "length": float(n)} for n in (1, 2, 3)]
 
 
 async def test_ten_megabytes_each_way_of_a_call():
@@ -433,7 +406,7 @@ async def test_neighbours_of_the_users_file_can_be_imported(tmp_path):
         "import neighbour_of_reward\ndef f(completions): return [neighbour_of_reward.VALUE for _ in completions]\n"
     )
     async with pool_of(f"{tmp_path / 'user.py'}:f") as rewards:
-        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 4.0
+        assert (await score(rewards)).reward == 4.0
 
 
 async def test_a_worker_that_cannot_be_replaced_fails_everybody(tmp_path):
@@ -442,9 +415,9 @@ async def test_a_worker_that_cannot_be_replaced_fails_everybody(tmp_path):
     async with pool_of(f"{file}:f") as rewards:
         file.write_text("1/0\n")
         with pytest.raises(RewardCrash):
-            await rewards.score(prompt(), trajectories("a"))
+            await score(rewards)
         with pytest.raises(RewardError, match=r"cannot be replaced.*ZeroDivisionError"):
-            await rewards.score(prompt(), trajectories("a"))
+            await score(rewards)
 
 
 async def test_equal_names_are_refused():
@@ -457,12 +430,12 @@ async def test_equal_names_are_refused():
 async def test_used_new_or_closed_or_opened_twice():
     rewards = pool("length")
     with pytest.raises(LifecycleError, match="new"):
-        await rewards.score(prompt(), trajectories("a"))
+        await score(rewards)
     async with rewards:
         with pytest.raises(LifecycleError):
             await rewards.__aenter__()
     with pytest.raises(LifecycleError, match="closed"):
-        await rewards.score(prompt(), trajectories("a"))
+        await score(rewards)
     await rewards.__aexit__(None, None, None)
 
 

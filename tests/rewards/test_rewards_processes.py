@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 import uvloop
-from rewards_helpers import only_worker, pool, prompt, trajectories
+from rewards_helpers import at_work, only_worker, pool, prompt, score, trajectories, until
 from warm import children
 
 from asyncrl.errors import LifecycleError, RewardTimeout
@@ -23,18 +23,6 @@ from asyncrl.rewards.pool import RewardPool
 ROOT = Path(__file__).resolve().parents[2]
 
 
-async def until(condition):
-    """Wait for something outside of this process; the test's own deadline is the bound."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  what is waited for has no event: another process ends
-            await asyncio.sleep(0.01)
-
-
-async def score_into(results, rewards, word, key):
-    scored = await rewards.score(prompt(), trajectories(word))
-    results.append((key, scored[0].reward))
-
-
 # ---- waiting
 
 
@@ -42,60 +30,32 @@ async def test_callers_are_served_in_the_order_in_which_they_asked():
     served = []
     async with pool("by_order") as rewards, asyncio.TaskGroup() as group:
         for key in range(8):
-            group.create_task(score_into(served, rewards, "nap", key))
-    assert [key for key, _ in served] == list(range(8))
+            group.create_task(score(rewards, "nap")).add_done_callback(lambda _, key=key: served.append(key))
+    assert served == list(range(8))
 
 
 async def test_two_workers_share_the_work(tmp_path):
     """Two calls are under way at the same time, each in a worker of its own."""
     gate = tmp_path / "gate"
     async with pool("waits_for", workers=2) as rewards, asyncio.TaskGroup() as group:
-        both = [group.create_task(rewards.score(prompt(), trajectories(str(gate)))) for _ in range(2)]
-        await until(lambda: sum(at_work(rewards, process.pid) for process in rewards._alive) == 2)
+        both = [group.create_task(score(rewards, str(gate))) for _ in range(2)]
+        await until(lambda: at_work(rewards) == 2)
         gate.touch()
-    assert len({task.result()[0].reward for task in both}) == 2
+    assert len({task.result().reward for task in both}) == 2
 
 
 async def test_a_slow_call_of_one_group_does_not_disturb_another(tmp_path):
     gate = tmp_path / "gate"
     async with pool("waits_for", workers=2) as rewards, asyncio.TaskGroup() as group:
-        slow = group.create_task(rewards.score(prompt(), trajectories(str(gate))))
+        slow = group.create_task(score(rewards, str(gate)))
         await until(lambda: rewards._recorder.active_waits())
         for _ in range(10):
-            await rewards.score(prompt(), trajectories(""))
+            await score(rewards, "")
         assert not slow.done()
         gate.touch()
 
 
-async def test_a_blocked_function_does_not_block_the_loop(tmp_path):
-    """It waits for what the loop does meanwhile."""
-    gate = tmp_path / "gate"
-    async with pool("waits_for") as rewards, asyncio.TaskGroup() as group:
-        blocked = group.create_task(rewards.score(prompt(), trajectories(str(gate))))
-        await until(lambda: at_work(rewards, only_worker().pid))
-        for _ in range(100):
-            await asyncio.sleep(0.001)
-        assert not blocked.done()
-        gate.touch()
-
-
 # ---- cancellation
-
-
-def at_work(rewards, pid):
-    """Whether worker `pid` has a request."""
-    return any(wait.on == f"reward worker {pid}" for wait in rewards._recorder.active_waits())
-
-
-async def test_a_natively_cancelled_caller_leaves_no_stale_answer():
-    async with pool("by_order") as rewards:
-        before = only_worker().pid
-        task = asyncio.ensure_future(rewards.score(prompt(), trajectories("sleep")))
-        await until(lambda: at_work(rewards, before))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid != before
 
 
 async def test_a_caller_in_a_cancelled_scope_leaves_no_stale_answer():
@@ -105,21 +65,21 @@ async def test_a_caller_in_a_cancelled_scope_leaves_no_stale_answer():
             group.start_soon(rewards.score, prompt(), trajectories("sleep"))
             await until(lambda: at_work(rewards, before))
             group.cancel_scope.cancel()
-        assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid != before
+        assert (await score(rewards, "go")).reward == only_worker().pid != before
 
 
 async def test_a_caller_cancelled_in_the_queue_takes_no_worker_with_it(tmp_path):
     gate = tmp_path / "gate"
     async with pool("waits_for") as rewards, asyncio.TaskGroup() as group:
         before = only_worker().pid
-        first = group.create_task(rewards.score(prompt(), trajectories(str(gate))))
-        queued = [group.create_task(rewards.score(prompt(), trajectories(""))) for _ in range(3)]
+        first = group.create_task(score(rewards, str(gate)))
+        queued = [group.create_task(score(rewards, "")) for _ in range(3)]
         await until(lambda: at_work(rewards, before))
         queued[0].cancel()
         queued[1].cancel()
         gate.touch()
-        assert (await first)[0].reward == before
-        assert (await queued[2])[0].reward == before
+        assert (await first).reward == before
+        assert (await queued[2]).reward == before
 
 
 @pytest.mark.parametrize("name", ["by_order", "judges"])
@@ -127,14 +87,14 @@ async def test_every_moment_of_a_cancellation(name):
     """Cancel after 0, 1, 2, ... turns of the loop: the pool serves the next caller every time."""
     async with pool(name) as rewards:
         for turns in range(25):
-            task = asyncio.ensure_future(rewards.score(prompt(), trajectories("sleep")))
+            task = asyncio.ensure_future(score(rewards, "sleep"))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled()
             async with asyncio.timeout(10):
-                assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid
+                assert (await score(rewards, "go")).reward == only_worker().pid
 
 
 # ---- closing
@@ -146,7 +106,7 @@ async def test_closing_while_callers_wait_and_work_fails_them_all():
 
         async def call():
             try:
-                await rewards.score(prompt(), trajectories("sleep"))
+                await score(rewards, "sleep")
             except LifecycleError as error:
                 errors.append(str(error))
 
@@ -169,7 +129,7 @@ async def test_an_error_or_a_cancellation_in_the_block_leaves_nothing():
 
     async def forever():
         async with pool("sleeps") as rewards:
-            await rewards.score(prompt(), trajectories("a"))
+            await score(rewards)
 
     task = asyncio.ensure_future(forever())
     await until(children)
@@ -197,7 +157,7 @@ async def test_closed_by_another_task_is_an_error():
 
 async def open_score_close():
     async with pool("length") as rewards:
-        assert (await rewards.score(prompt(), trajectories("abc")))[0].reward == 3.0
+        assert (await score(rewards, "abc")).reward == 3.0
 
 
 async def test_many_cycles_leave_nothing():
@@ -219,8 +179,8 @@ def test_it_works_under_uvloop():
         await open_score_close()
         async with pool("by_order", timeout_s=1.0) as rewards:
             with pytest.raises(RewardTimeout):
-                await rewards.score(prompt(), trajectories("sleep"))
-            assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid
+                await score(rewards, "sleep")
+            assert (await score(rewards, "go")).reward == only_worker().pid
         await asyncio.sleep(0.01)
         assert me.num_fds() == before
         assert not children()
@@ -246,7 +206,7 @@ async def test_a_worker_killed_while_idle_is_replaced(refused, monkeypatch):
         before = only_worker()
         before.send_signal(signal.SIGKILL)
         await until(lambda: not alive(before.pid))
-        assert (await rewards.score(prompt(), trajectories("go")))[0].reward not in (None, float(before.pid))
+        assert (await score(rewards, "go")).reward not in (None, float(before.pid))
 
 
 def alive(pid):

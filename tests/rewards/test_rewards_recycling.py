@@ -6,15 +6,15 @@ import os
 
 import psutil
 import pytest
-from rewards_helpers import pool, prompt, trajectories
+from rewards_helpers import pool, score, until
 
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.telemetry.recorder import Recorder
 
 
-async def score(rewards, text):
-    return (await rewards.score(prompt(), trajectories(text)))[0].reward
+async def reward(rewards, text):
+    return (await score(rewards, text)).reward
 
 
 def recycled(recorder):
@@ -23,9 +23,7 @@ def recycled(recorder):
 
 async def until_alone(rewards):
     """Until whoever was replaced has ended, and his successor is there."""
-    async with asyncio.timeout(20):
-        while len(rewards._alive) != rewards._workers or any(p.worn for p in rewards._alive):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(rewards._alive) == rewards._workers and not any(p.worn for p in rewards._alive))
 
 
 async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
@@ -33,18 +31,11 @@ async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
     async with pool("leaks", recorder=recorder, max_mib=20) as rewards:
         pids = []
         for _ in range(8):  # 8 MiB each; the 48 and 8 of the first call do not count
-            pids.append(await score(rewards, "8"))
+            pids.append(await reward(rewards, "8"))
             await until_alone(rewards)
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4]
     assert recycled(recorder) == 2
     assert "more than reward.worker_max_mib = 20; it is replaced" in caplog.text
-
-
-async def test_what_first_calls_load_is_no_leak():
-    recorder = Recorder()
-    async with pool("leaks", recorder=recorder, max_mib=20) as rewards:
-        assert len({await score(rewards, "0") for _ in range(20)}) == 1
-    assert recycled(recorder) == 0
 
 
 async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit():
@@ -52,19 +43,18 @@ async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit(
     async with pool("by_order", recorder=recorder, max_calls=3) as rewards:
         pids = []
         for _ in range(9):
-            pids.append(await score(rewards, "go"))
+            pids.append(await reward(rewards, "go"))
             await until_alone(rewards)
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3]
     assert recycled(recorder) == 3
     assert not any(psutil.pid_exists(int(pid)) for pid in pids)
     async with pool("by_order", recorder=recorder) as rewards:
-        assert len({await score(rewards, "go") for _ in range(9)}) == 1
+        assert len({await reward(rewards, "go") for _ in range(9)}) == 1
 
 
 async def test_no_place_is_ever_empty_and_no_reward_is_lost():
     """Three workers that are worn at the same time."""
     recorder, scores, counts, calls, replaced = Recorder(), [], [], [0], [0]
-
     async with pool("by_order", workers=3, recorder=recorder, max_calls=4) as rewards:
 
         async def watch():
@@ -76,7 +66,7 @@ async def test_no_place_is_ever_empty_and_no_reward_is_lost():
         async def call():
             while replaced[0] < 5:
                 calls[0] += 1
-                scores.append(await score(rewards, "nap"))
+                scores.append(await reward(rewards, "nap"))
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for _ in range(6):
@@ -90,17 +80,14 @@ async def test_no_place_is_ever_empty_and_no_reward_is_lost():
 async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path, name):
     recorder, gate = Recorder(), tmp_path / "gate"
     async with pool(name, recorder=recorder, max_calls=1) as rewards:
-        old = await score(rewards, "")
-        slow = asyncio.ensure_future(score(rewards, str(gate)))  # begins before the successor is there
-        async with asyncio.timeout(20):
-            while len(rewards._alive) < 2 or not recycled(recorder):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            new = await score(rewards, "")  # by the successor, as the old one is still at work
-            assert not slow.done()
-            gate.touch()
-            assert await slow == old != new
-            while psutil.pid_exists(int(old)):  # noqa: ASYNC110  another process ends
-                await asyncio.sleep(0.01)
+        old = await reward(rewards, "")
+        slow = asyncio.ensure_future(reward(rewards, str(gate)))  # begins before the successor is there
+        await until(lambda: len(rewards._alive) > 1 and recycled(recorder))
+        new = await reward(rewards, "")  # by the successor, as the old one is still at work
+        assert not slow.done()
+        gate.touch()
+        assert await slow == old != new
+        await until(lambda: not psutil.pid_exists(int(old)))
 
 
 async def test_a_successor_that_cannot_load_the_functions_replaces_nobody(tmp_path, caplog):
@@ -109,27 +96,23 @@ async def test_a_successor_that_cannot_load_the_functions_replaces_nobody(tmp_pa
     file.write_text(good)
     recorder = Recorder()
     async with RewardPool([RewardSpec(f"{file}:f")], recorder=recorder, max_calls=2) as rewards:
-        pids = [await score(rewards, "a")]
+        pids = [await reward(rewards, "a")]
         file.write_text("def f(completions:\n")
-        pids.append(await score(rewards, "a"))
-        async with asyncio.timeout(20):
-            while "stays as no other can be started" not in caplog.text:  # noqa: ASYNC110  a line of a log
-                await asyncio.sleep(0.01)
+        pids.append(await reward(rewards, "a"))
+        await until(lambda: "stays as no other can be started" in caplog.text)
         file.write_text(good)
         os.utime(file, (0, 0))
-        pids += [await score(rewards, "a"), await score(rewards, "a")]
+        pids += [await reward(rewards, "a"), await reward(rewards, "a")]
         assert len(set(pids)) == 1
-        async with asyncio.timeout(20):
-            while not recycled(recorder):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert await score(rewards, "a") != pids[0]
+        await until(lambda: recycled(recorder))
+        assert await reward(rewards, "a") != pids[0]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.parametrize("turns", range(0, 12, 3))
 async def test_closing_while_a_successor_starts_leaves_nobody(turns):
     async with pool("length", max_calls=1) as rewards:
-        await score(rewards, "abc")
+        await reward(rewards, "abc")
         for _ in range(turns):
             await asyncio.sleep(0)
     assert not rewards._alive
@@ -154,7 +137,7 @@ async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypa
         stopped.suspend()
         rewards._load_s = 60.0  # of the next one
         async with asyncio.timeout(60):
-            await score(rewards, "go")
+            await reward(rewards, "go")
         assert not stopped.is_running()
     assert f"reward worker {process.pid} did not load" in caplog.text
     assert caplog.text.count("it is started again (1 of at most 2 times)") == 1
