@@ -1,4 +1,4 @@
-"""The step benchmark's parts: options, jobs, figures, child processes. The whole tool is in test_bench_step_runs.py."""
+"""The step benchmark's parts: options, jobs, figures, child processes. The whole tool is in test_bench_parts_runs.py."""
 
 from __future__ import annotations
 

@@ -45,13 +45,17 @@ print(json.dumps({{**found, "versions": versions}}))
 SIDES = ("memcpy", "local", "ring", "client", "tensor", "queue")
 OWN = {(side, "") for side in SIDES if side != "ring"} | {("ring", "asyncio"), ("ring", "uvloop")}
 PROMPT, TOKENS, GROUPS = 16, 256, 40  # of `--quick`
-PUT = {
-    "groups": GROUPS,
-    "microbatches": GROUPS,
-    "sequences": GROUPS * 16,
-    "packed_tokens": GROUPS * (PROMPT + 16 * (TOKENS - PROMPT - 1)),
-    "scored_tokens": GROUPS * 16 * (TOKENS - PROMPT),
-}
+
+
+def packed(groups: int, tokens: int, prompt: int) -> dict[str, int]:
+    """What the microbatches of so many groups of 16 hold, by hand."""
+    completion = tokens - prompt
+    found = {"groups": groups, "microbatches": groups, "sequences": groups * 16}
+    found |= {"packed_tokens": groups * (prompt + 16 * (completion - 1)), "scored_tokens": groups * 16 * completion}
+    return found
+
+
+PUT = packed(GROUPS, TOKENS, PROMPT)
 
 
 def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,14 +113,7 @@ async def test_the_way_behind_the_ring_is_that_of_a_run_and_ends_every_lease() -
     assert ended == [1, 2, 3, 4, 5], "the lease of a group has ended when it is cleared, and no other one's"
     found = way.result(puts)
     assert all(put < packed for put, _, packed in found["times"])
-    completion = tokens - prompt
-    assert found["packed"] == {
-        "groups": groups,
-        "microbatches": groups,
-        "sequences": groups * 16,
-        "packed_tokens": groups * (prompt + 16 * (completion - 1)),
-        "scored_tokens": groups * 16 * completion,
-    }
+    assert found["packed"] == packed(groups, tokens, prompt)
 
 
 async def test_what_was_handed_over_as_arrays_takes_the_same_way() -> None:
@@ -251,9 +248,7 @@ def test_goals_are_judged_by_ratios_within_a_repetition() -> None:
 
 def test_the_parts_of_a_hand_over_are_told_apart() -> None:
     times = [(at, at + 70_000, at + 100_000, at + 40_000) for at in range(0, 10**9, 10**8)]
-    packed = {"groups": 10, "microbatches": 10, "sequences": 160}
-    packed |= {"packed_tokens": 10 * (16 + 16 * 239), "scored_tokens": 10 * 16 * 240}
-    found = transport.figures({"times": times, "cpu_s": 0.1, "packed": packed}, 256)
+    found = transport.figures({"times": times, "cpu_s": 0.1, "packed": packed(10, 256, 16)}, 256)
     assert [found[part] for part in transport_report.PARTS] == [40.0, 30.0, 30.0]
     assert (found["hand_us"], found["p50_us"], found["cpu_us"]) == (70.0, 100.0, 1e4)
     copied = transport.figures({"times": [row[:2] for row in times]}, 256)

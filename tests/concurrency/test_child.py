@@ -203,12 +203,15 @@ async def test_a_worker_that_ends_is_heard_with_its_last_words() -> None:
         assert (made.status, made.last_lines()) == ("exited with status 3", "")
 
 
-async def test_a_worker_that_is_killed_is_heard_by_its_signal() -> None:
+@pytest.mark.parametrize("by", ["somebody", "us"])
+async def test_a_worker_that_is_killed_is_heard_by_its_signal_and_by_who_receives(by: str) -> None:
     async with worker() as made:
         await ask(made, say="at work\n", echo=1)
-        os.kill(made.pid, signal.SIGKILL)
+        waiting = asyncio.ensure_future(made.channel.receive())
+        await asyncio.sleep(0)
+        os.kill(made.pid, signal.SIGKILL) if by == "somebody" else made.kill()
         with pytest.raises(EOFError):
-            await ask(made, echo=1)
+            await waiting
         assert await end_of(made) == -signal.SIGKILL
     assert (made.status, made.last_lines()) == ("was killed by SIGKILL", "at work")
     made.kill()
@@ -228,23 +231,6 @@ async def test_a_worker_that_does_not_end_is_killed_after_its_grace(how: str) ->
             await made.aclose(0.3)
         assert time.monotonic() - began >= 0.3
         assert made.status == "was killed by SIGKILL"
-
-
-async def test_kill_ends_who_receives() -> None:
-    async with worker() as made:
-        waiting = asyncio.ensure_future(made.channel.receive())
-        await ask_only(made)
-        made.kill()
-        made.kill()
-        with pytest.raises(EOFError):
-            await waiting
-        assert await end_of(made) == -signal.SIGKILL
-
-
-async def ask_only(made: ChildProcess) -> None:
-    """Nobody is to receive the answer here."""
-    made.channel.send({"say": "."})
-    await until(lambda: made.last_lines() == ".")
 
 
 @pytest.mark.parametrize("how", ["killed", "ends", "closed"])

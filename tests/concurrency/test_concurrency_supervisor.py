@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from typing import Any
 
 import anyio
 import pytest
@@ -109,44 +111,53 @@ def test_what_follows_from_the_first_failure_is_no_note() -> None:
     run_virtual(main)
 
 
-def test_a_group_raised_by_a_pump_is_unwrapped_too() -> None:
-    async def pump() -> None:
-        async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:
-            inner.start_soon(fails, 1.0, KeyError("deep"))
-            outer.start_soon(sleeps, 100.0)
-
-    async def main() -> None:
-        with pytest.raises(KeyError, match="deep") as caught:
-            async with Supervisor() as supervisor:
-                supervisor.start("rollout pump", pump)
-        assert "in rollout pump" in notes(caught.value)
-
-    run_virtual(main)
+class Base(BaseException):
+    """No Exception, and none of asyncio's."""
 
 
-def test_a_failure_of_the_body_cancels_the_pumps() -> None:
+async def grouped() -> None:
+    async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:
+        inner.start_soon(fails, 1.0, KeyError("deep"))
+        outer.start_soon(sleeps, 100.0)
+
+
+async def suicidal() -> None:
+    await anyio.sleep(1)
+    raise asyncio.CancelledError
+
+
+# what ends a run -> the pump that ends (None: the body does), and the error that comes out
+ENDS: dict[str, tuple[Any, type[BaseException], str]] = {
+    "a group of a pump": (grouped, KeyError, "deep"),
+    "the body": (None, KeyError, "body"),
+    "a stranger who cancels a pump": (suicidal, LifecycleError, "the pump was cancelled"),
+    "the watchdog": (None, TimeoutError, "watchdog"),
+    "no Exception": (lambda: fails(1.0, Base("mine")), Base, "mine"),
+    "nobody, who is asked to end": (None, Base, ""),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_whatever_ends_a_run_comes_out_alone_and_ends_the_pumps(what: str) -> None:
+    pump, kind, text = ENDS[what]
+
     async def main() -> None:
         log: list[str] = []
-        with pytest.raises(KeyError):
+        expected = contextlib.nullcontext() if not text else pytest.raises(kind, match=text)
+        with expected as caught:
             async with Supervisor() as supervisor:
                 supervisor.start("a", sleeps, 100.0, log, "a")
-                await anyio.sleep(1)
-                raise KeyError("body")
-        assert log == ["a cancelled"]
-
-    run_virtual(main)
-
-
-def test_a_pump_cancelled_by_a_stranger_is_a_failure_with_its_name() -> None:
-    async def suicidal() -> None:
-        await anyio.sleep(1)
-        raise asyncio.CancelledError
-
-    async def main() -> None:
-        with pytest.raises(LifecycleError, match="train pump was cancelled"):
-            async with Supervisor() as supervisor:
-                supervisor.start("train pump", suicidal)
-                supervisor.start("other", sleeps, 100.0)
+                if pump is not None:
+                    supervisor.start("the pump", pump)
+                if what == "the watchdog":
+                    asyncio.get_running_loop().call_later(1, supervisor.fail, TimeoutError("watchdog"))
+                await anyio.sleep(0.5)
+                if what == "the body":
+                    raise KeyError("body")
+                if not text:
+                    supervisor.cancel()
+        assert log == ["a cancelled"] and asyncio.get_running_loop().time() <= 1.0
+        assert what != "a group of a pump" or "in the pump" in notes(caught.value)
 
     run_virtual(main)
 
@@ -169,41 +180,6 @@ def test_cancelling_the_owner_is_a_cancellation_not_a_failure(how: str) -> None:
             task.cancel() if how == "native" else scope.cancel()
         assert log == ["a cancelled"]
         assert task.cancelled() is (how == "native")
-
-    run_virtual(main)
-
-
-def test_cancel_ends_the_block_quietly() -> None:
-    async def main() -> float:
-        async with Supervisor() as supervisor:
-            supervisor.start("a", sleeps, 100.0)
-            await anyio.sleep(1)
-            supervisor.cancel()
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main) == 1.0
-
-
-def test_fail_ends_the_run_with_the_given_error() -> None:
-    async def main() -> None:
-        log: list[str] = []
-        with pytest.raises(TimeoutError, match="watchdog"):
-            async with Supervisor() as supervisor:
-                supervisor.start("a", sleeps, 100.0, log, "a")
-                asyncio.get_running_loop().call_later(2, supervisor.fail, TimeoutError("watchdog"))
-        assert log == ["a cancelled"]
-
-    run_virtual(main)
-
-
-def test_base_exceptions_come_out_too() -> None:
-    class Base(BaseException):
-        pass
-
-    async def main() -> None:
-        with pytest.raises(Base):
-            async with Supervisor() as supervisor:
-                supervisor.start("a", fails, 1.0, Base())
 
     run_virtual(main)
 

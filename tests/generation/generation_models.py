@@ -21,6 +21,12 @@ from asyncrl.types import Generation, GenerationRequest, SamplingParams
 
 VOCABULARY = 97
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Of random models of many families: without attention, and with it.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+ATTENTION: dict[str, Any] = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 64}
 
 
 def tiny_model(
@@ -28,20 +34,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Random weights, wide enough that the distribution is far from flat and that attention matters."""
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = dict(
-        vocab_size=vocabulary,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        attn_implementation="eager",
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    sizes = ATTENTION | {"vocab_size": vocabulary, "intermediate_size": 96, "max_position_embeddings": 512}
+    sizes |= {"attn_implementation": "eager"}
     if architecture == "qwen3":
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False))
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,8 +14,10 @@ from generation_models import generate_all, opened, policy_and_plain, request
 
 from asyncrl.generation.embedded.cache import CacheShape, KVCache
 from asyncrl.generation.embedded.core import Core
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.paths import PLAIN
 from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest
 
 MIXED = [request(3 + 11 * seed % 29, seed, max_tokens=6 + 7 * seed % 20, ignore_eos=True) for seed in range(14)]
@@ -125,14 +129,8 @@ async def test_groups_share_their_prompt_while_the_cache_changes_its_shape() -> 
 def test_a_budget_below_one_sequence_is_refused() -> None:
     policy, _ = policy_and_plain("llama")
     with pytest.raises(ValueError, match="kv_positions is 39, expected at least max_context = 40"):
-        opened_engine(policy, max_sequences=8, max_context=40, kv_positions=39)
-
-
-def opened_engine(policy: PolicyModel, **numbers: int) -> Any:
-    from asyncrl.generation.embedded.engine import EmbeddedEngine
-    from asyncrl.telemetry.recorder import Recorder
-
-    return EmbeddedEngine(policy, None, None, Recorder(nvtx=False), **numbers)  # type: ignore[arg-type]
+        recorder = Recorder(nvtx=False)
+        EmbeddedEngine(policy, None, None, recorder, max_sequences=8, max_context=40, kv_positions=39)  # type: ignore[arg-type]
 
 
 def test_what_rows_hold_survives_a_new_shape() -> None:
@@ -152,3 +150,42 @@ def test_what_rows_hold_survives_a_new_shape() -> None:
             assert torch.equal(cache.data[:, :, row, :, own], wanted[:, :, row, :, own])
     with pytest.raises(ValueError, match="7 rows of 20 positions do not fit into 120"):
         cache.fit(7, 20, 1, cached)
+
+
+# -- memory of the cache
+
+SHAPE = CacheShape(layers=3, rows=64, heads=2, positions=2048, head_size=33)  # rows end within pages
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_no_longer_used_give_their_memory_back(dtype: torch.dtype) -> None:
+    cache = KVCache(SHAPE, dtype, torch.device("cpu"))
+    before = resident()
+    cache.use(64)
+    cache.data.fill_(1.0)
+    size = SHAPE.nbytes(dtype)
+    assert resident() - before > 0.9 * size
+    cache.use(40)  # not many fewer: they may come back
+    assert cache.resident_rows == 64 and bool((cache.data == 1).all())
+    cache.use(16)
+    assert cache.resident_rows == 20 and resident() - before < 0.5 * size
+    assert bool((cache.data[:, :, :20] == 1).all()), "rows in use are untouched, in every layer"
+    assert float(cache.data[:, :, 22:].abs().max()) <= 1.0, (
+        "what was given back is zero or was never touched, not garbage"
+    )
+    cache.use(64)
+    assert cache.resident_rows == 64
+
+
+def test_pages_are_touched_where_they_are_used_only() -> None:
+    before = resident()
+    cache = KVCache(
+        CacheShape(layers=4, rows=256, heads=4, positions=1024, head_size=64), torch.float32, torch.device("cpu")
+    )
+    cache.data[0, 0, 0] = 1.0
+    assert resident() - before < 16 << 20 < cache.shape.nbytes(torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, request
+from generation_models import ATTENTION, SIZES, generate_all, opened, plain_logprobs, request
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -29,11 +29,6 @@ from asyncrl.training.passes import Forward
 from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
 MEAN, WORST = 0.04, 0.36  # nats by which transformers and vLLM differ in bfloat16
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.15,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-ATTENTION: dict[str, Any] = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 64}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # All experts of a layer, so that none is chosen by rounding.
 ALL: dict[str, Any] = {"num_experts_per_tok": 4, "head_dim": 16, "max_position_embeddings": 4096}

@@ -130,23 +130,7 @@ async def test_a_request_is_answered_the_same_in_any_company(kind: str) -> None:
     assert len({answer.token_ids.tobytes() for answer in crowd}) == 6
 
 
-async def test_at_most_max_sequences_run_and_they_are_admitted_in_order(kind: str) -> None:
-    ended: list[int] = []
-    async with bench(kind, max_sequences=1) as made, made.engine:
-
-        async def one(seed: int) -> None:
-            await made.engine.generate(request(3, seed, max_tokens=5))
-            ended.append(seed)
-
-        async with anyio.create_task_group() as tasks:
-            for seed in range(5):
-                tasks.start_soon(one, seed)
-            await made.steps(2)
-            assert made.engine.statistics()["running"] == 1
-    assert ended == [0, 1, 2, 3, 4]
-
-
-async def test_of_those_that_wait_the_smaller_priority_runs_first(kind: str) -> None:
+async def test_at_most_max_sequences_run_and_of_those_that_wait_the_smaller_priority_is_first(kind: str) -> None:
     ended: list[int] = []
     async with bench(kind, max_sequences=1) as made, made.engine:
 
@@ -159,6 +143,8 @@ async def test_of_those_that_wait_the_smaller_priority_runs_first(kind: str) -> 
             await made.steps(1)
             for seed, priority in enumerate((3, 1, 3, -1, 1), start=1):  # all of them wait for the one that runs
                 tasks.start_soon(one, seed, priority)
+            await made.steps(2)
+            assert made.engine.statistics()["running"] == 1
     assert ended == [0, 4, 2, 5, 1, 3]
 
 
@@ -340,6 +326,10 @@ async def test_versions_and_acknowledgement_of_weights(kind: str) -> None:
         assert (late.versions == 1).all()
         with pytest.raises(GenerationError, match="version 7"):
             await made.engine.update_weights(7)
+    async with bench(kind) as idle, idle.engine:
+        await idle.advance()
+        await idle.engine.update_weights(1)
+        assert set((await idle.engine.generate(request(3, 2))).versions.tolist()) == {1}
     versions = answers[0].versions
     assert versions[0] == 0 and versions[-1] == 1 and (np.diff(versions) >= 0).all()
 

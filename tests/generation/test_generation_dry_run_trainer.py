@@ -69,56 +69,28 @@ def test_a_step_counts_what_it_was_given_and_ticks_at_its_end() -> None:
     assert virtually(body) == 18 * 0.5 + 10.0
 
 
-def test_closed_state_refuses_and_stays_closed() -> None:
-    async def body(trainer: DryRunTrainer) -> None:
-        for _ in range(2):
-            with pytest.raises(TrainStepError, match="no train step open"):
-                await trainer.train_microbatch(microbatch())
-            with pytest.raises(TrainStepError, match="no train step open"):
-                await trainer.finish_train_step()
-            await trainer.abort_train_step()  # nothing to abort is fine
-        assert trainer.version == 5
-        await trainer.begin_train_step(None)
-
-    virtually(body)
-
-
-def test_open_state_refuses_a_second_begin_and_keeps_what_it_has() -> None:
-    async def body(trainer: DryRunTrainer) -> None:
-        await trainer.begin_train_step(None)
-        await trainer.train_microbatch(microbatch())
-        with pytest.raises(TrainStepError, match="already open"):
-            await trainer.begin_train_step(None)
-        assert (await trainer.finish_train_step()).tokens == 8
-        with pytest.raises(TrainStepError, match="no train step open"):
-            await trainer.finish_train_step()
-
-    virtually(body)
-
-
-def test_abort_forgets_the_step_and_leaves_the_version() -> None:
-    async def body(trainer: DryRunTrainer) -> None:
-        await trainer.begin_train_step(None)
-        await trainer.train_microbatch(microbatch())
-        await trainer.abort_train_step()
-        await trainer.abort_train_step()
-        assert trainer.version == 5
-        await trainer.begin_train_step(None)
-        result = await trainer.finish_train_step()
-        assert (result.version, result.tokens, result.microbatches) == (6, 0, 0)
-
-    virtually(body)
-
-
-def test_logprobs_are_the_samplers_and_do_not_touch_the_step() -> None:
+def test_each_state_refuses_what_it_has_no_answer_to_and_stays_as_it_is() -> None:
     async def body(trainer: DryRunTrainer) -> None:
         batch = microbatch()
+        for _ in range(2):
+            for call in (trainer.train_microbatch(batch), trainer.finish_train_step()):
+                with pytest.raises(TrainStepError, match="no train step open"):
+                    await call
+            await trainer.abort_train_step()  # nothing to abort is fine
         await trainer.begin_train_step(None)
-        for model in ("policy", "reference"):
+        await trainer.train_microbatch(batch)
+        await trainer.abort_train_step()  # what was trained is forgotten, and the version stays
+        assert trainer.version == 5
+        await trainer.begin_train_step(None)
+        for model in ("policy", "reference"):  # log-probs are the sampler's, and no part of the step
             column = await trainer.compute_logprobs(batch, model)  # type: ignore[arg-type]
             assert column.tolist() == batch.sampler_logprobs.tolist()
             assert not np.shares_memory(column, batch.sampler_logprobs)
-        assert (await trainer.finish_train_step()).microbatches == 0
+        await trainer.train_microbatch(batch)
+        with pytest.raises(TrainStepError, match="already open"):
+            await trainer.begin_train_step(None)
+        result = await trainer.finish_train_step()
+        assert (result.version, result.tokens, result.microbatches) == (6, 8, 1)
 
     virtually(body)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from generation_models import (
-    VOCABULARY,
+    ATTENTION,
+    SIZES,
     answered,
     assert_plain,
     change_weights,
@@ -24,11 +25,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, MambaCon
 from asyncrl.models.paths import PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.15,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-ATTENTION: dict[str, Any] = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 64}
 CONFIGS: dict[str, Any] = {
     "lfm2": Lfm2Config(**ATTENTION, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
     "mamba": MambaConfig(**SIZES, state_size=8),

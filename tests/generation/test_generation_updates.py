@@ -20,7 +20,6 @@ from generation_models import (
 )
 from transformers import PreTrainedModel
 
-from asyncrl.errors import GenerationError
 from asyncrl.models.policy import PolicyModel
 from asyncrl.types import Generation, GenerationRequest
 
@@ -117,28 +116,6 @@ def assert_mixed(answers: list[Generation]) -> None:
     assert {int(answer.versions[-1]) for answer in answers} >= {1, 2}
 
 
-async def test_versions_change_exactly_at_the_update() -> None:
-    """Every token sampled before the training closure is stamped 0, every one after it 1."""
-    policy, _ = policy_and_plain("qwen3")
-    requests = [request(5, seed, max_tokens=20) for seed in range(4)]
-    counts: list[int] = []
-
-    async with opened(policy, max_sequences=4) as run:
-
-        async def update() -> None:
-            await steps(run, 6)
-
-            def train() -> None:
-                change_weights(policy)
-                counts.append(int(run.engine.core.sequences.length.sum() - 4 * 5))
-
-            await run.lane.run(train, name="train/finish", priority=1)
-
-        answers = await generate_all(run.engine, requests, update)
-    assert sum(int((answer.versions == 0).sum()) for answer in answers) == counts[0]
-    assert sum(int((answer.versions == 1).sum()) for answer in answers) == 80 - counts[0] > 0
-
-
 async def test_a_shared_prompt_is_not_shared_across_versions() -> None:
     policy, plain = policy_and_plain("llama")
     asked = [request(10, seed, prefix_key="q", max_tokens=6) for seed in range(3)]
@@ -152,18 +129,6 @@ async def test_a_shared_prompt_is_not_shared_across_versions() -> None:
         assert run.engine.statistics()["prefill_tokens"] == 18  # once per version
     assert (answers[2].versions == 1).all()
     assert_plain(plain_copy(policy, plain), asked[2:], answers[2:])
-
-
-async def test_update_weights_drops_saved_prompts_and_answers_while_idle() -> None:
-    policy, _ = policy_and_plain("qwen3")
-    async with opened(policy) as run:
-        await run.engine.update_weights(0)
-        await run.lane.run(lambda: change_weights(policy), name="train/finish", priority=1)
-        await run.engine.update_weights(1)
-        assert run.engine.core.version == 1
-        with pytest.raises(GenerationError, match=r"version 2.*holds version 1"):
-            await run.engine.update_weights(2)
-        assert (await run.engine.generate(request(4, 0))).versions.tolist() == [1] * 12
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

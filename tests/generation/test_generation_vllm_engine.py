@@ -274,18 +274,11 @@ def greedy(folder: str, prompts: list[list[int]]) -> list[list[int]]:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     threads = torch.get_num_threads, torch.set_num_threads
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=96,
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 26,
-            generation_config="vllm",
-            disable_log_stats=True,
-        )
-    )
+    given = EngineArgs(
+        model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=96, enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26, generation_config="vllm", disable_log_stats=True,
+    )  # fmt: skip
+    engine = LLMEngine.from_engine_args(given)
     try:
         for index, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)

@@ -269,27 +269,19 @@ async def test_a_successor_for_which_there_is_no_process_now_comes_a_moment_late
         ({"ready": "kill"}, "was killed by SIGKILL"),
         ({"ready": "garbage"}, "no message: b'Warning"),
         ({"ready": "hang"}, "its closure engine/stuck has run for 1000000 s"),
+        ({"setup": "refused"}, r"^engine.kv_positions is too large here$"),
     ],
 )  # fmt: skip
 async def test_a_first_start_that_fails_ends_the_engine_with_the_reason(die: Die, named: str) -> None:
-    engine = Engine(workers=2, die={(1, 0): die})
-    with pytest.raises(WorkerDied, match=named) as raised:
+    engine, error = Engine(workers=2, die={(1, 0): die}), ConfigError if "refused" in die.values() else WorkerDied
+    with pytest.raises(error, match=named) as raised:
         async with engine:
-            with pytest.raises(GenerationError, match="the engine failed: WorkerDied"):
+            with pytest.raises(GenerationError, match=f"the engine failed: {error.__name__}"):
                 await engine.all_serve()
             await anyio.sleep_forever()
-    assert raised.value.number == 1
-    with pytest.raises(GenerationError, match="worker 1"):
+    assert getattr(raised.value, "number", 1) == 1
+    with pytest.raises(GenerationError, match=r"worker 1|too large here"):
         await engine.generate(request(0))
-
-
-async def test_what_a_worker_refuses_ends_the_engine_with_its_sentence_alone() -> None:
-    engine = Engine(workers=2, die={(1, 0): {"setup": "refused"}})
-    with pytest.raises(ConfigError, match=r"^engine.kv_positions is too large here$"):
-        async with engine:
-            with pytest.raises(GenerationError, match="the engine failed: ConfigError"):
-                await engine.all_serve()
-            await anyio.sleep_forever()
 
 
 async def test_a_successor_that_cannot_start_is_given_up_with_its_last_lines(tmp_path: Path) -> None:
@@ -334,40 +326,7 @@ async def test_a_move_to_which_all_are_killed_ends_and_the_successors_begin_with
         assert (answer.versions == 2).all()
 
 
-async def test_tokens_name_the_version_and_later_requests_have_the_later_one() -> None:
-    """As many requests as it takes until the workers have moved: some are under way then, however long that takes."""
-    async with serving(Engine(workers=2, token_s=0.003)) as engine, asyncio.timeout(SOON):
-        asked = Asked(engine, [])
-        moving: asyncio.Future[None] | None = None
-        while moving is None or not moving.done():
-            while len(asked.tasks) - asked.answered < 8:
-                asked.requests.append(request(len(asked.tasks), max_tokens=30 + len(asked.tasks) % 20))
-                asked.tasks.append(asyncio.ensure_future(engine.generate(asked.requests[-1])))
-            if moving is None and asked.answered:
-                moving = asyncio.ensure_future(engine.update_weights(1, 1, None))
-            under_way = [task for task in asked.tasks if not task.done()]
-            await asyncio.wait([*under_way, *([moving] if moving else [])], return_when=asyncio.FIRST_COMPLETED)
-        moving.result()
-        late = Asked(engine, [request(90 + n) for n in range(4)])
-        found = [answer.versions for answer in await asked.all_right()]
-        assert all((np.diff(versions) >= 0).all() for versions in found)
-        assert any(versions[0] == 0 and versions[-1] == 1 for versions in found)
-        assert all((answer.versions == 1).all() for answer in await late.all_right())
-
-
 # ---- life
-
-
-async def test_hundreds_are_given_up_at_once_and_a_later_one_is_answered() -> None:
-    async with serving(Engine(workers=2, token_s=0.02)) as engine:
-        asked = Asked(engine, [request(n, max_tokens=50, key="same" if n % 2 else None) for n in range(400)])
-        await until(lambda: engine._router.sent == 2 * engine.limits.capacity)
-        for task in asked.tasks:
-            task.cancel()
-        assert all(isinstance(each, asyncio.CancelledError) for each in await asked.failures())
-        assert engine.statistics()["aborted"] == 400 and engine.statistics()["reserved_positions"] == 0
-        await Asked(engine, [request(500 + n, max_tokens=2) for n in range(20)]).all_right()
-        await until(lambda: engine.statistics()["running"] == engine.statistics()["waiting"] == 0)
 
 
 async def test_closing_fails_everybody_who_waits() -> None:
@@ -406,16 +365,6 @@ async def test_wrong_weights_end_it_for_everybody(monkeypatch: pytest.MonkeyPatc
             await anyio.sleep_forever()
     failures = [each for each in await asked.failures() if not isinstance(each, Generation)]
     assert failures and all(type(each) is EngineClosed and "bucket 3" in str(each) for each in failures)
-
-
-async def test_several_wait_until_all_serve() -> None:
-    async with Engine(workers=2) as engine:
-        gone = asyncio.ensure_future(engine.all_serve())
-        await asyncio.sleep(0)
-        gone.cancel()
-        async with asyncio.timeout(SOON):
-            await asyncio.gather(engine.all_serve(), engine.all_serve())
-            await engine.all_serve()
 
 
 # ---- cancellation

@@ -147,25 +147,19 @@ def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
     assert second is None
 
 
-def _in_thread(body: Callable[[threading.Event, threading.Event], None]) -> str | None:
-    """What `top_user_frame` says of a thread that has set its first event and waits for its second."""
-    inside, leave = threading.Event(), threading.Event()
-    thread = threading.Thread(target=body, args=(inside, leave))
-    thread.start()
-    try:
-        assert inside.wait(10) and thread.ident is not None
-        return top_user_frame(thread.ident)
-    finally:
-        leave.set()
-        thread.join()
-
-
 def test_top_frame_is_the_users_and_not_the_librarys() -> None:
-    def users_code(inside: threading.Event, leave: threading.Event) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def users_code() -> None:
         inside.set()
         leave.wait()  # the innermost Python frames are threading.py's
 
-    frame = _in_thread(users_code)
+    thread = threading.Thread(target=users_code)
+    thread.start()
+    assert inside.wait(10) and thread.ident is not None
+    frame = top_user_frame(thread.ident)
+    leave.set()
+    thread.join()
     assert frame is not None and re.fullmatch(r"test_event_loop_lag\.py:\d+ users_code", frame)
 
 

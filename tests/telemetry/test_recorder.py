@@ -49,31 +49,6 @@ def test_span_records_name_track_times_and_args(recorder: Recorder, clock: FakeC
     assert [(i.label, i.lane) for i in recorder.take_window().busy] == [("train", "gen")]
 
 
-async def test_spans_of_interleaved_coroutines_do_not_mix(recorder: Recorder, clock: FakeClock) -> None:
-    first_open, second_open, first_closed = anyio.Event(), anyio.Event(), anyio.Event()
-
-    async def first() -> None:
-        with recorder.span("first", track="a"):
-            first_open.set()
-            await second_open.wait()
-            clock.now += 1
-        first_closed.set()
-
-    async def second() -> None:
-        await first_open.wait()
-        with recorder.span("second", track="b"):
-            clock.now += 1
-            second_open.set()
-            await first_closed.wait()
-            clock.now += 1
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(first)
-        group.start_soon(second)
-    spans = {event.name: (event.start, event.duration) for event in recorder.events()}
-    assert spans == {"first": (100.0, 2.0), "second": (100.0, 3.0)}
-
-
 def test_wait_is_listed_while_it_lasts_and_kept_afterwards(recorder: Recorder, clock: FakeClock) -> None:
     with recorder.wait("train pump", "a whole group", on="score pump", cause="group"):
         clock.now += 1
@@ -329,16 +304,12 @@ def test_worked_example() -> None:
         {"group": 0.75 + 0.5 + 2.0, "handoff": 0.25, "reward": 0.5, "unexplained": 1.0}
     )
     assert account.shares()["idle/unexplained"] == pytest.approx(0.1)
+    assert sum(lane_budget(window(busy=[], idle=[], end=0.0), "cpu").shares().values()) == 0.0
 
 
 def test_of_nested_closures_the_inner_one_names_the_time() -> None:
     nested = [Interval("decode", "cpu", 0.0, 10.0), Interval("prefill", "cpu", 2.0, 3.0)]
     assert lane_budget(window(busy=nested, idle=[]), "cpu").busy == {"decode": 9.0, "prefill": 1.0}
-
-
-def test_an_empty_window_has_no_shares_and_a_lane_without_records_is_unexplained() -> None:
-    assert sum(lane_budget(window(busy=[], idle=[], end=0.0), "cpu").shares().values()) == 0.0
-    assert lane_budget(window(busy=[], idle=[]), "cpu").idle == {"unexplained": 10.0}
 
 
 def test_kinds() -> None:

@@ -39,13 +39,13 @@ def simulate_step(recorder: Recorder, clock: Clock, draw: random.Random) -> None
     started = clock.now
     ended = clock.now
     with recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
-        for _ in range(draw.randint(20, 40)):
+        for turn in range(draw.randint(20, 40)):
             recorder.lane_resumed("cpu", ended)
             with recorder.work("engine", "deliver"):
                 clock.now += 0.0004
             submitted = clock.now
             clock.now += 0.0002
-            name = "prefill" if draw.random() < 0.1 else "decode"
+            name = "decode" if turn % 10 else "prefill"
             with recorder.lane_busy("cpu", name, submitted=submitted):
                 clock.now += draw.uniform(0.01, 0.02)
             ended = clock.now
@@ -74,33 +74,14 @@ def metrics_of(step: int, steps: int, draw: random.Random) -> dict[str, Any]:
     learned = 1 / (1 + math.exp(-8 * (step / max(steps, 8) - 0.4)))
     reward = 0.1 + 0.85 * learned + draw.gauss(0, 0.03)
     row: dict[str, Any] = {
-        "reward/mean": reward,
-        "reward/std": 0.05 + 0.4 * learned * (1 - learned) * 2,
-        "reward/exact/mean": reward - 0.05,
-        "reward/format/mean": min(1.0, reward + 0.1),
-        "reward/bonus/mean": 40 * reward,
-        "reward/exact/letters/mean": 0.9,
-        "loss": -0.02 + draw.gauss(0, 0.01),
-        "optim/grad_norm": math.exp(draw.gauss(-1, 0.4)),
-        "optim/clipped": float(step % 2),
-        "optim/lr": 1e-5 * (1 - step / (steps + 1)),
-        "entropy": 1.8 - learned + draw.gauss(0, 0.03),
-        "staleness/mean": draw.uniform(0.4, 1.4),
-        "staleness/max": float(draw.choice([1, 2])),
-        "completions/mean_length": 60 + 50 * learned + draw.gauss(0, 4),
-        "completions/min_length": 12.0,
-        "completions/max_length": 128.0,
-        "completions/clipped_ratio": 1.0 - learned,
-        "kl": 0.02 * step,
-        "perf/tokens_per_s": 1200 + draw.gauss(0, 80),
-        "mismatch_kl/mean": abs(draw.gauss(2e-4, 1e-4)),
-        "clip_ratio/low_mean": abs(draw.gauss(0.01, 0.003)),
-        "clip_ratio/high_mean": abs(draw.gauss(0.02, 0.003)),
-        "frac_reward_zero_std": learned * 0.6,
-        "loop/lag_ms_p99": abs(draw.gauss(3, 1)),
-        "queue/stash/depth": float(draw.randint(0, 6)),
-        "time/reward": draw.uniform(0.1, 0.2),
-    }
+        "reward/mean": reward, "reward/std": 0.05 + 0.8 * learned * (1 - learned), "reward/exact/mean": reward - 0.05,
+        "reward/format/mean": min(1.0, reward + 0.1), "reward/bonus/mean": 40 * reward, "reward/exact/letters/mean": 0.9,
+        "loss": -0.02, "optim/grad_norm": 0.4, "optim/clipped": float(step % 2), "optim/lr": 1e-5, "entropy": 1.8 - learned,
+        "staleness/mean": 0.8, "staleness/max": 2.0, "completions/mean_length": 60.0, "completions/min_length": 12.0,
+        "completions/max_length": 128.0, "completions/clipped_ratio": 1.0 - learned, "kl": 0.02 * step,
+        "perf/tokens_per_s": 1200.0, "mismatch_kl/mean": 2e-4, "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02,
+        "frac_reward_zero_std": learned * 0.6, "loop/lag_ms_p99": 3.0, "queue/stash/depth": 3.0, "time/reward": 0.15,
+    }  # fmt: skip
     if step % max(1, steps // 5) == 0 or step == 1:
         row["eval/arithmetic/avg@4"] = reward - 0.08
         row["eval/arithmetic/pass@4"] = min(1.0, reward + 0.1)
@@ -134,23 +115,13 @@ def make_run(directory: Path, steps: int, seed: int = 0) -> None:
 
 def rollout_row(step: int, member: int, mean: float, draw: random.Random) -> dict[str, Any]:
     reward = 1.0 if draw.random() < mean else 0.0
-    a, b = draw.randint(2, 9), draw.randint(2, 9)
-    completion = (
-        f"Let me think. {a} times {b} is {a * b if reward else a * b + 3}.\n#### {a * b if reward else a * b + 3}"
-    )
     return {
-        "step": step,
-        "group_id": step * 2 + member // 8,
-        "member": member % 8,
-        "prompt": [{"role": "user", "content": f"What is {a} x {b}?"}] if member % 2 else f"What is {a} x {b}?",
-        "completion": EVIL if step == 1 else completion,
-        "reward": reward,
-        "components": {"exact": reward, "format": 1.0},
-        "versions": {"min": max(0, step - 2), "max": step - 1},
-        "completion_length": len(completion) // 3,
-        "finish_reason": "stop",
-        "advantage": reward - mean,
-    }
+        "step": step, "group_id": step * 2 + member // 8, "member": member % 8,
+        "prompt": [{"role": "user", "content": "What is 3 x 4?"}] if member % 2 else "What is 3 x 4?",
+        "completion": EVIL if step == 1 else "Let me think.\n#### 12", "reward": reward,
+        "components": {"exact": reward, "format": 1.0}, "versions": {"min": max(0, step - 2), "max": step - 1},
+        "completion_length": 9, "finish_reason": "stop", "advantage": reward - mean,
+    }  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -406,14 +377,8 @@ def test_lines_come_by_step_and_of_two_the_later_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "from": 0} for step in range(6)] + [{"step": step, "from": 1} for step in (3, 4)]
     path.write_text("\n".join(["not json", *map(json.dumps, lines), '{"time": 1}', '["step"]', '{"step": 9, "fro']))
-    assert [(row["step"], row["from"]) for row in lines_by_step(path)] == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-        (3, 1),
-        (4, 1),
-        (5, 0),
-    ]
+    found = [(row["step"], row["from"]) for row in lines_by_step(path)]
+    assert found == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 0)]
     assert list(lines_by_step(tmp_path / "none")) == []
 
 

@@ -254,15 +254,6 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    with LiveView("auto", 20, start=3, stream=stream) as live:
-        live.note("[not markup]")
-        live.step(4, METRICS)
-    shown = stream.getvalue()
-    assert "4/20" in shown and "reward 0.510±0.250" in shown and "[not markup]" in shown
-
-
 def last_frame(shown: str) -> str:
     """The bar as it stood when the view closed, without colours."""
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
@@ -277,10 +268,11 @@ def test_a_narrow_terminal_loses_numbers_and_never_the_step_or_the_time_left(
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     with LiveView("auto", total, stream=stream) as live:
+        live.note("[not markup]")
         live.step(step - 1, METRICS)
         live.step(step, METRICS)
     frame = last_frame(stream.getvalue())
-    assert len(frame) <= columns
+    assert len(frame) <= columns and "[not markup]" in stream.getvalue()
     assert re.match(rf"step +{step}/{total} ", frame), frame
     assert len(re.findall(r"\d:\d\d:\d\d ", frame)) == 2, frame  # elapsed and left
     assert "reward 0.510±0.250" in frame
@@ -343,19 +335,11 @@ def test_off_prints_nothing() -> None:
 # -- a live view that cannot be written to raises nothing ------------------------------------------------------------
 
 
-def test_a_pipe_that_nobody_reads() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as stream, LiveView("plain", 3, stream=stream) as view:
-        for version in range(3):
-            view.step(version, {"loss": 1.0})
-            view.note("a note")
-
-
-def test_a_terminal_that_is_closed() -> None:
-    master, slave = pty.openpty()
-    with open(slave, "w") as stream, LiveView("auto", 3, stream=stream) as view:
-        os.close(master)
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_pipe_that_nobody_reads_and_a_terminal_that_is_closed(kind: str) -> None:
+    read, write = os.pipe() if kind == "pipe" else pty.openpty()
+    with open(write, "w") as stream, LiveView("auto", 3, stream=stream) as view:
+        os.close(read)
         for version in range(3):
             view.step(version, {"loss": 1.0})
             view.note("a note")

@@ -50,6 +50,8 @@ async def test_a_full_queue_makes_its_producer_wait() -> None:
         assert await receiver.get() == 0
         await sender.put(3)
         assert [await receiver.get(), await receiver.get()] == [1, 3]
+    with pytest.raises(ValueError, match="capacity"):
+        open_queue("q", 0)
 
 
 async def test_closing_wakes_whoever_waits() -> None:
@@ -159,8 +161,3 @@ async def test_the_depth_and_who_waits_are_recorded() -> None:
         assert wait.on == "the receiver of queue scored"
         await receiver.get()
     assert recorder.active_waits() == []
-
-
-def test_no_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity"):
-        open_queue("q", 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
 
 import anyio
-from transport_helpers import both_loops, child, finish, line
+from transport_helpers import ROOT, both_loops, child, environment, finish, line
 from transport_records import planned, whole
 
 from asyncrl.transport.rings.producer import Producer
@@ -205,3 +207,15 @@ def test_an_owner_killed_at_every_store_of_its_life(name: str, tmp_path: Path) -
     assert said == [[label, nth, -signal.SIGKILL] for label, nth in PLACES] + [["", 0, 0]]
     trained = [int(row) for row in log.read_text().split()]
     assert Counter(trained) == Counter(range(2 * len(said))), "lost, or trained twice"
+
+
+def test_under_kills_stops_and_restarts_nothing_accepted_is_lost_torn_or_trained_twice() -> None:
+    """The ten-second form of `tools/chaos stress`."""
+    command = [sys.executable, str(ROOT / "tools" / "chaos"), "stress", "--seconds", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert (result["lost"], result["twice"], result["torn"], result["left in /dev/shm"]) == (0, 0, 0, [])
+    assert result["accepted"] > 100
+    kills = result["kills"]
+    assert kills["died"] >= 5 and kills["owner"] >= 2 and kills["stopped"] >= 1

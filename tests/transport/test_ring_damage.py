@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 from transport_helpers import ROOT, both_loops, child, environment, finish, line, living, names
-from transport_records import SMALL, drop, groups, planned, whole
+from transport_records import OWNER, SMALL, drop, groups, planned, whole
 
 from asyncrl.cli.app import main
 from asyncrl.transport import rendezvous
@@ -131,19 +131,6 @@ async def test_a_ring_that_is_damaged_while_it_is_used_is_set_aside_and_its_prod
     assert names(name)  # the damaged ring is kept
     clear(name, drop_records=True)
 
-
-OWNER = """
-import asyncio, sys
-from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
-
-async def own():
-    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)):
-        print("open", flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(own())
-"""
 
 STRANGER = """
 import os, socket, sys

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from transport_helpers import both_loops, child, finish, line, living, names, say
-from transport_records import SMALL, drop, groups, pair, planned, whole
+from transport_records import OWNER, SMALL, drop, groups, pair, planned, whole
 
 from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
 from asyncrl.transport.rings import producer as producer_module
@@ -182,25 +182,6 @@ producer.close()
 
 
 @both_loops
-async def test_a_killed_producer_leaves_its_records_and_its_ring_is_freed_after_them(name: str) -> None:
-    async with RecordRing(name, SMALL) as ring:
-        process = child(PRODUCER, name)
-        assert await asyncio.to_thread(line, process) == "put"
-        process.kill()
-        finish(process)
-        taken = [await ring.get() for _ in range(3)]
-        with anyio.fail_after(10):
-            while not ring.statistics().deaths:
-                await anyio.lowlevel.checkpoint()
-        assert ring.statistics().rings == 1
-        for d in taken:
-            assert whole(d.record)
-            d.release()
-        s = ring.statistics()
-        assert (s.rings, s.reclaimed, s.half_written, s.deaths) == (0, 1, 0, 1)
-
-
-@both_loops
 async def test_a_stopped_producer_keeps_its_ring_also_across_owners(name: str) -> None:
     process = child(PRODUCER, name)
     async with RecordRing(name, SMALL) as ring:
@@ -223,20 +204,6 @@ async def test_a_stopped_producer_keeps_its_ring_also_across_owners(name: str) -
         say(process)
         assert await asyncio.to_thread(process.wait, 10) == 0
         finish(process)
-
-
-OWNER = """
-import asyncio, json, sys
-from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
-
-async def own():
-    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)):
-        print("open", flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(own())
-"""
 
 
 async def _after_a_killed_owner(name: str) -> AsyncProducer:

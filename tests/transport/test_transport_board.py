@@ -269,12 +269,6 @@ def test_a_half_that_was_not_written_to_its_end_holds_no_version(
         assert other.version(0) == 9 and crc(other.half(0)) == crc(values(3))
 
 
-def test_clear_leaves_no_version(board: Board) -> None:
-    put(board, 0, 7, values(1))
-    board.clear(0)
-    assert board.version(0) is None
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,19 @@ def written(plan: Plan, *, sequence: int = 0) -> bytes:
 
 
 SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
+# A process that owns a ring with these settings until it is killed.
+OWNER = """
+import asyncio, sys
+from transport_records import SMALL
+from asyncrl.transport.rings.record_ring import RecordRing
+
+async def own():
+    async with RecordRing(sys.argv[1], SMALL):
+        print("open", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(own())
+"""
 
 
 @asynccontextmanager
