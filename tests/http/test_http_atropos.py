@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,13 +28,6 @@ from asyncrl.http.groups import Spread  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    chosen = f"http-{os.getpid()}"
-    yield chosen
-    assert not [path for path in os.listdir("/dev/shm") if chosen in path]
-
-
 async def test_a_group_posted_as_atropos_posts_it_lies_in_the_ring(name: str) -> None:
     async with opened(name) as s:
         assert await s.post("/scored_data", group(7, 8)) == (200, {"status": "received", "groups_processed": 1})
@@ -44,12 +36,8 @@ async def test_a_group_posted_as_atropos_posts_it_lies_in_the_ring(name: str) ->
         assert second.logprobs.tolist() == pytest.approx([0, -0.8, -0.25]) and second.versions.tolist() == [-1, 3, 3]
         assert (first.reward, second.reward, first.prompt_length, first.group_size) == (7.0, 8.0, 1, 2)
         delivery.release()
-        long = group(7)
-        long |= {
-            "tokens": [[5] + [7] * 500],
-            "masks": [[-100] + [7] * 500],
-            "inference_logprobs": [[1.0] + [-0.5] * 500],
-        }
+        columns = {"tokens": (5, 7), "masks": (-100, 7), "inference_logprobs": (1.0, -0.5)}
+        long = group(7, **{column: [[first] + [then] * 500] for column, (first, then) in columns.items()})
         assert (await s.post("/scored_data", long))[0] == 200  # compressed
         delivery, (only,) = await s.next()
         assert only.tokens.size == 501 and set(only.logprobs[1:].tolist()) == {-0.5}
@@ -219,12 +207,8 @@ async def test_environments_register_and_hear_how_full_the_run_is(name: str) -> 
         }  # fmt: skip
         _, first = await s.post("/register-env", asked)
         _, second = await s.post("/register-env", {**asked, "weight": 3.0})
-        assert (first["status"], first["env_id"], first["wandb_name"], first["starting_step"]) == (
-            "success",
-            0,
-            "maths_0",
-            3,
-        )
+        found = [first[key] for key in ("status", "env_id", "wandb_name", "starting_step")]
+        assert found == ["success", 0, "maths_0", 3]
         assert (second["env_id"], second["wandb_name"], first["num_steps"] > 10**6) == (1, "maths_1", True)
         assert await s.get("/info") == (200, {"batch_size": 8, "max_token_len": 601})
         assert (await s.get("/wandb_info"))[1]["group"] == "one"

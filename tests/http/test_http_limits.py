@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,13 +26,6 @@ from asyncrl.http.server import most_connections  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    chosen = f"http-limits-{os.getpid()}"
-    yield chosen
-    assert not [path for path in os.listdir("/dev/shm") if chosen in path]
 
 
 def without_key(s: Set) -> str:
@@ -152,15 +144,8 @@ async def test_what_says_that_it_is_too_long_is_not_received(name: str) -> None:
 
 def head_of(s: Set, path: str, *headers: str) -> bytes:
     parts = urlsplit(s.door.url)
-    lines = [
-        f"POST {parts.path}{path} HTTP/1.1",
-        f"Host: {parts.netloc}",
-        "Content-Type: application/json",
-        *headers,
-        "",
-        "",
-    ]
-    return "\r\n".join(lines).encode()
+    first = f"POST {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"
+    return "\r\n".join([*first, *headers, "", ""]).encode()
 
 
 async def talk(s: Set, raw: bytes) -> int:

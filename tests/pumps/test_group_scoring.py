@@ -43,12 +43,8 @@ def test_groups_without_a_signal_are_replaced_and_the_steps_stay_full(preset: st
     assert all(len(step) == 3 for step in house.trained())
     assert house.book.reasons["dropped: no signal"] == house.ports.counters["filter/no signal"] == len(SOLVED)
     assert house.books.trained == 12 and all(report.result.sequences == 6 for report in house.reports)
-
-
-def test_without_it_they_are_trained_and_counted() -> None:
-    house = live(Plan(groups_per_step=3, max_steps=2, reward=mixed))
-    assert sorted(g for step in house.trained() for g in step) == [0, 1, 2, 3, 4, 5]
-    assert house.books.dropped == 0
+    house = live(replace(plan, rollout={}))  # without it they are trained
+    assert sorted(group for step in house.trained() for group in step) == list(range(12)) and house.books.dropped == 0
 
 
 @pytest.mark.parametrize(("max_refills", "dropped_per_step"), [(0, 0), (1, 2), (3, 6)])

@@ -329,10 +329,7 @@ def test_a_replayed_group_counts_under_its_own_name() -> None:
     assert own == [21, 22, 23]  # what the rollouts show
     fresh = [t.reward for group in last.groups for t in group.trajectories]
     assert last.metrics["reward/mean"] == pytest.approx(np.mean(fresh))
-
-
-def test_without_a_buffer_nothing_changes() -> None:
-    house = live(with_replay(replay={}))
+    house = live(with_replay(replay={}))  # without a buffer nothing changes
     assert trained_by_step(house)[-1] == {21, 22, 23} and "replay/groups" not in house.reports[-1].metrics
 
 
