@@ -108,17 +108,13 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_needed_flop_counts_prompts_once_per_group_and_without_the_head() -> None:
-    # 30 sampled tokens: 8 x (100 + 40) each; 5 prompt tokens: 8 x 100 each
-    assert needed_flop(RATES, 30, 5) == 30 * 8 * 140 + 5 * 8 * 100
-
-
-def test_the_rate_counts_the_smaller_of_trained_and_generated_tokens() -> None:
-    assert run("asyncrl", 0, 10.0, sampled=1000, generated=800).figures()["tokens_per_s"] == 80
-    assert run("asyncrl", 0, 10.0, sampled=1000, generated=1300).figures()["tokens_per_s"] == 100
-
-
-def test_the_share_of_the_limit_by_hand() -> None:
+def test_rate_and_share_of_the_limit_by_hand() -> None:
+    """Prompts count once a group and without the head; tokens where they were both generated and trained."""
+    assert (
+        needed_flop(RATES, 30, 5) == 30 * 8 * 140 + 5 * 8 * 100
+    )  # 8 x (100 + 40) a sampled token, 8 x 100 one of a prompt
+    rates = [run("asyncrl", 0, 10.0, generated=generated).figures()["tokens_per_s"] for generated in (800, 1300)]
+    assert rates == [80, 100]
     whole = run("asyncrl", 0, 10.0).figures()["limit_share"]
     assert whole == pytest.approx((1000 * 8 * 140 + 200 * 8 * 100) / 1e6 / 10)
     half = run("asyncrl", 0, 10.0, generated=500).figures()["limit_share"]

@@ -19,7 +19,7 @@ import anyio
 import psutil
 import pytest
 import uvloop
-from transport_helpers import environment, line, living
+from transport_helpers import environment, line, living, until
 
 from asyncrl.concurrency import child as room
 from asyncrl.concurrency.child import ChildProcess, open_output
@@ -57,13 +57,6 @@ async def ask(made: ChildProcess, **message: Any) -> dict[str, Any]:
 async def end_of(made: ChildProcess) -> int | None:
     await asyncio.wait([made.ended], timeout=SOON)
     return made.exit_code
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something outside of this process."""
-    async with asyncio.timeout(SOON):
-        while not condition():  # noqa: ASYNC110  what is waited for has no event: another process ends
-            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

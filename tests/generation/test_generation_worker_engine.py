@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from generation_models import generate_all, plain_logprobs
+from transport_helpers import until
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.load import load_config
@@ -182,13 +183,6 @@ def assert_same(answers: list[Generation], expected: list[Generation]) -> None:
         assert np.allclose(answer.logprobs, other.logprobs, atol=1e-5)
         assert np.allclose(answer.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
         assert answer.versions.tolist() == other.versions.tolist()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other processes do."""
-    async with asyncio.timeout(SOON):
-        while not condition():  # noqa: ASYNC110  what is waited for has no event
-            await asyncio.sleep(0.01)
 
 
 async def reported(made: Opened) -> None:

@@ -14,7 +14,7 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import psutil
 import pytest
 import uvloop
 from generation_worker_light import tokens_of
+from transport_helpers import until
 
 from asyncrl.concurrency.channel import encode
 from asyncrl.errors import ConfigError, DivergenceError, EngineClosed, GenerationError, LifecycleError, WorkerDied
@@ -98,13 +99,6 @@ class Engine(WorkerEngine):
 def request(seed: int, size: int = 5, max_tokens: int = 8, key: str | None = None) -> GenerationRequest:
     prompt = np.random.default_rng(seed if key is None else len(key)).integers(0, 97, size).astype(np.int32)
     return GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens), seed, key)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other processes do."""
-    async with asyncio.timeout(SOON):
-        while not condition():  # noqa: ASYNC110  what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 async def test_in_sync_the_groups_of_a_step_meet_the_same_company_whichever_worker_is_faster() -> None:

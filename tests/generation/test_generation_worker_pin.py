@@ -10,7 +10,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from test_generation_worker_faults import SOON, Asked, Engine, open_here, request, serving, until
+from test_generation_worker_faults import SOON, Asked, Engine, open_here, request, serving
+from transport_helpers import until
 
 from asyncrl.errors import EngineClosed
 from asyncrl.generation.worker.peer import Peer

@@ -153,21 +153,12 @@ async def test_closing_wakes_whoever_waits(queue: Open, name: str) -> None:
         receiver.close()
         with pytest.raises(anyio.ClosedResourceError):
             await receiver.get()
-    assert sorted(heard) == ["broken put", "closed get", "closed put"]
-
-
-@contract
-async def test_a_waiting_get_hears_the_end(queue: Open, name: str) -> None:
     async with queue(name, 1) as (sender, receiver), anyio.create_task_group() as tasks:
-
-        async def getter() -> None:
-            with pytest.raises(anyio.EndOfStream):
-                await receiver.get()
-
-        tasks.start_soon(getter)
-        tasks.start_soon(getter)
+        for _ in range(2):
+            tasks.start_soon(hear, "ended get", receiver.get, anyio.EndOfStream)
         await anyio.wait_all_tasks_blocked()
         sender.close()
+    assert sorted(heard) == ["broken put", "closed get", "closed put", "ended get", "ended get"]
 
 
 @contract

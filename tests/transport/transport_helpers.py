@@ -68,6 +68,13 @@ def finish(process: subprocess.Popen[str]) -> int:
     return process.wait(20)
 
 
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for what other processes do: a bound for a busy machine."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
 def own_name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A shared-memory name of this test alone; fails the test if something is left under it."""
     chosen = f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
