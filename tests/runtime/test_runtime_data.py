@@ -242,7 +242,7 @@ async def test_evaluation_before_every_n_and_after(tmp_path: Path) -> None:
         assert {key: lines[step][key] for key in metrics} == pytest.approx(dict(metrics))
 
 
-# Losses: test_methods.
+# Losses: test_runtime_methods.
 VARIANTS: dict[str, list[str]] = {
     "kl": ["algorithm.kl.coef=0.05"],
     "two updates, gspo, kl": ["algorithm.updates_per_batch=2", "algorithm.loss=gspo", "algorithm.kl.coef=0.05"],
