@@ -105,7 +105,7 @@ CEILINGS: dict[str, int] = {
     "records": 1100,
     "rewards": 1560,
     "runtime": 5150,
-    "telemetry": 2620,
+    "telemetry": 2630,
     "training": 2140,
     "transport": 4550,
     "weights": 300,

@@ -29,7 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from . import guard
+import anyio
+
+from . import awake, guard
 from .channel import Channel
 from .shield import wait_shielded
 
@@ -72,7 +74,7 @@ class ChildProcess:
         self._output_begin = 0 if output is None else os.fstat(output.fileno()).st_size
         self._output_tail = b""
         self._guarded, self._killed = mark is not None, False
-        self._timer: asyncio.TimerHandle | None = None
+        self._cancel_timer: Callable[[], None] | None = None
         with contextlib.ExitStack() as undo:
             if output is not None:
                 undo.callback(output.close)
@@ -152,7 +154,8 @@ class ChildProcess:
         self.channel.close()
         cancelled = None
         try:
-            await asyncio.wait([self.ended], timeout=grace_s)
+            with anyio.move_on_after(grace_s):
+                await asyncio.wait([self.ended])
         finally:
             self.kill()
             cancelled = await wait_shielded(self.ended)
@@ -160,10 +163,10 @@ class ChildProcess:
             raise cancelled
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._cancel_timer is not None:
+            self._cancel_timer()
         if not self.ended.done():
-            self._timer = asyncio.get_running_loop().call_later(seconds, act)
+            self._cancel_timer = awake.call_later(asyncio.get_running_loop(), seconds, act)
 
     def _signal_group(self, number: int) -> None:
         # A reaped child's number, and that of its group, may belong to another process.
@@ -183,8 +186,8 @@ class ChildProcess:
         if self._output is not None:
             self._output_tail = self._read_tail()
             self._output.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._cancel_timer is not None:
+            self._cancel_timer()
         self.ended.set_result(None)
 
     def _read_tail(self) -> bytes:

@@ -194,7 +194,8 @@ class RewardWorker:
                 reply.set_result(None)
 
     async def _exit_status(self) -> str:
-        await asyncio.wait([self.ended], timeout=_EXIT_GRACE_S)
+        with anyio.move_on_after(_EXIT_GRACE_S):
+            await asyncio.wait([self.ended])
         return self._child.status if self.ended.done() else "closed the protocol's socket"
 
     def _on_end(self) -> None:

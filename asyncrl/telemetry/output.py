@@ -36,17 +36,26 @@ class Lossy:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush, or drop what was buffered."""
+        """Flush, or drop what was buffered if nobody reads any more."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._give_up(error)
 
+    def flush_last(self) -> None:
+        """Flush, or drop what was buffered. The interpreter flushes again at its exit, and makes a failure exit code 120."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._lead_nowhere()
+            self.flush()
+
     def _give_up(self, error: Exception) -> None:
-        """What is buffered, and what C code or children write, goes nowhere from now on: else each flush, the one at the
-        exit of the process too, fails again."""
-        if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
-            return
+        if isinstance(error, OSError) and error.errno in _NOBODY_READS:
+            self._lead_nowhere()
+
+    def _lead_nowhere(self) -> None:
+        """Lead what is buffered, and what C code or children write, to /dev/null: else each later flush fails again."""
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -80,8 +89,8 @@ def lossy_output() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()  # here, where it may fail
+            if isinstance(stream, Lossy):
+                stream.flush_last()
         sys.stdout, sys.stderr = before
 
 

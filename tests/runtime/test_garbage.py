@@ -21,7 +21,7 @@ from asyncrl import Runtime
 from asyncrl.config.load import load_config
 from asyncrl.runtime import journal as runtime_journal
 from asyncrl.runtime.journal import Journal
-from asyncrl.runtime.opening import collections_between_steps
+from asyncrl.runtime.progress import collections_between_steps
 from asyncrl.telemetry.recorder import Recorder
 
 
@@ -86,7 +86,7 @@ def test_a_step_collects_what_came_after_the_start_once_that_is_due(full: list[s
         many_young_collections(gc.get_threshold()[2] // 100 + 1)
         assert not full and lost() is not None
         collect()
-        assert full == ["opening.py:collect"] and lost() is None
+        assert full == ["progress.py:collect"] and lost() is None
 
 
 @pytest.mark.usefixtures("usual")
@@ -94,7 +94,7 @@ def test_full_collections_take_at_most_a_hundredth_of_the_time(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = count(1.0)  # so that a collection takes some seconds
-    monkeypatch.setattr("asyncrl.runtime.opening.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("asyncrl.runtime.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     with collections_between_steps(Recorder()) as collect:
         full.clear()
         for _ in range(500):
@@ -153,7 +153,7 @@ async def test_a_run_collects_in_full_between_its_steps_alone(tmp_path: Path, fu
         gc.set_threshold(20, 2, runtime_threshold := gc.get_threshold()[2])
         assert runtime_threshold > 100
         await runtime.run()
-        assert full and set(full) == {"opening.py:collect"}
+        assert full and set(full) == {"progress.py:collect"}
         spans = [event for event in runtime.recorder.events() if event.name == "collect garbage"]
         assert len(spans) == len(full)
         gc.set_threshold(700, 10, 10)

@@ -20,7 +20,8 @@ from test_runtime_signals import endless, last_checkpoint
 
 from asyncrl.cli.app import main
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+# Empty: streams are buffered, whatever the tests were started with.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 class Run:
