@@ -1,1 +1,1 @@
-"""The console script `asyncrl`: `app.py` reads the words and hands over to one file a command."""
+"""The console script `asyncrl`. `app.py` reads the name of the command and calls `main` of that command's file."""

@@ -1,6 +1,6 @@
 """The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`, `asyncrl shm`.
 
-Of every command: output that nobody reads any more (`| head -1`) is dropped without a word, and Ctrl-C ends it without a traceback.
+If the reader of the output closes the pipe (`| head -1`), the rest is dropped silently. Ctrl-C ends a command without a traceback.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ USAGE = """\
 asyncrl: asyncio-native reinforcement-learning post-training
 
   asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
-  asyncrl run --help                                        every setting, its default and what it means
-  asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
-  asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        the first prompts as the model reads them
+  asyncrl run --help                                        list every setting with its default and meaning
+  asyncrl run CONFIG.yaml --dry-run                         print the plan of a run: resolved settings, memory, bounds
+  asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
   asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
-  asyncrl check-model PATH                                  which way this runtime can train a model, and how exactly
-  asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
+  asyncrl check-model PATH                                  compare every way of computing a model with eager transformers
+  asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
-  asyncrl report RUN                                        write report.html of a run, while it runs or after it died
+  asyncrl report RUN                                        write report.html of a run, alive or dead
   asyncrl examples [DIRECTORY]                              list the examples, or copy them
   asyncrl --version                                         the version of this package
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
 """
 
-
-# Where each has its `main`: a module is imported once its command is typed.
+# Command -> the module with its `main`. `_main` imports only the module that it calls, since some imports take seconds.
 COMMANDS = {
     "run": "asyncrl.main",
     "prompts": "asyncrl.cli.prompts",
@@ -47,7 +46,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes as in `asyncrl.errors`; 2 for an unknown command, 130 where Ctrl-C ended one."""
+    """Run one command. Exit codes are those of `asyncrl.errors`, 2 for an unknown command, and 130 after Ctrl-C."""
     with lossy_output():
         try:
             return run_program(_main, arguments)
@@ -55,18 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGINT
 
 
-def _main(given: list[str]) -> int:
-    if not given or given[0] in ("-h", "--help", "help"):
+def _main(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else "help"
+    if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
-    if given[0] == "--version":
+    if command == "--version":
         print(f"asyncrl {__version__}")
         return 0
-    if given[0] not in COMMANDS:
-        print(f"asyncrl: there is no command {given[0]!r}; the commands are: {', '.join(COMMANDS)}\n", file=sys.stderr)
+    if command not in COMMANDS:
+        print(f"asyncrl: there is no command {command!r}; the commands are: {', '.join(COMMANDS)}\n", file=sys.stderr)
         print(USAGE, file=sys.stderr)
         return 2
-    code: int = import_module(COMMANDS[given[0]]).main(given[1:])
+    code: int = import_module(COMMANDS[command]).main(arguments[1:])
     return code
 
 

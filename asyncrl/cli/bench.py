@@ -1,6 +1,6 @@
-"""`asyncrl bench`: the benchmarks are a distribution of their own, `asyncrl-bench` (tools/bench in the repository).
+"""`asyncrl bench`: runs the benchmarks, which are a separate distribution, `asyncrl-bench` (tools/bench in the repository).
 
-Those of the checkout that this package lies in come first: they belong to the same state of the code.
+If this package is used from a checkout, the benchmarks of that checkout are preferred: they match the package's code.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "tools" / "bench"
 MISSING = """\
-asyncrl bench: the benchmarks are a distribution of their own, asyncrl-bench, and it is not installed.
-In a checkout of asyncrl: pip install ./tools/bench"""
+asyncrl bench: the benchmarks are a separate distribution, asyncrl-bench, and asyncrl-bench is not installed.
+To install it, run in a checkout of asyncrl: pip install ./tools/bench"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes of `asyncrl_bench`; 2 where it is not there."""
+    """Run the benchmarks. Returns the exit code of `asyncrl_bench`, or 2 if `asyncrl_bench` is not installed."""
     if (CHECKOUT / "asyncrl_bench").is_dir() and str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
     if importlib.util.find_spec("asyncrl_bench") is None:

@@ -1,4 +1,4 @@
-"""`asyncrl check RUN`: whether the checkpoints of a run are what was written. The run may be alive: nothing is locked."""
+"""`asyncrl check RUN`: compares checkpoints with their recorded sizes and checksums. No lock is taken: the run may be alive."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 USAGE = """\
-asyncrl check RUN: compare every file of every checkpoint with its size and SHA-256; a line each. RUN is a run directory
-(`runs/NAME`, or NAME for short) or one checkpoint (`runs/NAME/checkpoints/step_N`, or `latest` there). It may be alive.
+asyncrl check RUN: compare every file of every checkpoint with its size and SHA-256, and print one line per checkpoint.
+RUN is a run directory (`runs/NAME`, or NAME for short) or a checkpoint (`runs/NAME/checkpoints/step_N`). The run may be alive.
 Exit codes: 0, 5 where a checkpoint is damaged, 2 where there is no such run or checkpoint.
 """
-WHOLE, DAMAGED, GONE = "whole", "damaged", "removed meanwhile"
+WHOLE, DAMAGED, REMOVED = "whole", "damaged", "removed meanwhile"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One line for each checkpoint. Returns the exit code: 0, 5 where one is damaged, 2 where there is nothing to check."""
+    """Print one line per checkpoint. Returns 0, 5 if a checkpoint is damaged, or 2 if RUN names no run or checkpoint."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(USAGE, end="")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
 
     from asyncrl.errors import CheckpointError
 
-    given = Path(arguments[0])
-    place = next((path for path in (given, "runs" / given) if path.is_dir()), None)
+    name = Path(arguments[0])
+    directory = next((path for path in (name, "runs" / name) if path.is_dir()), None)
     try:
-        if place is not None and (place / "checkpoints").is_dir():
-            return _check_all(place / "checkpoints")
-        if place is not None and _is_checkpoint(place.resolve()):
-            return CheckpointError.exit_code if _check(place.resolve()) == DAMAGED else 0
-        if place is not None and any(place.glob("step_*")):
-            return _check_all(place)
+        if directory is not None and (directory / "checkpoints").is_dir():
+            return _check_all(directory / "checkpoints")
+        if directory is not None and _is_checkpoint(directory.resolve()):
+            return CheckpointError.exit_code if _check(directory.resolve()) == DAMAGED else 0
+        if directory is not None and any(directory.glob("step_*")):
+            return _check_all(directory)
     except (CheckpointError, OSError) as error:
         print(f"asyncrl check: {error}", file=sys.stderr)
         return CheckpointError.exit_code
-    print(f"asyncrl check: {given} is neither a run directory nor a checkpoint of one (step_N)", file=sys.stderr)
+    print(f"asyncrl check: {name} is neither a run directory nor a checkpoint (step_N) of a run", file=sys.stderr)
     return 2
 
 
@@ -47,22 +47,24 @@ def _check_all(directory: Path) -> int:
     versions = store.versions()
     if not versions:
         print(f"{directory}: no checkpoint yet")
-    found = {version: _check(store.path(version)) for version in versions}
+    results = {version: _check(store.path(version)) for version in versions}
     latest = store.latest_version()
-    if latest is not None and found.get(latest) == DAMAGED:
-        earlier = [version for version in versions if version < latest and found[version] == WHOLE]
+    if latest is not None and results.get(latest) == DAMAGED:
+        earlier = [version for version in versions if version < latest and results[version] == WHOLE]
         print(f"resume=true would go on from step_{latest}; {store.way_out(earlier[-1] if earlier else None)}")
-    return CheckpointError.exit_code if DAMAGED in found.values() else 0
+    return CheckpointError.exit_code if DAMAGED in results.values() else 0
 
 
 def _check(checkpoint: Path) -> str:
-    """Says what it finds, too."""
+    """Print the line of one checkpoint. Returns WHOLE, DAMAGED or REMOVED."""
     from asyncrl.checkpoint.manifest import compare_alive
 
-    compared = compare_alive(checkpoint)
-    print(f"{checkpoint}: {compared or GONE}", flush=True)
-    return GONE if compared is None else DAMAGED if compared.faults else WHOLE
+    comparison = compare_alive(checkpoint)
+    print(f"{checkpoint}: {comparison or REMOVED}", flush=True)
+    if comparison is None:
+        return REMOVED
+    return DAMAGED if comparison.faults else WHOLE
 
 
-def _is_checkpoint(place: Path) -> bool:
-    return re.fullmatch(r"step_\d+", place.name) is not None or (place / "state" / "manifest.json").exists()
+def _is_checkpoint(directory: Path) -> bool:
+    return re.fullmatch(r"step_\d+", directory.name) is not None or (directory / "state" / "manifest.json").exists()

@@ -1,7 +1,7 @@
-"""`asyncrl check-model PATH`: which of its ways this runtime can train a model in, without a run.
+"""`asyncrl check-model PATH`: compares every path on which this runtime can compute a model with eager transformers.
 
-Every path is compared, not only the first that agrees; where rotary frequencies follow the length of a row, for rows within the
-original context and past it. The same comparison opens each run (runtime/gate.py).
+A run makes the same comparison at its start, but stops at the first path that agrees (runtime/gate.py). If the model's rotary
+frequencies depend on the length of a row, rows within the original context and longer rows are compared separately.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from asyncrl.telemetry.output import say_early
 if TYPE_CHECKING:
     from asyncrl.runtime.gate import Verdict
 
-USAGE = (
-    "asyncrl check-model PATH: compare every path with the model's own eager forward and backward (2: it is refused)"
-)
+USAGE = "asyncrl check-model PATH: compare every path with the model's eager forward and backward (exit 2: refused)"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a model that is refused. One that is refused past its original context alone can be trained: 0."""
+    """Exit codes: 0, or 2 for a refused model. A model that is refused only past its original context can be trained: 0."""
     parser = argparse.ArgumentParser(prog="asyncrl check-model", description=USAGE)
-    parser.add_argument("path", help="what model.path takes: a directory, a hub id, or file.py:function")
+    parser.add_argument("path", help="model.path: a directory, a hub id, or file.py:function")
     parser.add_argument("--gguf-file", help="model.gguf_file")
     parser.add_argument("--random-init", action="store_true", help="model.random_init: only the configuration is read")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="train.gradient_checkpointing")
     parser.add_argument("--lora-rank", type=int, default=0, help="model.lora.rank")
     parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
-    given = parser.parse_args(list(arguments))
-    say_early(f"looking for {given.path}")
+    options = parser.parse_args(list(arguments))
+    say_early(f"looking for {options.path}")
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
     from asyncrl.runtime.inputs import check_model_source
 
-    config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
+    config = ModelConfig(path=options.path, gguf_file=options.gguf_file, random_init=options.random_init)
     try:
         check_model_source(config)
     except AsyncrlError as error:
@@ -52,17 +50,17 @@ def main(arguments: Sequence[str]) -> int:
         verdict = check_model(
             module,
             longest=longest,
-            lora=LoraConfig(rank=given.lora_rank),
-            checkpointing=given.gradient_checkpointing,
-            sharded=given.fsdp,
+            lora=LoraConfig(rank=options.lora_rank),
+            checkpointing=options.gradient_checkpointing,
+            sharded=options.fsdp,
             every=True,
         )
-        _ = verdict.path
+        _ = verdict.path  # runs the comparison
         return verdict
 
     try:
         module, _ = load_module(config)
-        # Refuses weights that are not finite in any layer: not every layer is compared.
+        # The comparison runs only some layers. `head_transform` refuses NaN and infinite weights in all layers.
         head_transform(module)
         context = original_context(module.config)
         if context is not None:
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
-    # Each choice of rotary frequencies is compared: a run may stay with either.
+    # Longer rows have other rotary frequencies.
     if context is not None:
         try:
             past = compare(context + 1)

@@ -1,6 +1,6 @@
-"""`asyncrl explain NAME`: what a loss, an advantage, a mode or a setting is, from the docstrings themselves, or a metric.
+"""`asyncrl explain NAME`: prints the documentation of a loss, an advantage, a mode, a setting or a metric.
 
-A name may be several things (`grpo` is a loss and an advantage): all are printed.
+A name may have several meanings (`grpo` is a loss and an advantage): all are printed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.types import Normaliser
 
 USAGE = (
-    "asyncrl explain NAME: a loss or an advantage (ours, or `file.py:name` of yours), an importance mode, a KL estimator, a "
-    "metric (`optim/grad_norm`), or a setting (`asyncrl run --help`), which may also have the name that TRL or verl give it"
+    "asyncrl explain NAME: a loss or an advantage (built in, or your own as `file.py:name`), an importance mode, a KL estimator, "
+    "a metric (`optim/grad_norm`), or a setting (`asyncrl run --help`, or the setting's name in TRL or verl)"
 )
 
 
 def explain(name: str) -> str:
-    """Everything that goes by this name, as text. Empty: nothing does."""
+    """The text about everything that has this name; empty for an unknown name. Errors: ConfigError for bad user code."""
     if ":" in name and metric(name) is None:
-        # An address of the user's code.
+        # The name is an address of the user's code. Loading registers the method.
         load_method("loss" if isinstance(load_object(name), type) else "advantage", name)
     parts = [*_losses(name), *_advantages(name), *_modes(name), *_settings(name)]
-    if not parts and (ours := other_name(name)) is not None:
-        parts.append(f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}")
+    if not parts and (setting := other_name(name)) is not None:
+        parts.append(f"{name}, as other code bases call it, is {setting} here.\n\n{explain(setting)}")
     return "\n\n".join([*parts, *_metrics(name)])
 
 
@@ -48,7 +48,7 @@ def known() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a name that nothing goes by."""
+    """Print the text of each name. Exit codes: 0, or 2 for an unknown name."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
         if not text:
             setting = None if "/" in name else nearest_name(name)
-            among = metrics() if "/" in name else known()
-            nearest = setting or difflib.get_close_matches(name, among, n=1, cutoff=0.0)[0]
+            candidates = metrics() if "/" in name else known()
+            nearest = setting or difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
             print(f"asyncrl explain: nothing is named {name!r}; did you mean {nearest!r}?", file=sys.stderr)
             return 2
         print(text, end="\n\n")
@@ -74,15 +74,15 @@ def _losses(name: str) -> Iterator[str]:
         return
     streams = "no" if loss.normaliser is Normaliser.MICROBATCHES else "yes"
     by_tokens = loss.normaliser is Normaliser.TOKENS
-    separate = "no" if by_tokens else "entropy.second_gradient_buffer, or rollout.streaming=false"
+    entropy_needs = "nothing" if by_tokens else "entropy.second_gradient_buffer=true or rollout.streaming=false"
     yield "\n".join(
         [
             f"loss {name}  (algorithm.loss={name})",
             _doc(loss),
-            f"divided by: {loss.normaliser.value}    streams: {streams}    entropy.coef needs more than itself: {separate}",
+            f"divided by: {loss.normaliser.value}    can be streamed: {streams}    entropy.coef also needs: {entropy_needs}",
             f"needs: {', '.join(_needs(loss)) or 'nothing beside the sampled tokens'}",
-            *_own(loss),
-            *_refuses(name, loss.conflicts),
+            *_own_settings(loss),
+            *_conflict_lines(name, loss.conflicts),
         ]
     )
 
@@ -96,14 +96,14 @@ def _needs(loss: type[LossMethod]) -> Iterator[str]:
         yield "entropies with gradient"
 
 
-def _own(method: type[Method]) -> Iterator[str]:
-    if found := method.settings():
-        section = f"algorithm.{found[0].section}"
-        yield f"settings of its own, {section}.*: " + ", ".join(f"{each.name}={each.default}" for each in found)
+def _own_settings(method: type[Method]) -> Iterator[str]:
+    if settings := method.settings():
+        section = f"algorithm.{settings[0].section}"
+        yield f"settings of its own, {section}.*: " + ", ".join(f"{s.name}={s.default}" for s in settings)
 
 
-def _refuses(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:
-    yield from (f"not with every value of {each.name}: {name}, {each.reason}" for each in conflicts)
+def _conflict_lines(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:
+    yield from (f"not with every value of {conflict.name}: {name}, {conflict.reason}" for conflict in conflicts)
 
 
 def _advantages(name: str) -> Iterator[str]:
@@ -111,15 +111,16 @@ def _advantages(name: str) -> Iterator[str]:
     if estimator is None:
         return
     streams = "no, its statistics span the step" if estimator.needs_whole_step else "yes"
-    lines = [f"advantage {name}  (algorithm.advantage={name})", inspect.cleandoc(estimator.doc), f"streams: {streams}"]
-    own = _own(estimator.settings) if estimator.settings is not None else ()
-    yield "\n".join([*lines, *own, *_refuses(name, estimator.conflicts)])
+    head = f"advantage {name}  (algorithm.advantage={name})"
+    lines = [head, inspect.cleandoc(estimator.doc), f"can be streamed: {streams}"]
+    own = _own_settings(estimator.settings) if estimator.settings is not None else ()
+    yield "\n".join([*lines, *own, *_conflict_lines(name, estimator.conflicts)])
 
 
 def _modes(name: str) -> Iterator[str]:
     mode = importance.IMPORTANCE_MODES.get(name)
     if mode is not None:
-        raw = "; what is kept has its raw token weights" if mode.raw_token_weights else ""
+        raw = "; kept tokens have their raw weights" if mode.raw_token_weights else ""
         head = f"importance mode {name}  (algorithm.importance.mode={name}): ratio per {mode.level}, bounds {mode.action}{raw}"
         yield f"{head}\n{_doc(importance)}"
     if name in kl.KL_ESTIMATORS:
@@ -133,28 +134,29 @@ def _settings(name: str) -> Iterator[str]:
 
 
 def _metrics(name: str) -> Iterator[str]:
-    found = metric(name)
-    for row in [found] if found else [each for each in metrics().values() if each.name.endswith(f"/{name}")]:
-        head = f"metric {name if found else row.name}" + (f", one of {row.name}" if found and row.name != name else "")
-        yield f"{head}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
-    section, _, of_lane = name.partition("/")
-    if is_share(name) and "/" in of_lane:
-        yield from _metrics(f"{section}/{of_lane.rpartition('/')[2]}")
+    exact = metric(name)
+    for row in [exact] if exact else [row for row in metrics().values() if row.name.endswith(f"/{name}")]:
+        # The name of a row may be a pattern such as idle/<lane>/<cause>.
+        pattern = f", one of {row.name}" if exact and row.name != name else ""
+        yield f"metric {name if exact else row.name}{pattern}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
+    section, _, lane_and_cause = name.partition("/")
+    if is_share(name) and "/" in lane_and_cause:
+        yield from _metrics(f"{section}/{lane_and_cause.rpartition('/')[2]}")
 
 
 def _setting(knob: Knob) -> Iterator[str]:
     yield f"setting {knob.name}  ({knob.expected}; default {short(knob.default)})"
     yield knob.text
     if knob.name in SETTINGS:
-        each = SETTINGS[knob.name]
-        losses = registry.readers().get(each.flat, ())
+        setting = SETTINGS[knob.name]
+        losses = registry.readers().get(setting.flat, ())
         if losses:
             yield f"read by: {', '.join(losses)}; refused with another loss"
-        owner = next(method for method in registry.methods() if each in method.settings())
+        owner = next(method for method in registry.methods() if setting in method.settings())
         yield f"\n{_doc(owner.formula or owner)}"
     reason = refusal(knob.name)
     yield "on resume: may change" if reason is None else f"on resume: may not change ({reason})"
 
 
-def _doc(source: Any) -> str:
-    return inspect.cleandoc(source.__doc__ or "")
+def _doc(documented: Any) -> str:
+    return inspect.cleandoc(documented.__doc__ or "")

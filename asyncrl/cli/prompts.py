@@ -1,7 +1,7 @@
-"""`asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]`: the first prompts of a run, as the model reads them.
+"""`asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]`: prints the first prompts of a run.
 
-The text is made from the token ids that the run would use: rendered by the chat template, cut where they are too long,
-with all special tokens. Order and rows are those of the run.
+The prompts are those that the run would train on, in the same order. The text is decoded from their token ids: after the chat
+template, with all special tokens, and cut to `data.max_prompt_tokens` if the run would cut it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ USAGE = "usage: asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command. Returns the exit code: that of the error where there is one."""
-    given = list(arguments)
-    if not given or "--help" in given or "-h" in given:
+    """Print the prompts. Returns 0, 2 without arguments, or the exit code of an `AsyncrlError`."""
+    remaining = list(arguments)
+    if not remaining or "--help" in remaining or "-h" in remaining:
         print(USAGE)
-        return 0 if given else 2
+        return 0 if remaining else 2
     try:
-        count = _take_count(given)
-        files, overrides = split_arguments(given)
+        count = _take_count(remaining)
+        files, overrides = split_arguments(remaining)
         say_early("reading the settings and the rows")
         from asyncrl.config.load import load_config
         from asyncrl.runtime.inputs import check_prompts, first_prompts
@@ -45,13 +45,14 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _take_count(given: list[str]) -> int:
-    """The number after `-n`, taken out of the arguments; 3 without it."""
-    if "-n" not in given:
+def _take_count(arguments: list[str]) -> int:
+    """Remove `-n COUNT` from `arguments`. Returns the count, or 3 without `-n`. Errors: ConfigError."""
+    if "-n" not in arguments:
         return 3
-    place = given.index("-n")
-    text = "".join(given[place + 1 : place + 2])
+    index = arguments.index("-n")
+    # Empty if `-n` is the last argument.
+    text = "".join(arguments[index + 1 : index + 2])
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"-n is {text!r}; expected a number of prompts, 1 or more\n{USAGE}")
-    del given[place : place + 2]
+    del arguments[index : index + 2]
     return int(text)
