@@ -189,7 +189,7 @@ async def _refuse_trainer(_: web.BaseRequest) -> web.Response:
     return reply(409, status="error", message=message, batch=None)
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def _fields(body: bytearray) -> dict[str, Any]:
     """Errors: ValueError where the body is no JSON object."""
     fields = orjson.loads(body)
     if not isinstance(fields, dict):
@@ -197,7 +197,7 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _number(body: bytes) -> Any:
+def _number(body: bytearray) -> Any:
     """`env_id`; None if the body has none."""
     try:
         return _fields(body).get("env_id")

@@ -23,8 +23,10 @@ from .server import receive, reply, web
 
 # Bytes of one body, unpacked: a group of 64 x 32,768 tokens has some 70 MB.
 MOST_BYTES = 1 << 27
-# Requests that are received and wait for room in the ring; the others are not received yet.
+# Bodies that are read into groups or wait for room in the ring.
 MOST_BODIES = 16
+# Bytes of all bodies, as they were sent, that are received or wait.
+MOST_HELD = 1 << 31
 # Of one body. Lists, objects and texts take some 100 bytes each, numbers 40.
 MOST_OBJECTS = 1 << 20
 MOST_VALUES = 1 << 24
@@ -78,7 +80,7 @@ class Posted:
     shown: dict[str, Any]
 
 
-def unpack(body: bytes, encoding: str) -> bytes:
+def unpack(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
     """Errors: Refused: it is not what it says (400), of an unknown encoding (415), or has too many bytes (413)."""
     if encoding.lower() in ("", "identity"):
         return body
@@ -98,7 +100,7 @@ def unpack(body: bytes, encoding: str) -> bytes:
     return unpacked
 
 
-def read_groups(body: bytes, limits: Limits, version: int) -> list[Posted]:
+def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[Posted]:
     """In their order. `version`: the policy version now. Errors: Refused: no JSON (400), or too much of it (413)."""
     # Before any object is built: 100 KB of gzip may become gigabytes of objects.
     if sum(map(body.count, (b"[", b"{", b'"'))) > MOST_OBJECTS or body.count(b",") > MOST_VALUES:
@@ -162,6 +164,7 @@ class Groups:
         self._wait_s = wait_s
         self._touch = touch
         self._bodies = anyio.Semaphore(MOST_BODIES)
+        self._held = 0
         self._reading = anyio.Lock()
         self._accepted: deque[tuple[int | None, int]] = deque()  # (environment, sequences) of the newest groups
         self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
@@ -184,28 +187,37 @@ class Groups:
 
     async def post(self, request: web.BaseRequest) -> web.Response:
         """200 where all were accepted, 422 where some cannot be trained, 503 where there is no room. Errors: Refused."""
+        sizes: list[int] = []
+
+        def count(size: int) -> None:
+            sizes.append(size)
+            self._held += size
+            if self._held > MOST_HELD:
+                raise Refused(503, "the bodies of all requests are too large together; send again later", state="full")
+
         try:
-            with anyio.fail_after(self._wait_s):
-                await self._bodies.acquire()
-        except TimeoutError:
-            message = "too many requests wait for room in the ring; nothing was taken"
-            raise Refused(503, message, state="full") from None
-        try:
-            return await self._take(*await self._receive(request))
+            # A body that never ends must not take one of the places in which whole bodies wait.
+            body = await receive(request, MOST_BYTES, count)
+            try:
+                with anyio.fail_after(self._wait_s):
+                    await self._bodies.acquire()
+            except TimeoutError:
+                message = "too many requests wait for room in the ring; nothing was taken"
+                raise Refused(503, message, state="full") from None
+            try:
+                return await self._take(*await self._read(request, body))
+            finally:
+                self._bodies.release()
         except Refused as error:
             self._refuse(str(error))
             raise
         finally:
-            self._bodies.release()
+            self._held -= sum(sizes)
 
-    async def _receive(self, request: web.BaseRequest) -> tuple[bytes, list[Posted]]:
+    async def _read(self, request: web.BaseRequest, body: bytearray) -> tuple[bytes, list[Posted]]:
         """What tells the same request from another, and its groups."""
-        body = await receive(request, MOST_BYTES)
-        encoding, limits, version = (
-            request.headers.get("Content-Encoding", ""),
-            self._limits,
-            self._rings.policy_version,
-        )
+        encoding = request.headers.get("Content-Encoding", "")
+        limits, version = self._limits, self._rings.policy_version
 
         def read() -> tuple[bytes, list[Posted]]:
             unpacked = unpack(body, encoding)

@@ -42,8 +42,9 @@ MOST_CONNECTIONS = 256
 IDLE_S = 15.0
 # With all places taken, connections without a request are closed after this time.
 GRACE_S = 1.0
-# Time limit of a body.
+# Time limit of a body, and of a pause in it.
 BODY_S = 30.0
+PAUSE_S = 5.0
 # How long to read on in a body that was refused. Without this its sender may miss the reply.
 _LINGER_S = 1.0
 # Time limit of requests that run when the server closes.
@@ -72,21 +73,31 @@ def reply(code: int, **fields: Any) -> web.Response:
     return web.Response(status=code, body=orjson.dumps(fields), content_type="application/json")
 
 
-async def receive(request: web.BaseRequest, most: int) -> bytes:
-    """The body as it was sent. Errors: Refused where it has more than `most` bytes (413), is slow (408) or cut off (400)."""
+async def receive(request: web.BaseRequest, most: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
+    """The body as it was sent. `count` is called with the size of each piece and may raise Refused.
+    Errors: Refused: the body has more than `most` bytes (413), is slow (408) or cut off (400)."""
     too_long = Refused(413, f"the body has more than {most:,} bytes; send fewer groups in one request")
     if (request.content_length or 0) > most:
         raise too_long
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
+    body = bytearray()
+    latest = anyio.current_time() + BODY_S
     try:
-        with anyio.fail_after(BODY_S):
-            return await request.clone(client_max_size=most).read()
+        with anyio.fail_at(latest) as scope:
+            while True:
+                scope.deadline = min(latest, anyio.current_time() + PAUSE_S)
+                piece = await request.content.readany()
+                if not piece:
+                    return body
+                body += piece
+                if len(body) > most:
+                    raise too_long
+                count(len(piece))
     except TimeoutError:
-        raise Refused(408, f"the body was too slow: it did not arrive within {BODY_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_long from None
+        message = f"the body was too slow: it did not arrive within {BODY_S:g} s, or paused for {PAUSE_S:g} s"
+        raise Refused(408, message) from None
     except _UNREADABLE as error:
         raise Refused(400, f"the body is not what its headers say: {error}") from error
 

@@ -21,8 +21,8 @@ from http_helpers import Set, group, opened  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.http.access import Access, Address, Refused  # noqa: E402
 from asyncrl.http.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
-from asyncrl.http.groups import MOST_BYTES, MOST_GROUPS, MOST_MEMBERS, MOST_OBJECTS, unpack  # noqa: E402
-from asyncrl.http.server import most_connections  # noqa: E402
+from asyncrl.http.groups import MOST_BODIES, MOST_BYTES, MOST_GROUPS, MOST_MEMBERS, MOST_OBJECTS, unpack  # noqa: E402
+from asyncrl.http.server import MOST_CONNECTIONS, PAUSE_S, most_connections  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
@@ -168,27 +168,69 @@ async def test_slow_senders_are_answered_and_closed(name: str, monkeypatch: pyte
         assert await talk(s, b"") == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "begin"),
-    [
-        ("/scored_data", ["Content-Length: 9000"], b"{"),
-        ("/scored_data", ["Transfer-Encoding: chunked"], b"9\r\n{"),
-        ("/register-env", ["Content-Length: 9000"], b""),
-        ("/scored_data", ["Content-Length: 9000", "Expect: 100-continue"], b""),
-    ],
-)
-async def test_bodies_that_never_end_free_the_door_for_others(
-    name: str, monkeypatch: pytest.MonkeyPatch, path: str, headers: list[str], begin: bytes
-) -> None:
-    monkeypatch.setattr("asyncrl.http.server.BODY_S", 0.2)
-    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 4)
+BODIES_WITHOUT_END = [
+    ("/scored_data", ["Content-Length: 9000"], b"{"),
+    ("/scored_data", ["Transfer-Encoding: chunked"], b"9\r\n{"),
+    ("/register-env", ["Content-Length: 9000"], b""),
+    ("/scored_data", ["Content-Length: 9000", "Expect: 100-continue"], b""),
+]
+
+
+@pytest.mark.parametrize(("path", "headers", "begin"), BODIES_WITHOUT_END)
+async def test_bodies_that_never_end_hold_up_nobody(name: str, path: str, headers: list[str], begin: bytes) -> None:
+    """Four times as many as may wait for room, and nearly as many as may connect; the limits of time are those of a run."""
     async with opened(name) as s, contextlib.AsyncExitStack() as held:
-        for _ in range(4):
-            stream = await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0)
-            await held.enter_async_context(stream)
-            await stream.send(head_of(s, path, *headers) + begin)
-        with anyio.fail_after(20):
+        await never_end(s, held, 4 * MOST_BODIES, head_of(s, path, *headers) + begin)
+        with anyio.fail_after(PAUSE_S - 1):
             assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def test_bodies_that_never_end_free_all_connections_after_one_time_limit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 0.5
+    monkeypatch.setattr("asyncrl.http.server.PAUSE_S", limit)
+    async with opened(name) as s, contextlib.AsyncExitStack() as held:
+        await never_end(s, held, MOST_CONNECTIONS, head_of(s, "/scored_data", "Content-Length: 9000"))
+        # One limit, and what 256 refusals take; one limit for each place would be 8 s.
+        with anyio.fail_after(limit + 4):
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def never_end(s: Set, held: contextlib.AsyncExitStack, count: int, sent: bytes) -> None:
+    for _ in range(count):
+        stream = await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0)
+        await held.enter_async_context(stream)
+        await stream.send(sent)
+
+
+async def test_bodies_that_are_too_large_together_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(name) as s, contextlib.AsyncExitStack() as held:
+        size = len(json.dumps(group(7)))
+        monkeypatch.setattr("asyncrl.http.groups.MOST_HELD", size + 50)
+        await never_end(s, held, 1, head_of(s, "/scored_data", "Content-Length: 9000") + b" " * 51)
+        while s.door.groups._held < 51:
+            await anyio.lowlevel.checkpoint()
+        code, reply = await s.post("/scored_data", group(7))
+        assert (code, reply["status"]) == (503, "full") and "too large together" in reply["message"]
+        await held.aclose()
+        while s.door.groups._held:
+            await anyio.lowlevel.checkpoint()
+        assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def test_a_body_that_pauses_is_told_from_one_that_is_only_long(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.http.server.PAUSE_S", 1.0)
+    async with opened(name) as s:
+        body = json.dumps(group(7)).encode().ljust(4 * 300)
+        async with await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0) as stream:
+            await stream.send(head_of(s, "/scored_data", f"Content-Length: {len(body)}"))
+            for begin in range(0, len(body), 300):
+                await anyio.sleep(0.4)
+                await stream.send(body[begin : begin + 300])
+            assert (await stream.receive())[9:12] == b"200"
 
 
 async def test_what_strangers_send_fills_no_log_and_our_own_errors_are_in_it(
@@ -299,7 +341,7 @@ async def test_a_large_group_is_taken_and_its_first_members_are_the_example(name
 
 
 async def test_requests_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth is not received while three wait."""
+    """The fourth is not read into groups while three wait."""
     monkeypatch.setattr("asyncrl.http.groups.MOST_BODIES", 3)
     async with opened(name, wait_s=0.5) as s, anyio.create_task_group() as tasks:
         for _ in range(2):
