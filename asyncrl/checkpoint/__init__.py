@@ -1,5 +1,5 @@
-"""Checkpoints: written aside, made durable, renamed into place; and what a resume needs beside the model.
+"""Checkpoints of a run: the model, and the state that a resume needs. A checkpoint appears under its name in one rename.
 
-Start reading in `store.py` (a directory of checkpoints); `atomic.py` is how one appears whole or not at all, `manifest.py` how
-damage is noticed, `state.py` what lies in `state/`, `shards.py` what each rank of a sharded model adds.
+Start reading in `store.py`, the directory of checkpoints. `atomic.py` has the rename, `manifest.py` finds damaged files,
+`state.py` reads and writes the files in `state/`, and `shards.py` handles the part of each rank of a sharded model.
 """

@@ -1,6 +1,6 @@
-"""Making a directory durable and putting it in place in one step, or not at all.
+"""Make a directory durable with fsync, and rename it to its final path in one atomic step.
 
-What is promised assumes a local file system with atomic rename; a crash of the machine is covered by the fsyncs.
+Both promises need a local file system with an atomic rename. The fsyncs cover a crash of the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _RENAME_EXCHANGE = 2
 
 
 def sync_tree(directory: Path) -> dict[str, int]:
-    """fsync every file and directory below and `directory` itself; the size in bytes of every file by relative path.
+    """fsync `directory` and everything below it. Returns the size in bytes of every file by relative path.
 
-    Delayed allocation reports a full disk here at the earliest, so this belongs before the rename.
+    With delayed allocation a full disk raises its `OSError` only in fsync, so call this function before the rename.
     """
     sizes: dict[str, int] = {}
     for folder, _, files in os.walk(directory, topdown=False):
@@ -34,7 +34,7 @@ def sync_tree(directory: Path) -> dict[str, int]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable (renames, new files)."""
+    """fsync one directory, so that its new and renamed entries survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,36 +42,36 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(new: Path, place: Path, aside: Path) -> None:
-    """Rename the directory `new` to `place`. One that stands there ends up at `aside`, for the caller to remove.
+def replace_directory(new: Path, target: Path, replaced: Path) -> None:
+    """Rename the directory `new` to `target`. An old directory at `target` is moved to `replaced`; the caller removes it.
 
-    With an old one the two are exchanged in one system call where Linux can, so that at every moment a whole directory
-    stands at `place`; elsewhere there is a moment without one, and the old one lies at `aside`.
+    Linux exchanges the old and the new directory in one system call, so `target` exists at every moment. Other systems
+    need two renames, and between these renames there is no `target`.
     """
-    if not os.path.lexists(place):
-        os.rename(new, place)
-    elif _exchange(new, place):
-        os.rename(new, aside)
+    if not os.path.lexists(target):
+        os.rename(new, target)
+    elif _exchange(new, target):
+        os.rename(new, replaced)
     else:
-        os.rename(place, aside)
+        os.rename(target, replaced)
         try:
-            os.rename(new, place)
+            os.rename(new, target)
         except OSError:
             with contextlib.suppress(OSError):
-                os.rename(aside, place)
+                os.rename(replaced, target)
             raise
-    sync_directory(place.parent)
+    sync_directory(target.parent)
 
 
-def point_at(link: Path, target: str, temporary: Path) -> None:
-    """Make `link` a symbolic link to `target` (a name in the same directory), replacing an older link atomically."""
+def replace_link(link: Path, target: str, temporary: Path) -> None:
+    """Make `link` a symbolic link to `target`, a name in the same directory. An older link is replaced atomically."""
     os.symlink(target, temporary)
     os.replace(temporary, link)
     sync_directory(link.parent)
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory tree (or a link), missing parts included. Errors: `OSError`."""
+    """Remove a directory tree, a file or a link. A missing `directory` is no error. Errors: `OSError`."""
     if directory.is_symlink() or directory.is_file():
         directory.unlink(missing_ok=True)
     elif directory.exists():
@@ -79,13 +79,13 @@ def remove_tree(directory: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories atomically; False where the system or the file system cannot."""
+    """Swap two directories atomically. False if the operating system or the file system has no such call."""
     if not sys.platform.startswith("linux"):
         return False
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
-    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):

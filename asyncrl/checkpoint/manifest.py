@@ -1,13 +1,13 @@
-"""What the files of a checkpoint must be: `state/manifest.json`, written last and compared before any of them is read.
+"""The manifest of a checkpoint: `state/manifest.json`. It is written last, and a load compares every file with it first.
 
     {
       "files": {"config.json": {"bytes": 812, "sha256": "..."}, "state/trainer.pt": ...},
-      "sha256": "of every byte before the comma of this line"
+      "sha256": "<SHA-256 of the bytes of this file before the comma that ends the line above>"
     }
 
-So a bit that flips anywhere, in the manifest itself too, is noticed, and so is a file that is cut or gone. Files that were added
-are nobody's business. SHA-256 because processors have instructions for it: 1.8 GB/s on one core where BLAKE2b makes 0.75.
-Earlier versions wrote sizes alone, `{"config.json": 812}`: there, nothing else can be compared.
+The comparison finds a flipped bit in any file (the manifest included), a truncated file and a missing file. Files that are not
+in the manifest are ignored. SHA-256 has processor instructions: 1.8 GB/s on one core, against 0.75 GB/s of BLAKE2b.
+Manifests of earlier versions of asyncrl have sizes alone, `{"config.json": 812}`. For these only the sizes are compared.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ if TYPE_CHECKING:
 
 STATE = "state"
 MANIFEST = f"{STATE}/manifest.json"
-_SEAL, _END = b',\n  "sha256": "', b'"\n}'
-_Expected = dict[str, tuple[int, str | None]]  # size and SHA-256 by relative path
+# The bytes before and after the digest of the manifest itself.
+_DIGEST_START, _DIGEST_END = b',\n  "sha256": "', b'"\n}'
+_ExpectedFiles = dict[str, tuple[int, str | None]]  # size and SHA-256 by relative path
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a checkpoint's files are, beside what its manifest says."""
+    """The result of comparing a checkpoint's files with its manifest. `str()` gives one line for a user."""
 
     files: int  # the manifest included
     bytes: int
     has_checksums: bool
-    faults: tuple[str, ...]  # a sentence for each file that is not what was written
+    faults: tuple[str, ...]  # a sentence for each damaged file
 
     def __str__(self) -> str:
         if self.faults:
             more = f"; {len(self.faults) - 3} more files" if len(self.faults) > 3 else ""
             return f"damaged: {'; '.join(self.faults[:3])}{more}"
-        seen = f"{self.files} files, {self.bytes / 2**20:.1f} MiB"
-        return f"whole, {seen}" if self.has_checksums else f"{seen}, of the right size; written without checksums"
+        size = f"{self.files} files, {self.bytes / 2**20:.1f} MiB"
+        return f"intact, {size}" if self.has_checksums else f"{size}, of the right size; written without checksums"
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that is hashed while it is written: it need not be read again for that."""
+    """A new file whose SHA-256 is computed while the bytes are written, so that nobody reads the file again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._hash = hashlib.sha256()
 
     def write(self, chunk: Buffer, /) -> int:
-        """As of any file; the bytes go into the digest first."""
         self._hash.update(chunk)
         return super().write(chunk)
 
     def hexdigest(self) -> str:
-        """SHA-256 of everything written so far."""
+        """SHA-256 of all bytes written so far."""
         return self._hash.hexdigest()
 
 
 def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> int:
-    """`sizes`: of all files. `digests`: SHA-256 of those that were hashed while they were written; the others are read.
-    Durable when it returns; the manifest's size."""
+    """Write the manifest, fsync it, and return its size in bytes. `sizes`: of all files, by relative path.
+    `digests`: the SHA-256 values that the writers computed. Files without an entry are read and hashed here."""
     files = {
         name: {"bytes": size, "sha256": digests.get(name) or _digest(directory / name)} for name, size in sizes.items()
     }
@@ -75,42 +75,44 @@ def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[s
     path = directory / MANIFEST
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
-        size = file.write(body + _SEAL + hashlib.sha256(body).hexdigest().encode() + _END)
+        size = file.write(body + _DIGEST_START + hashlib.sha256(body).hexdigest().encode() + _DIGEST_END)
         file.flush()
         os.fsync(file.fileno())
     return size
 
 
 def compare(directory: Path, *, state: bool = True) -> Comparison:
-    """Reads every file of a checkpoint; with `state=False` the model and tokenizer alone. Never raises for what it finds."""
+    """Read every file of a checkpoint and compare it with the manifest. `state=False` leaves out the files in `state/`.
+    Missing and unreadable files are faults of the result, not exceptions."""
     try:
         raw = (directory / MANIFEST).read_bytes()
     except OSError as error:
         return Comparison(0, 0, False, (_unreadable(MANIFEST, error),))
-    expected = _parse(raw)
+    expected = _parse_manifest(raw)
     if expected is None:
         return Comparison(1, len(raw), False, (f"{MANIFEST} is not what was written",))
-    wanted = {name: each for name, each in expected.items() if state or not name.startswith(f"{STATE}/")}
-    total = len(raw) + sum(size for size, _ in wanted.values())
+    compared = {name: entry for name, entry in expected.items() if state or not name.startswith(f"{STATE}/")}
+    total_bytes = len(raw) + sum(size for size, _ in compared.values())
     has_checksums = all(digest is not None for _, digest in expected.values())
-    return Comparison(1 + len(wanted), total, has_checksums, tuple(_faults(directory, wanted)))
+    return Comparison(1 + len(compared), total_bytes, has_checksums, tuple(_faults(directory, compared)))
 
 
-def compare_alive(directory: Path) -> Comparison | None:
-    """`compare` where a run may be writing: None where the checkpoint was removed meanwhile. Errors: OSError."""
-    while (before := _identity(directory)) is not None:
-        found = compare(directory)
-        if not found.faults or _identity(directory) == before:
-            return found  # else a save of the same version took its place: once more
+def compare_during_run(directory: Path) -> Comparison | None:
+    """`compare` while a run may save or remove checkpoints. None if the run removed this one. Errors: OSError."""
+    while (identity := _identity(directory)) is not None:
+        comparison = compare(directory)
+        # A save of the same version may replace the directory in the middle of a comparison, which then finds false faults.
+        if not comparison.faults or _identity(directory) == identity:
+            return comparison
     return None
 
 
-def _faults(directory: Path, expected: _Expected) -> Iterator[str]:
+def _faults(directory: Path, expected: _ExpectedFiles) -> Iterator[str]:
     for name, (size, digest) in expected.items():
         try:
-            found = (directory / name).stat().st_size
-            if found != size:
-                yield f"{name} has {found} bytes; expected {size}"
+            actual_size = (directory / name).stat().st_size
+            if actual_size != size:
+                yield f"{name} has {actual_size} bytes; expected {size}"
             elif digest is not None and _digest(directory / name) != digest:
                 yield f"{name} is not what was written (its SHA-256 differs)"
         except OSError as error:
@@ -118,12 +120,12 @@ def _faults(directory: Path, expected: _Expected) -> Iterator[str]:
 
 
 def _identity(directory: Path) -> tuple[int, ...] | None:
-    """Differs where another directory took the place of this one; None where there is none."""
+    """A value that changes when another directory gets this path. None if there is no directory."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _unreadable(name: str, error: OSError) -> str:
@@ -135,14 +137,15 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _parse(raw: bytes) -> _Expected | None:
-    """None: somebody changed it."""
-    body, seal, end = raw.rpartition(_SEAL)
-    if seal:
-        if hashlib.sha256(body).hexdigest().encode() + _END != end:
+def _parse_manifest(raw: bytes) -> _ExpectedFiles | None:
+    """None if the bytes are damaged."""
+    body, digest_start, end = raw.rpartition(_DIGEST_START)
+    if digest_start:
+        if hashlib.sha256(body).hexdigest().encode() + _DIGEST_END != end:
             return None
         files = orjson.loads(body + b"\n}")["files"]
-        return {name: (each["bytes"], each["sha256"]) for name, each in files.items()}
+        return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    # No digest: a manifest of an earlier version of asyncrl.
     try:
         sizes = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -1,12 +1,11 @@
-"""State that is cut over ranks: each rank writes its rows, rank 0 takes the files into the checkpoint, a resume reads a whole.
+"""Checkpoints of a sharded trainer: each rank writes its rows of every tensor, and rank 0 moves the files into the checkpoint.
 
-    checkpoints/shards/step_40-rank_1.pt    written by rank 1 before it tells rank 0 where it is
-    checkpoints/step_40/state/trainer.pt    rank 0's rows, and what is not cut
-    checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint gets its name
+    checkpoints/shards/step_40-rank_1.pt    written by rank 1, which then sends the SHA-256 to rank 0
+    checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
+    checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-No collective: a run that is being stopped may have ranks that will never join one. All ranks must see one directory.
-Whoever reads gets whole tensors, one at a time, whatever the number of ranks that wrote: a run may go on with another
-`distributed.sharding`.
+No collective is used, because while a run stops some ranks may never join a collective. All ranks must see the same directory.
+A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
 """
 
 from __future__ import annotations
@@ -32,21 +31,24 @@ def _path(checkpoints: Path, version: int, rank: int) -> Path:
 
 
 def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, Any]) -> str:
-    """On rank > 0: the file for rank 0, and its SHA-256; this rank's earlier ones are removed, but for the last, which rank 0
-    may not have taken yet (it writes while training goes on). Host tensors. Errors: CheckpointError."""
+    """Write the file of a rank above 0 and return its SHA-256. `state` holds host tensors. Errors: CheckpointError.
+    Earlier files of this rank are removed, except the newest: rank 0 saves during training and may not have moved it yet."""
     check_plain(state, f"shard {rank}")
     path = _path(checkpoints, version, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        waiting = {int(old.name[5:].partition("-")[0]): old for old in path.parent.glob(f"step_*-rank_{rank}.pt")}
-        for old in [waiting[each] for each in sorted(waiting)[:-1]]:
-            old.unlink(missing_ok=True)  # rank 0 may take it now
-        for torn in path.parent.glob(f"step_*-rank_{rank}.pt.partial"):
-            torn.unlink()
+        earlier = {
+            int(old.name.removeprefix("step_").partition("-")[0]): old
+            for old in path.parent.glob(f"step_*-rank_{rank}.pt")
+        }
+        for old_version in sorted(earlier)[:-1]:
+            earlier[old_version].unlink(missing_ok=True)  # rank 0 may move it at this moment
+        for unfinished in path.parent.glob(f"step_*-rank_{rank}.pt.partial"):
+            unfinished.unlink()
         partial = path.with_name(path.name + ".partial")
         digest = save_tensors(partial, state)
         partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
         raise CheckpointError(
             f"rank {rank} could not write its part of version {version} to {path}: {error}"
         ) from error
@@ -54,7 +56,8 @@ def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, 
 
 
 def shards_writer(checkpoints: Path, version: int, digests: Mapping[int, str]) -> Writer:
-    """On rank 0: moves the files of all other ranks into the checkpoint. `digests`: what `write_shard` said there, by rank."""
+    """A writer for rank 0 that moves the files of all other ranks into the checkpoint.
+    `digests`: the results of `write_shard`, by rank."""
 
     def write(directory: Path) -> dict[str, str]:
         for rank in digests:
@@ -70,24 +73,25 @@ def shards_writer(checkpoints: Path, version: int, digests: Mapping[int, str]) -
     return write
 
 
-def joined(directory: Path, first: dict[str, Any]) -> dict[str, Any]:
-    """The state of all ranks as one: `masters` and `optimizer` become mappings that read whole tensors when asked.
+def join_shards(directory: Path, first: dict[str, Any]) -> dict[str, Any]:
+    """The trainer state with the rows of all ranks. `masters` and `optimizer` become mappings that read a tensor on access.
 
-    `directory`: of the checkpoint. `first`: what trainer.pt holds; without `shard` it is whole. Errors: CheckpointError.
+    `directory`: of the checkpoint. `first`: the dictionary of trainer.pt. It is returned unchanged if it has no key `shard`,
+    because then nothing was sharded. Errors: CheckpointError.
     """
     shard = first.get("shard")
     if shard is None:
         return first
     paths = [directory / STATE / f"shard_{rank}.pt" for rank in range(1, int(shard["ranks"]))]
     parts = [first, *(read_tensors(path, lazily=True) for path in paths)]
-    whole = {key: value for key, value in first.items() if key != "shard"}
-    whole["masters"] = _Joined([part["masters"] for part in parts])
-    whole["optimizer"] = _Joined([part["optimizer"] for part in parts])
-    return whole
+    state = {key: value for key, value in first.items() if key != "shard"}
+    state["masters"] = _JoinedTensors([part["masters"] for part in parts])
+    state["optimizer"] = _JoinedTensors([part["optimizer"] for part in parts])
+    return state
 
 
-class _Joined(Mapping[str, Any]):
-    """Name -> whole tensor, or dictionary of them. Numbers are those of the first part."""
+class _JoinedTensors(Mapping[str, Any]):
+    """Name -> tensor, or name -> dictionary of tensors. Rows are concatenated; scalars are taken from the first part."""
 
     def __init__(self, parts: Sequence[Mapping[str, Any]]) -> None:
         self._parts = parts
@@ -95,8 +99,8 @@ class _Joined(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         values = [part[name] for part in self._parts]
         if isinstance(values[0], Mapping):
-            return {key: _cat([value[key] for value in values]) for key in values[0]}
-        return _cat(values)
+            return {key: _join_rows([value[key] for value in values]) for key in values[0]}
+        return _join_rows(values)
 
     def __contains__(self, name: object) -> bool:
         return name in self._parts[0]
@@ -108,7 +112,7 @@ class _Joined(Mapping[str, Any]):
         return len(self._parts[0])
 
 
-def _cat(values: Sequence[Tensor]) -> Tensor:
+def _join_rows(values: Sequence[Tensor]) -> Tensor:
     import torch
 
     return values[0] if values[0].ndim == 0 else torch.cat(list(values))

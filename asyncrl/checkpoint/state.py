@@ -1,6 +1,6 @@
-"""What lies beside the model in a checkpoint: `state/trainer.pt` and `state/run.json`.
+"""The state of a run in a checkpoint: `state/trainer.pt` and `state/run.json`.
 
-torch is imported where it is used: who only lists or inspects checkpoints need not wait for it.
+The functions import torch themselves, so that programs that only list checkpoints do not wait for that import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.errors import CheckpointError
 
 from .manifest import STATE, HashedFile
 
-# Writes its files into the (temporary) directory it is given. What it hashed meanwhile it returns, by relative path.
+# A function that writes files into a temporary directory. It may return the SHA-256 of these files, by relative path.
 Writer = Callable[[Path], Mapping[str, str] | None]
 
 TRAINER = "trainer.pt"
@@ -23,11 +23,11 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Writer:
-    """Writes both files of the resumable state.
+    """A writer of trainer.pt and run.json.
 
-    `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings and bytes: nothing that would
-    need unpickling of code. `run`: what JSON holds (version, turn, prompt cursor, admitted but untrained group ids,
-    counters, the resolved configuration). Errors of the writer: `CheckpointError` that names the entry.
+    `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings and bytes. Other types are refused,
+    because unpickling them would run code. `run`: JSON values (version, turn, prompt cursor, ids of admitted but untrained
+    groups, counters, the resolved configuration). Errors of the writer: `CheckpointError` with the name of the entry.
     """
 
     def write(directory: Path) -> dict[str, str]:
@@ -41,19 +41,18 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
 
 
 def save_tensors(path: Path, state: Mapping[str, Any]) -> str:
-    """A file of `torch.save`; its SHA-256. Errors: OSError, RuntimeError."""
+    """Write `state` with `torch.save` and return the SHA-256 of the file. Errors: OSError, RuntimeError."""
     import torch
 
-    # Through a file of ours: given a path, torch says of a full disk "unexpected pos 704 vs 598" and nothing else;
-    # this way the OSError is in the chain of the error, where the store finds it.
+    # If torch opens the path itself, a full disk raises only "unexpected pos 704 vs 598". With an open file the OSError is in
+    # the chain of the exception, where the store finds it.
     with HashedFile(path) as file:
         torch.save(dict(state), file)
     return file.hexdigest()
 
 
 def check_plain(value: Any, name: str) -> None:
-    """Errors: `CheckpointError` for an entry that `torch.load(weights_only=True)` would refuse, or a tensor "
-    "elsewhere."""
+    """Raise `CheckpointError` for a value that `torch.load(weights_only=True)` would refuse, and for a device tensor."""
     import torch
 
     if isinstance(value, Mapping):
@@ -65,11 +64,11 @@ def check_plain(value: Any, name: str) -> None:
             check_plain(item, f"{name}[{index}]")
     elif isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise CheckpointError(f"{name} is a tensor on {value.device}; hand over a copy on the host")
+            raise CheckpointError(f"{name} is a tensor on {value.device}; pass a copy on the host")
     elif type(value) not in _PLAIN:
         raise CheckpointError(
-            f"{name} is {type(value).__module__}.{type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
-            "bytes, lists and dictionaries alone, so that loading it runs no code"
+            f"{name} is {type(value).__module__}.{type(value).__name__}; pass only tensors, numbers, strings, bytes, lists "
+            "and dictionaries, so that loading the checkpoint runs no code"
         )
 
 
@@ -86,18 +85,19 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def read_trainer(directory: Path) -> dict[str, Any]:
-    """The dictionary of `trainer.pt`, tensors on the host; runs no pickled code. Errors: `CheckpointError`."""
+    """The dictionary of `trainer.pt` with tensors on the host. Runs no pickled code. Errors: `CheckpointError`."""
     return read_tensors(directory / STATE / TRAINER)
 
 
 def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:
-    """A file of `torch.save` in the same way; `lazily`: tensors are read from it when they are used."""
+    """The dictionary in a file of `torch.save`, tensors on the host. Runs no pickled code. Errors: `CheckpointError`.
+    `lazily`: the tensors are memory-mapped, so their bytes are read on first use."""
     import torch
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+    # torch.load raises OSError, RuntimeError, EOFError and UnpicklingError.
     except Exception as error:
-        # Torch raises OSError, RuntimeError, EOFError and UnpicklingError here.
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a dictionary")

@@ -1,22 +1,22 @@
-"""Checkpoints in a directory: written aside, made durable, renamed into place, old ones removed last.
+"""A directory of checkpoints. A save writes a temporary directory, fsyncs and renames it, and then removes old checkpoints.
 
     checkpoints/
       step_40/                 model and tokenizer in Hugging Face form (`from_pretrained` takes it as it is)
         state/trainer.pt       optimizer, schedule, random state          (state.py)
         state/run.json         version, turn, prompt cursor, counters, configuration
-        state/shard_1.pt       the part of rank 1, where the model is cut (shards.py)
-        state/manifest.json    size and SHA-256 of every file, compared before any is read (manifest.py)
-      latest -> step_40        what a resume goes on from
-      .tmp-...                 a save in progress, or what a killed one left: ignored, removed by the next save
+        state/shard_1.pt       the rows of rank 1, if the model is sharded (shards.py)
+        state/manifest.json    size and SHA-256 of every file; a load compares them first (manifest.py)
+      latest -> step_40        the checkpoint that a resume loads
+      .tmp-...                 an unfinished save; readers ignore the directory, and the next save removes it
 
 Guarantees
-- a directory named `step_N` is whole, at every moment and after a kill or a power cut;
-- a save that fails (full disk, no permission, a writer that raises) changes nothing but its own temporary directory,
-  which it removes, and raises `CheckpointError` with the path and the cause;
-- of a file that is not what was written nothing is used: a load names it, and the newest earlier checkpoint that is whole;
-- checkpoints are removed only after a newer one is in place, and never the one that `latest` names.
+- A directory named `step_N` is complete at every moment, also after a kill or a power cut.
+- A save that fails (full disk, no permission, a writer that raises) changes no checkpoint and removes its temporary directory.
+  It raises `CheckpointError` with the path and the cause.
+- A load uses no file of a damaged checkpoint. Its error names the damaged files and the newest earlier intact checkpoint.
+- A checkpoint is removed only after a newer checkpoint is in place. The checkpoint that `latest` names is never removed.
 
-One process writes a store at a time; within it saves take turns.
+Only one process may write into a store. A lock runs the saves of that process one after another.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import Any
 from asyncrl.concurrency.offload import offload
 from asyncrl.errors import CheckpointError
 
-from .atomic import point_at, put_in_place, remove_tree, sync_directory, sync_tree
+from .atomic import remove_tree, replace_directory, replace_link, sync_directory, sync_tree
 from .manifest import MANIFEST, STATE, compare, write_manifest
-from .shards import joined
+from .shards import join_shards
 from .state import Writer, read_run, read_trainer
 
 LATEST = "latest"
@@ -46,49 +46,50 @@ _TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What a save did."""
+class SaveResult:
+    """The result of `CheckpointStore.save`."""
 
     version: int
     path: Path
     files: int  # the manifest included
     bytes: int
-    removed: tuple[int, ...] = ()  # versions that retention removed
-    # Old directories that could not be removed, and why; the save is complete.
+    # Versions that were removed because only the newest `keep` checkpoints are kept.
+    removed: tuple[int, ...] = ()
+    # "path: reason" of each old directory that could not be removed. The save itself succeeded.
     not_removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk; `path` is what `from_pretrained` takes."""
+    """An intact checkpoint on disk. `from_pretrained` takes its `path`."""
 
     version: int
     path: Path
-    run: dict[str, Any]  # run.json; empty where the save wrote none
-    verified: bool  # every byte; False: its manifest has sizes alone
+    run: dict[str, Any]  # run.json; empty if there is no such file
+    verified: bool  # by SHA-256; False: by file sizes alone
 
     def trainer(self) -> dict[str, Any]:
-        """The dictionary of trainer.pt, tensors on the host (blocking; large), with the parts of other ranks where it was cut.
+        """The dictionary of trainer.pt with the rows of all ranks, tensors on the host. Blocks while it reads large files.
         Errors: `CheckpointError`."""
-        return joined(self.path, read_trainer(self.path))
+        return join_shards(self.path, read_trainer(self.path))
 
 
 class CheckpointStore:
-    """`keep`: checkpoints kept, the newest; 0 keeps all."""
+    """Saves and loads the checkpoints of one directory. `keep`: how many of the newest to keep; 0 keeps all."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         if keep < 0:
-            raise CheckpointError(f"keep is {keep}; expected 0 (all) or more")
+            raise CheckpointError(f"keep is {keep}; pass 0 to keep all checkpoints, or a positive number")
         self.directory = Path(directory)
         self._keep = keep
-        self._turn = threading.Lock()
+        self._save_lock = threading.Lock()
 
     def path(self, version: int) -> Path:
-        """Where the checkpoint of this version lies, or would lie."""
+        """The directory of the checkpoint of this version, whether it exists or not."""
         return self.directory / f"step_{version}"
 
     def versions(self) -> list[int]:
-        """Versions of the whole checkpoints here, ascending."""
+        """Versions of the checkpoints in this directory, ascending. Their files are not compared with the manifest."""
         try:
             names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
@@ -98,8 +99,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def latest_version(self) -> int | None:
-        """The version that `latest` names; the highest one where the link is missing or names nothing; None if "
-        "empty."""
+        """The version that `latest` names, or the highest version if the link is missing or broken. None if there is none."""
         versions = self.versions()
         with contextlib.suppress(OSError):
             match = _STEP.fullmatch(os.readlink(self.directory / LATEST))
@@ -107,111 +107,112 @@ class CheckpointStore:
                 return int(match[1])
         return versions[-1] if versions else None
 
-    def save(self, version: int, *writers: Writer) -> Saved:
-        """Write a checkpoint: each of `writers` puts its files into the temporary directory it is given. Blocks.
-
-        Saving a version again replaces it. Errors: `CheckpointError`; earlier checkpoints are as they were.
-        """
-        with self._turn:
+    def save(self, version: int, *writers: Writer) -> SaveResult:
+        """Write a checkpoint. Each of `writers` gets a temporary directory and writes its files there. Blocks.
+        An older checkpoint of the same version is replaced. Errors: `CheckpointError`; then no checkpoint has changed."""
+        with self._save_lock:
             token = f"{os.getpid()}-{os.urandom(4).hex()}"
             temporary = self.directory / f"{_TEMPORARY}step_{version}-{token}"
-            aside = self.directory / f"{_TEMPORARY}old-{token}"
-            what = "create"
+            replaced = self.directory / f"{_TEMPORARY}old-{token}"
+            action = "create"
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._remove_leftovers()
                 temporary.mkdir()
-                what = "write"
+                action = "write"
                 digests: dict[str, str] = {}
                 for writer in writers:
                     digests.update(writer(temporary) or {})
                 sizes = _finish(temporary, digests)
-                what = "rename into place"
-                put_in_place(temporary, self.path(version), aside)
-                what = f"point {self.directory / LATEST} at"
-                point_at(self.directory / LATEST, f"step_{version}", self.directory / f"{_TEMPORARY}{LATEST}-{token}")
+                action = "rename into place"
+                replace_directory(temporary, self.path(version), replaced)
+                action = f"point {self.directory / LATEST} at"
+                replace_link(
+                    self.directory / LATEST, f"step_{version}", self.directory / f"{_TEMPORARY}{LATEST}-{token}"
+                )
             except BaseException as error:
-                failure = self._failure(what, version, error) if isinstance(error, Exception) else None
-                self._clean(temporary)  # after the message, which tells how full the disk was
+                # Build the message before the cleanup, because the message reports the free space of the disk.
+                failure = self._failure(action, version, error) if isinstance(error, Exception) else None
+                # An error of the cleanup must not hide `error`. The next save removes the temporary directory.
+                with contextlib.suppress(OSError):
+                    remove_tree(temporary)
                 if failure is not None:
                     raise failure from error
                 raise
-            removed, not_removed = self._retain(version, aside)
-        return Saved(version, self.path(version), len(sizes), sum(sizes.values()), removed, not_removed)
+            removed, not_removed = self._remove_old(version, replaced)
+        return SaveResult(version, self.path(version), len(sizes), sum(sizes.values()), removed, not_removed)
 
-    async def save_in_thread(self, version: int, *writers: Writer) -> Saved:
-        """`save` on a thread of its own. The writers must own what they write (host copies).
-
-        A cancelled caller waits until the write ended, then the cancellation goes on; a failed write is raised first.
-        """
+    async def save_in_thread(self, version: int, *writers: Writer) -> SaveResult:
+        """Run `save` on a new thread. The writers must own their tensors (host copies), because training continues.
+        A cancelled caller still waits for the end of the write. An error of the write is raised before the cancellation."""
         return await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
-        """The checkpoint of one version, every file compared with the manifest. Errors: `CheckpointError`."""
+        """The checkpoint of one version. Compares every file with the manifest. Errors: `CheckpointError`."""
         path = self.path(version)
         if not path.is_dir():
             found = ", ".join(map(str, self.versions())) or "none"
             raise CheckpointError(f"there is no checkpoint {path}; versions found in {self.directory}: {found}")
-        compared = compare(path)
-        if compared.faults:
-            whole = (v for v in reversed(self.versions()) if v < version and not compare(self.path(v)).faults)
-            raise CheckpointError(f"the checkpoint {path} is {compared}; {self.way_out(next(whole, None))}")
+        comparison = compare(path)
+        if comparison.faults:
+            intact = (v for v in reversed(self.versions()) if v < version and not compare(self.path(v)).faults)
+            raise CheckpointError(f"the checkpoint {path} is {comparison}; {self.resume_advice(next(intact, None))}")
         run = read_run(path) if (path / STATE / "run.json").exists() else {}
-        return Checkpoint(version, path, run, compared.has_checksums)
+        return Checkpoint(version, path, run, comparison.has_checksums)
 
     def load_latest(self) -> Checkpoint | None:
-        """The checkpoint that `latest` names, or None where there is none at all. Errors: `CheckpointError`."""
+        """The checkpoint of `latest_version`, or None if the store is empty. Errors: `CheckpointError`."""
         version = self.latest_version()
         return None if version is None else self.load(version)
 
-    def way_out(self, earlier: int | None) -> str:
-        """How a run goes on from this version, which is whole, where the one that `latest` names is not."""
+    def resume_advice(self, earlier: int | None) -> str:
+        """Tells a user how to resume although the latest checkpoint is damaged.
+        `earlier`: the version of the newest intact checkpoint; None if there is none."""
         if earlier is None:
-            return "no earlier one here is whole; run.overwrite=true starts anew"
+            return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
         link = shlex.quote(str(self.directory / LATEST))
-        return f"step_{earlier} is whole: `ln -sfn step_{earlier} {link}`, and resume=true goes on from there"
+        return f"step_{earlier} is intact: run `ln -sfn step_{earlier} {link}`, then resume=true continues from it"
 
-    def _failure(self, what: str, version: int, error: Exception) -> CheckpointError:
-        place = self.path(version)
-        free = earlier = ""
-        with contextlib.suppress(OSError, CheckpointError):  # `error` is what counts
-            free = f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB free there)"
-            kept = self.latest_version()
-            earlier = "; there is no earlier one" if kept is None else f"; step_{kept} is there"
-        reason = " after ".join(f"{type(e).__name__}: {e}" for e in (error, _root(error)) if e is not None)
-        return CheckpointError(f"could not {what} the checkpoint {place}: {reason}{free}{earlier}")
+    def _failure(self, action: str, version: int, error: Exception) -> CheckpointError:
+        free = existing = ""
+        with contextlib.suppress(OSError, CheckpointError):  # these would hide `error`
+            free = f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB free on that disk)"
+            latest = self.latest_version()
+            existing = (
+                "; the run has no checkpoint yet" if latest is None else f"; the latest checkpoint is step_{latest}"
+            )
+        reason = " after ".join(f"{type(e).__name__}: {e}" for e in (error, _root_cause(error)) if e is not None)
+        return CheckpointError(f"could not {action} the checkpoint {self.path(version)}: {reason}{free}{existing}")
 
     def _remove_leftovers(self) -> None:
-        """Temporary directories and links of killed saves. Those of a live one cannot be here: saves take turns."""
+        """Remove temporary directories and links of killed saves. The caller holds the lock, so no live save has any."""
         for entry in list(os.scandir(self.directory)):
             if entry.name.startswith(_TEMPORARY):
                 remove_tree(Path(entry.path))
 
-    def _clean(self, temporary: Path) -> None:
-        # The error under way matters more than one of cleaning up; the next save removes what stays.
-        with contextlib.suppress(OSError):
-            remove_tree(temporary)
+    def _remove_old(self, version: int, replaced: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Remove the replaced directory and all but the newest `keep` checkpoints. Returns (removed versions, failures).
 
-    def _retain(self, version: int, aside: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Remove what was replaced and all but the newest `keep`. Failures are reported, not raised: the save stands.
-
-        Higher versions than the one just written belong to a future that was given up; they do not count and stay.
+        Failures are not raised, because the save itself has succeeded. Checkpoints with a higher version than `version` stay
+        and are not counted: a run that restarted from an older checkpoint has not reached these versions again.
         """
         try:
-            older = [v for v in self.versions() if v <= version]
+            candidates = [v for v in self.versions() if v <= version]
         except CheckpointError as error:
             return (), (str(error),)
-        doomed = [v for v in older[: -self._keep] if v != version] if self._keep else []
-        # A directory of that name without a manifest was put there by somebody else.
-        doomed = [v for v in doomed if (self.path(v) / MANIFEST).exists()]
+        outdated = [v for v in candidates[: -self._keep] if v != version] if self._keep else []
+        # A user may have created a step_N without a manifest. It is not ours to remove.
+        outdated = [v for v in outdated if (self.path(v) / MANIFEST).exists()]
         removed, not_removed = [], []
-        for number in [None, *doomed]:
-            path = aside if number is None else self.path(number)
+        # None stands for the replaced directory, which has a temporary name already.
+        for number in [None, *outdated]:
+            path = replaced if number is None else self.path(number)
             try:
                 if number is not None:
-                    hidden = self.directory / f"{_TEMPORARY}gone-{number}-{os.urandom(4).hex()}"
-                    os.rename(path, hidden)  # a kill in the middle of the removal leaves no half step_N
-                    path = hidden
+                    # Rename first: a kill in the middle of the removal must not leave an incomplete step_N.
+                    renamed = self.directory / f"{_TEMPORARY}gone-{number}-{os.urandom(4).hex()}"
+                    os.rename(path, renamed)
+                    path = renamed
                     removed.append(number)
                 remove_tree(path)
             except OSError as error:
@@ -221,32 +222,31 @@ class CheckpointStore:
         return tuple(removed), tuple(not_removed)
 
 
-def _root(error: BaseException) -> OSError | None:
-    """The operating system's error behind another one; torch.save raises an unrelated one while it cleans up."""
-    behind = error.__cause__ or error.__context__
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__cause__ or behind.__context__
-    return None if isinstance(error, OSError) else behind
+def _root_cause(error: BaseException) -> OSError | None:
+    """The `OSError` in the chain behind `error`, if any. torch.save hides it behind an unrelated error of its cleanup."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return None if isinstance(error, OSError) else cause
 
 
-def require_whole_model(directory: Path, setting: str) -> None:
-    """What a run starts from, where that is one of our checkpoints: model and tokenizer against the manifest.
-
-    `setting`: what names the directory. Errors: `CheckpointError`.
-    """
-    place = directory.resolve()  # it may be `latest`
-    if not (place / MANIFEST).exists():
+def require_intact_model(directory: Path, setting: str) -> None:
+    """Compare the model and tokenizer files in `directory` with the manifest, if `directory` is a checkpoint of asyncrl.
+    `setting`: the setting that named the directory. Errors: `CheckpointError` for damaged files."""
+    checkpoint = directory.resolve()  # `directory` may be the link `latest`
+    if not (checkpoint / MANIFEST).exists():
         return
-    found = compare(place, state=False)
-    if found.faults:
+    comparison = compare(checkpoint, state=False)
+    if comparison.faults:
         raise CheckpointError(
-            f"{setting}: the checkpoint {directory} is {found}; name another one (`asyncrl check {shlex.quote(str(place.parent))}` "
-            f"says which are whole). If it was changed on purpose, remove its {MANIFEST}"
+            f"{setting}: the checkpoint {directory} is {comparison}; name another checkpoint (the command "
+            f"`asyncrl check {shlex.quote(str(checkpoint.parent))}` lists the intact ones). If you changed these files on "
+            f"purpose, remove the file {MANIFEST}"
         )
 
 
 def _finish(directory: Path, digests: Mapping[str, str]) -> dict[str, int]:
-    """Make everything durable and write the manifest; sizes of all files, the manifest included."""
+    """Make all files durable and write the manifest. Returns the sizes of all files, the manifest included."""
     sizes = sync_tree(directory)
     manifest = write_manifest(directory, sizes, digests)
     sync_directory(directory / STATE)

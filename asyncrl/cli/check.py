@@ -12,7 +12,7 @@ asyncrl check RUN: compare every file of every checkpoint with its size and SHA-
 RUN is a run directory (`runs/NAME`, or NAME for short) or a checkpoint (`runs/NAME/checkpoints/step_N`). The run may be alive.
 Exit codes: 0, 5 where a checkpoint is damaged, 2 where there is no such run or checkpoint.
 """
-WHOLE, DAMAGED, REMOVED = "whole", "damaged", "removed meanwhile"
+INTACT, DAMAGED, REMOVED = "intact", "damaged", "removed meanwhile"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,20 +50,20 @@ def _check_all(directory: Path) -> int:
     results = {version: _check(store.path(version)) for version in versions}
     latest = store.latest_version()
     if latest is not None and results.get(latest) == DAMAGED:
-        earlier = [version for version in versions if version < latest and results[version] == WHOLE]
-        print(f"resume=true would go on from step_{latest}; {store.way_out(earlier[-1] if earlier else None)}")
+        earlier = [version for version in versions if version < latest and results[version] == INTACT]
+        print(f"resume=true would go on from step_{latest}; {store.resume_advice(earlier[-1] if earlier else None)}")
     return CheckpointError.exit_code if DAMAGED in results.values() else 0
 
 
 def _check(checkpoint: Path) -> str:
-    """Print the line of one checkpoint. Returns WHOLE, DAMAGED or REMOVED."""
-    from asyncrl.checkpoint.manifest import compare_alive
+    """Print the line of one checkpoint. Returns INTACT, DAMAGED or REMOVED."""
+    from asyncrl.checkpoint.manifest import compare_during_run
 
-    comparison = compare_alive(checkpoint)
+    comparison = compare_during_run(checkpoint)
     print(f"{checkpoint}: {comparison or REMOVED}", flush=True)
     if comparison is None:
         return REMOVED
-    return DAMAGED if comparison.faults else WHOLE
+    return DAMAGED if comparison.faults else INTACT
 
 
 def _is_checkpoint(directory: Path) -> bool:

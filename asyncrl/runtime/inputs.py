@@ -19,7 +19,7 @@ import anyio
 import numpy as np
 
 from asyncrl.builds import install
-from asyncrl.checkpoint.store import require_whole_model
+from asyncrl.checkpoint.store import require_intact_model
 from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import check_address, installed, load_object
 from asyncrl.config.resolve import resolve
@@ -239,7 +239,7 @@ def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]
 
 def _check_model(source: str, setting: str) -> None:
     require_hub(source, setting)
-    require_whole_model(Path(source), setting)
+    require_intact_model(Path(source), setting)
 
 
 def _read_rows(config: Config, source: str) -> None:

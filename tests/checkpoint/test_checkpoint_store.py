@@ -89,7 +89,7 @@ def test_versions_of_a_future_that_was_given_up_do_not_count(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path, keep=0)
     for version in (10, 11, 12):
         store.save(version, model_writer("old"))
-    atomic.point_at(tmp_path / "latest", "step_10", tmp_path / ".tmp-x")
+    atomic.replace_link(tmp_path / "latest", "step_10", tmp_path / ".tmp-x")
     store = CheckpointStore(tmp_path, keep=2)
     assert store.latest_version() == 10
     assert store.save(11, model_writer("new")).removed == ()
@@ -159,7 +159,7 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         store.load_latest()
     assert str(store.path(2)) in str(caught.value) and f"damaged: {name} " in str(caught.value)
-    assert f"step_1 is whole: `ln -sfn step_1 {tmp_path}/latest`" in str(caught.value)
+    assert f"step_1 is intact: run `ln -sfn step_1 {tmp_path}/latest`" in str(caught.value)
     (store.path(2) / name).unlink()
     with pytest.raises(CheckpointError, match=f"damaged: {name} is missing"):
         store.load_latest()
@@ -193,7 +193,7 @@ def test_a_file_that_is_hashed_while_it_is_written_is_not_read_again(tmp_path: P
     store = CheckpointStore(tmp_path)
     store.save(1, state_writer(trainer={"x": torch.ones(1000)}, run={}), rots)
     with pytest.raises(
-        CheckpointError, match=r"state/trainer\.pt is not what was written .*no earlier one here is whole"
+        CheckpointError, match=r"state/trainer\.pt is not what was written .*no earlier checkpoint here is intact"
     ):
         store.load(1)
 
@@ -273,8 +273,8 @@ def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, writer: Any) -
         with pytest.raises(CheckpointError) as caught:
             store.save(2, writer)
         text = str(caught.value)
-        assert str(store.path(2)) in text and "step_1 is there" in text
-        assert "No space left on device" in text and "MiB free there)" in text
+        assert str(store.path(2)) in text and "the latest checkpoint is step_1" in text
+        assert "No space left on device" in text and "MiB free on that disk)" in text
         assert names(store) == ["latest", "step_1"] and content(store, 1) == "a"
     store.save(3, model_writer("c", 400_000))
     assert names(store) == ["latest", "step_3"]
@@ -340,9 +340,9 @@ KILLED = """
     [
         ("write", 2, "old"),
         ("sync_tree", 2, "old"),
-        ("put_in_place", 2, "old"),  # the link still names the earlier one
-        ("point_at", 2, "new"),
-        ("put_in_place", 1, "new"),  # the same version again: exchanged in one call
+        ("replace_directory", 2, "old"),  # the link still names the earlier one
+        ("replace_link", 2, "new"),
+        ("replace_directory", 1, "new"),  # the same version again: exchanged in one call
         ("write", 1, "old"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checkpoint.manifest import compare_alive
+from asyncrl.checkpoint.manifest import compare_during_run
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.cli.app import main
@@ -37,13 +37,13 @@ def test_a_whole_run_and_one_checkpoint(store: CheckpointStore, capsys: pytest.C
     for name in ("one", "runs/one", "runs/one/checkpoints"):
         assert main(["check", name]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split(": ")[1] for line in lines] == ["whole, 5 files, 0.0 MiB"] * 3
+        assert [line.split(": ")[1] for line in lines] == ["intact, 5 files, 0.0 MiB"] * 3
         assert [Path(line.split(": ")[0]).name for line in lines] == ["step_9", "step_10", "step_11"]
     for name in ("latest", "step_10"):
         assert main(["check", f"runs/one/checkpoints/{name}"]) == 0
-        assert capsys.readouterr().out.count("whole, ") == 1
+        assert capsys.readouterr().out.count("intact, ") == 1
     elsewhere = store.path(9).rename("model")
-    assert main(["check", str(elsewhere)]) == 0 and "model: whole" in capsys.readouterr().out
+    assert main(["check", str(elsewhere)]) == 0 and "model: intact" in capsys.readouterr().out
 
 
 def test_damage_is_told_file_by_file_and_exits_5(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,15 +52,15 @@ def test_damage_is_told_file_by_file_and_exits_5(store: CheckpointStore, capsys:
     (store.path(10) / "state/run.json").write_bytes(b"{}")
     assert main(["check", "one"]) == 5
     nine, ten, eleven, way_out = capsys.readouterr().out.splitlines()
-    assert "step_9: whole" in nine and "step_10: damaged: state/run.json has 2 bytes; expected " in ten
+    assert "step_9: intact" in nine and "step_10: damaged: state/run.json has 2 bytes; expected " in ten
     assert "step_11: damaged: config.json is missing; model.safetensors is not what was written" in eleven
-    assert way_out.startswith("resume=true would go on from step_11; step_9 is whole: `ln -sfn step_9 runs/one/")
+    assert way_out.startswith("resume=true would go on from step_11; step_9 is intact: run `ln -sfn step_9 runs/one/")
     assert main(["check", "runs/one/checkpoints/step_10"]) == 5
     assert main(["check", "runs/one/checkpoints/step_9"]) == 0
     (store.path(9) / "state/manifest.json").unlink()
     assert main(["check", "one"]) == 5
     said = capsys.readouterr().out
-    assert "step_9: damaged: state/manifest.json is missing" in said and "no earlier one here is whole" in said
+    assert "step_9: damaged: state/manifest.json is missing" in said and "no earlier checkpoint here is intact" in said
 
 
 def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,10 +89,10 @@ def test_a_run_that_is_alive_is_not_called_damaged(store: CheckpointStore) -> No
     writer.start()
     seen: list[object] = []
     while not over.is_set():
-        seen += [compare_alive(store.path(version)) for version in [*store.versions(), 9]]
+        seen += [compare_during_run(store.path(version)) for version in [*store.versions(), 9]]
     writer.join()
     assert None in seen  # those that were removed
-    assert {str(each).partition(",")[0] for each in seen} == {"None", "whole"}
+    assert {str(each).partition(",")[0] for each in seen} == {"None", "intact"}
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_compared(
@@ -110,5 +110,5 @@ def test_a_checkpoint_that_is_replaced_while_it_is_compared(
         return content
 
     monkeypatch.setattr(Path, "read_bytes", read_and_replace)
-    found = compare_alive(path)
+    found = compare_during_run(path)
     assert found is not None and found.faults == () and reads == 2

@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_ends_a_resume_and_the_way_out_works(
     assert main(more) == 5
     said = capsys.readouterr().err
     assert "step_3 is damaged: state/trainer.pt is not what was written (its SHA-256 differs)" in said
-    [command] = re.findall(r"step_1 is whole: `(.*)`, and resume=true goes on from there", said)
+    [command] = re.findall(r"step_1 is intact: run `(.*)`, then resume=true continues from it", said)
     assert main(more) == 5  # nothing is fallen back to by itself
     assert [line["step"] for line in metrics_of(three.parent)] == [1, 2, 3]
     subprocess.run(command, shell=True, check=True)
@@ -249,7 +249,7 @@ def test_without_an_earlier_one_that_is_whole_this_is_said(three: Path, capsys: 
     for version in (1, 2, 3):
         flip(three / f"step_{version}/config.json")
     assert main(["run.yaml", "resume=true"]) == 5
-    assert "no earlier one here is whole; run.overwrite=true starts anew" in capsys.readouterr().err
+    assert "no earlier checkpoint here is intact; run.overwrite=true starts" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_before_is_resumed_with_a_word(three: Path, capsys: pytest.CaptureFixture[str]) -> None:

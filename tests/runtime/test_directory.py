@@ -302,7 +302,7 @@ def test_a_checkpoint_that_does_not_fit_exits_5_with_one_sentence(
     assert ended.returncode == 5, ended.stderr
     assert (
         "could not write the checkpoint runs/run/checkpoints/step_2" in ended.stderr
-        and "step_1 is there" in ended.stderr
+        and "the latest checkpoint is step_1" in ended.stderr
     )
     assert "Traceback" not in ended.stderr
     assert (run / "checkpoints/latest").resolve().name == "step_1"
