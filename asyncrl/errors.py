@@ -1,40 +1,40 @@
-"""Every error that asyncrl raises on purpose, as one tree.
+"""Every error that asyncrl raises on purpose, as one tree with the exit codes of a run.
 
     AsyncrlError                exit code 1
-    |- ConfigError              2   a setting is unknown, of the wrong form, or contradicts another (also ValueError)
+    |- ConfigError              2   a setting is unknown, has a wrong value, or contradicts another (also ValueError)
     |- DataError                2   a prompt file or row cannot be used (also ValueError)
-    |  `- stash.StashRefused        a trajectory contradicts its group, or a cap is reached; has a reason
-    |- PlatformError            2   this machine lacks what the configuration needs
-    |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
-    |- StallError               4   nothing moved for too long; the message names who waits for whom
+    |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached; has a reason
+    |- PlatformError            2   this machine lacks something that the configuration needs
+    |- DivergenceError          3   NaN, or sampler and trainer disagree by more than the gate allows
+    |- StallError               4   nothing moved for too long; names each waiting task and its reason
     |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
-    |- DirectoryLost            5   the run directory was moved, removed or taken by another run; says where the last checkpoint is
-    |- RewardError              6   a reward function or model failed; names it
+    |- DirectoryLost            5   the run directory was moved, removed or taken; names the last checkpoint
+    |- RewardError              6   a reward function or model failed; names the function or model
     |  |- RewardTimeout
     |  `- RewardCrash
     |- GenerationError          7   the engine cannot serve a request
     |  |- EngineClosed
-    |  `- WorkerDied                 a process that generates ended by itself; the message has the end of its output
+    |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
-    |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
-    |  `- VersionAhead             a group claims a policy version that no step has reached (also ValueError)
-    |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
-    |- HookError               13   a function of `Hooks` failed, or returned what it may not; names it
-    |- RankLost                12   a collective or the shared ledger failed: another rank has left or died (also RuntimeError)
-    |- StoreForged             14   somebody who is no rank of the run writes into the ranks' store; names the key
-    |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
-    `- TransportError          11   shared memory, or a process on the other side of it
+    |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
+    |  `- VersionAhead              a group claims a policy version that no step has reached (also ValueError)
+    |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
+    |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
+    |- RankLost                12   a collective or the shared ledger failed: another rank has ended (also RuntimeError)
+    |- StoreForged             14   a process that is no rank of the run wrote into the ranks' store; names the key
+    |- FetchFailed              1   the leader of a replica could not read the data for its siblings (also RuntimeError)
+    `- TransportError          11   shared memory failed, or the process at its other end
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
-       |- SegmentDamaged              its file cannot be read; what lies in it is kept
-       |- StaleHandle               the handle is of another slab, or names what does not lie in this one
-       |- RecordError               the bytes are no record that this version reads (also ValueError)
+       |- SegmentDamaged            the file of the segment cannot be read; its data is kept
+       |- StaleHandle               the handle belongs to another slab, or points outside its slab
+       |- RecordError               this version cannot read the bytes as a record (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
        |- RingFull                  no room before the deadline (also TimeoutError)
-       `- RingDetached              the owner of the ring is gone, or refused (also ConnectionError)
+       `- RingDetached              the owner of the ring has ended, or refused this producer (also ConnectionError)
 
-Exit codes 130, 143 and 129 mean: stopped by SIGINT, SIGTERM or SIGHUP, after the last committed version was checkpointed.
-A message says what was asked, what was found and what to do.
+A run stopped by SIGINT, SIGTERM or SIGHUP first saves its last committed version, then exits with 130, 143 or 129.
+Each message names the request, the finding, and the way out.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ LESS_MEMORY = (
     "make train.tokens_per_microbatch smaller (what a microbatch keeps), or engine.kv_positions (the cache), or set "
     "train.gradient_checkpointing=true"
 )
-# How torch, its CPU allocator and cuBLAS say it.
+# Parts of the messages of torch, of its CPU allocator and of cuBLAS.
 _SHORTAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class AsyncrlError(Exception):
-    """Base of the tree. `exit_code` is what `asyncrl.main` ends with when this error ends a run."""
+    """Base of the tree. A run that an error of this tree ends has `exit_code` as its exit code."""
 
     exit_code = 1
 
 
 class ConfigError(AsyncrlError, ValueError):
-    """A setting is unknown, out of its bounds or contradicts another one; the message names it and the way out."""
+    """A setting is unknown, out of bounds or contradicts another one. The message names the setting and the way out."""
 
     exit_code = 2
 
 
 class DataError(AsyncrlError, ValueError):
-    """Prompts, or what an external producer pushed, cannot be used; the message names the file and row, or the group.
+    """Prompts or pushed trajectories cannot be used. The message names the file and row, or the group.
 
-    `groups`: ids of those that a step cannot use, where that is known.
+    `groups`: ids of the groups that a step cannot use, where the ids are known.
     """
 
     exit_code = 2
@@ -73,16 +73,16 @@ class DataError(AsyncrlError, ValueError):
 
 
 class PlatformError(AsyncrlError):
-    """This machine lacks what was asked for: memory, a kind of device, shared memory that can be relied on."""
+    """This machine lacks something that is needed: memory, a kind of device, or reliable shared memory."""
 
     exit_code = 2
 
 
 class DivergenceError(AsyncrlError):
-    """Training has gone wrong: a loss, gradient or weight is not finite, or sampler and trainer disagree beyond the gate.
+    """A loss, gradient or weight is not finite, or sampler and trainer disagree by more than the gate allows.
 
-    `groups`: ids of those whose part of a step is not finite, where that is known. `spoiled`: the weights themselves are to
-    blame, though they may be finite: no checkpoint is made of them.
+    `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
+    `spoiled`: the weights are unusable, even if each weight is finite. The run writes no checkpoint of such weights.
     """
 
     exit_code = 3
@@ -91,53 +91,53 @@ class DivergenceError(AsyncrlError):
 
 
 class StallError(AsyncrlError):
-    """Nothing moved for too long, and the watchdog or the stash ended the run; the message says who waits for whom."""
+    """Nothing moved for too long. The message names the waiting tasks and what each task waits for."""
 
     exit_code = 4
 
 
 class CheckpointError(AsyncrlError):
-    """A checkpoint could not be written, or the one to go on from cannot be read; the message names the path."""
+    """A checkpoint could not be written, or a resume cannot read its checkpoint. The message names the path."""
 
     exit_code = 5
 
 
 class DirectoryLost(AsyncrlError):
-    """No CheckpointError: the last checkpoint is written, elsewhere."""
+    """The run directory is gone. No CheckpointError, because the last checkpoint exists at another path."""
 
     exit_code = 5
 
 
 class RewardError(AsyncrlError):
-    """A reward function or reward model raised, or gave something that is no reward; the message names it."""
+    """A reward function or model raised, or returned an invalid reward. The message names the function or model."""
 
     exit_code = 6
 
 
 class RewardTimeout(RewardError):
-    """A reward function did not answer before its deadline; its worker was killed and replaced."""
+    """A reward function did not answer before its deadline. Its worker process was killed and replaced."""
 
 
 class RewardCrash(RewardError):
-    """The process of a reward function died while it worked; it was replaced."""
+    """The worker process of a reward function died during a call, and was replaced."""
 
 
 class GenerationError(AsyncrlError):
-    """The engine cannot serve a request, or more rollouts failed than may."""
+    """The engine cannot serve a request, or more rollouts failed than the settings allow."""
 
     exit_code = 7
 
 
 class EngineClosed(GenerationError):
-    """The engine closed while a request was waiting, or before it was made."""
+    """The engine was closed before it answered a request."""
 
 
 class WorkerDied(GenerationError):
-    """A process that generates ended, and nobody had asked it to. `status` says how, in words, and `output` is the end of it."""
+    """A generation worker ended unexpectedly. `status`: how it ended, in words. `output`: its last lines."""
 
     def __init__(self, number: int, pid: int, status: str, output: str) -> None:
-        said = f"; the last that it wrote:\n{indent(output, '  ')}" if output else "; it wrote nothing"
-        super().__init__(f"worker {number} (process {pid}) {status}{said}")
+        last_output = f"; its last output:\n{indent(output, '  ')}" if output else "; it had no output"
+        super().__init__(f"worker {number} (process {pid}) {status}{last_output}")
         self.number = number
         self.pid = pid
         self.status = status
@@ -145,60 +145,60 @@ class WorkerDied(GenerationError):
 
 
 class TrainStepError(AsyncrlError, RuntimeError):
-    """A call of the split train step came in the wrong state; nothing was changed."""
+    """A method of the split train step was called in the wrong state. The call changed nothing."""
 
     exit_code = 8
 
 
 class LedgerError(AsyncrlError, RuntimeError):
-    """The books of slots and places would go wrong: a bug, or (with several ranks) their store is gone or was made with other
-    numbers."""
+    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, their store: the
+    store is lost, or was created with other limits."""
 
     exit_code = 9
 
 
 class VersionAhead(LedgerError, ValueError):
-    """Its tokens were sampled for another run, or an earlier one of this name."""
+    """The tokens of a group come from another run, or from an earlier run of the same name."""
 
 
 class LifecycleError(AsyncrlError, RuntimeError):
-    """Something was opened twice, used before it was opened or after it was closed, or closed in another task."""
+    """An object was opened twice, used before opening or after closing, or closed in another task."""
 
     exit_code = 10
 
 
 class TransportError(AsyncrlError):
-    """Shared memory, or the process on the other side of it, is not as it has to be."""
+    """Shared memory, or the process at its other end, is in a wrong state."""
 
     exit_code = 11
 
 
 class ArenaOwned(TransportError):
-    """A live process holds the segment; a stopped one counts as live."""
+    """A live process owns the segment. A stopped process counts as live."""
 
 
 class OutOfMemory(TransportError, MemoryError):
-    """Found at allocation, never as SIGBUS at the first touch."""
+    """Memory ran out. Shared memory is allocated at creation, so the first touch of a page cannot end in SIGBUS."""
 
 
 class SegmentDamaged(TransportError):
-    """The header of a segment was written over, or the file is none. It is never unlinked for that."""
+    """The file is no segment, or its header was overwritten. Such a file is never unlinked automatically."""
 
 
 class StaleHandle(TransportError):
-    """A handle of another slab, or of an earlier one of this name; or bytes that are no handle."""
+    """The handle belongs to another slab or to an earlier slab of the same name, or the bytes are no handle."""
 
 
 class RecordError(TransportError, ValueError):
-    """Torn, damaged, or written for a newer reader."""
+    """The bytes of a record are incomplete or damaged, or only a newer version can read the record."""
 
 
 class RecordTooLarge(TransportError, ValueError):
-    """A record that can never fit; nothing was written."""
+    """The record can never fit into a ring. Nothing was written."""
 
 
 class RingFull(TransportError, TimeoutError):
-    """Backpressure lasted longer than the deadline; nothing was put, so the caller may try again."""
+    """The ring stayed full until the deadline. Nothing was put, so the caller may try again."""
 
 
 class RingDetached(TransportError, ConnectionError):
@@ -206,48 +206,48 @@ class RingDetached(TransportError, ConnectionError):
 
 
 class HookError(AsyncrlError):
-    """A function of `Hooks` raised, or returned what it may not; the message names it."""
+    """A function of `Hooks` raised, or returned a wrong value. The message names the function."""
 
     exit_code = 13
 
 
 class RankLost(AsyncrlError, RuntimeError):
-    """Seldom the cause of anything: the output of the rank that is gone says what happened."""
+    """Another rank has ended. The cause is usually in the output of the ended rank."""
 
     exit_code = 12
-    # The signal that ended the rank that is gone, where it was stopped: then so is this one.
+    # The name of the signal that stopped the other rank, if any. This rank then counts as stopped by the same signal.
     stopped_by: str | None = None
 
 
 class StoreForged(AsyncrlError):
-    """No RuntimeError: it is never taken for a store that is gone."""
+    """A process outside the run wrote into the store. No RuntimeError, because RuntimeError means a lost store."""
 
     exit_code = 14
 
 
 class FetchFailed(AsyncrlError, RuntimeError):
-    """The leader of a replica could not read what its siblings wait for; the message is the leader's error."""
+    """The leader of a replica could not read the data for its siblings. The message is the leader's error."""
 
 
 def divergence_of(error: BaseException | None) -> DivergenceError | None:
-    """`error` itself, or what the engine ended with whose callers got it."""
+    """The first DivergenceError in the chain of `error` and its causes; None without one."""
     while error is not None and not isinstance(error, DivergenceError):
         error = error.__cause__
     return error
 
 
 def name_shortage(error: BaseException, work: str) -> BaseException:
-    """`error` of `work` on a device; where memory ran out, an OutOfMemory that names the settings to change."""
+    """`error`, or an OutOfMemory with the settings to change if `error` means that memory ran out during `work`."""
     short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM)
-    short = short or (isinstance(error, RuntimeError) and any(each in str(error) for each in _SHORTAGES))
+    short = short or (isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES))
     if isinstance(error, AsyncrlError) or not short:
         return error
-    found = OutOfMemory(f"no memory was left for {work}: {LESS_MEMORY} ({first_line(error)})")
-    found.__cause__ = error
-    return found
+    shortage = OutOfMemory(f"no memory was left for {work}: {LESS_MEMORY} ({first_line(error)})")
+    shortage.__cause__ = error
+    return shortage
 
 
 def first_line(error: BaseException) -> str:
-    """An error of another library, short enough to stand in a sentence of ours."""
+    """Class and first line of an error, with at most 200 characters of the line: short enough to quote in a message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

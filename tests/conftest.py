@@ -35,7 +35,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/transport/rings/record_ring.py", ("_set_aside",)): "a name in /dev/shm: no disk",
     (
         "asyncrl/transport/memory/segment.py",
-        ("check_platform", "let_go", "owner_of", "parts_of", "_link", "_still_named"),
+        ("check_platform", "close_file", "owner_of", "parts_of", "_link", "_still_named"),
     ): "names in /dev/shm and /proc: no disk",
     ("asyncrl/transport/queues/tensor_queue.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",

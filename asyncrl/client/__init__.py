@@ -1,19 +1,19 @@
-"""Feed a running asyncrl from any process: scored trajectories in, the policy version out.
+"""Send scored trajectories to a running asyncrl from any process, and read the version of its policy.
 
     from asyncrl.client import Client, Scored
 
-    with Client.attach("my-run") as client:                     # the name under which the run opened its ring
+    with Client.attach("my-run") as client:                     # the name of the run's ring
         for group in range(1000):
             rollouts = play(client.policy_version)              # your environment, simulator, framework
             client.push(group, [Scored(tokens=r.ids, mask=r.mask, logprobs=r.logprobs, reward=r.score) for r in rollouts])
 
-`AsyncClient` is the same with `await`. `push` returned means accepted: the trajectories lie in shared memory and survive
-the death of either process. A full ring makes `push` wait (RingFull at its deadline, with nothing pushed). When the run ends
-or is stopped, one `push` raises RingDetached, at once also where it waits; pushing on waits for the next run of that name, to
-which the client attaches by itself.
+`AsyncClient` has the same methods with `await`. When `push` returns, the trajectories are accepted: they are in shared
+memory and survive the death of either process. While the ring is full, `push` waits. At its deadline it raises
+RingFull, and nothing was pushed. When the run ends or is stopped, one `push` raises RingDetached at once, even while it
+waits. A later `push` waits for the next run of the same name and attaches to it.
 
-Needs numpy and the standard library, nothing else: `pip install asyncrl-client` brings this module without torch (from a
-checkout: `pip install ./client`). It is part of asyncrl too; install one of the two, not both.
+The module needs numpy and the standard library alone. `pip install asyncrl-client` installs it without torch (from a
+checkout: `pip install ./client`). asyncrl contains the module too, so install only one of the two packages.
 """
 
 from __future__ import annotations

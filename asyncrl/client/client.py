@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`: attach by name, push, read the policy version."""
+"""`Client` and `AsyncClient`: attach to the ring of a run, push groups, read the policy version."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..transport.rings.producer import AsyncProducer, Producer, ProducerStatisti
 from .scored import Scored, Sender, group_draft
 
 
-class _Numbering:
-    """What the two clients share: the epoch, and how a push becomes a record."""
+class _ClientBase:
+    """Base of both clients: makes records of pushed groups, numbered within one epoch."""
 
     def __init__(self, producer: Producer | AsyncProducer, epoch: int | None) -> None:
         self._producer = producer
@@ -20,7 +20,7 @@ class _Numbering:
 
     @property
     def policy_version(self) -> int:
-        """The version the run trains from now; -1 before it said so. Read from shared memory: costs nothing."""
+        """The version that the run trains now; -1 until the run has published one. One read of shared memory."""
         return self._producer.policy_version
 
     def statistics(self) -> ProducerStatistics:
@@ -41,17 +41,18 @@ class _Numbering:
         return plan(draft)
 
 
-class Client(_Numbering):
-    """Synchronous; may be used by several threads of one process. Close it, or use `with`."""
+class Client(_ClientBase):
+    """Blocking client. Several threads of one process may share it. Close it, or use `with`."""
 
     _producer: Producer
 
     @classmethod
     def attach(cls, name: str, *, timeout: float = 30.0, epoch: int | None = None) -> Client:
-        """Attach to the run whose ring is `name`, waiting for it at most `timeout` seconds.
+        """Attach to the run with the ring `name`; wait at most `timeout` seconds for the run.
 
-        `epoch` names your numbering of groups: give the same one again to push the same groups again (the run removes what
-        it had), leave it out for a new numbering. Errors: RingDetached, PlatformError, ConfigError.
+        `epoch` identifies one numbering of groups; the default is a new epoch. To push the same groups again, give the
+        same epoch again: the run drops the members that it already has.
+        Errors: RingDetached, PlatformError, ConfigError.
         """
         return cls(Producer.attach(name, timeout=timeout), epoch)
 
@@ -66,15 +67,17 @@ class Client(_Numbering):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """Hand over trajectories of one group: all of them, or `members` of `group_size`. Returns when accepted.
+        """Push trajectories of one group, and return when they are accepted.
 
-        Errors: RecordError (what is wrong with them), RecordTooLarge, RingFull after `timeout` seconds, RingDetached: the run
-        ended (push them again to wait, `timeout` seconds, for the next one; members that it has already are removed).
+        `scored` has the whole group, or the trajectories with the numbers `members` of a group of `group_size`.
+        Errors: RecordError with the fault in the trajectories; RecordTooLarge; RingFull after `timeout` seconds;
+        RingDetached when the run ends. Push the same trajectories again to wait `timeout` seconds for the next run: the
+        next run drops the members that it already has.
         """
         self._producer.put(self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout)
 
     def close(self) -> None:
-        """What was pushed stays. Twice is fine."""
+        """Detach from the ring. Accepted trajectories stay in the ring. Closing twice is fine."""
         self._producer.close()
 
     def __enter__(self) -> Client:
@@ -84,8 +87,8 @@ class Client(_Numbering):
         self.close()
 
 
-class AsyncClient(_Numbering):
-    """For one event loop: `async with await AsyncClient.attach(name) as client: await client.push(...)`."""
+class AsyncClient(_ClientBase):
+    """Client for one event loop: `async with await AsyncClient.attach(name) as client: await client.push(...)`."""
 
     _producer: AsyncProducer
 
@@ -104,13 +107,13 @@ class AsyncClient(_Numbering):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """As `Client.push`; a cancelled push pushed nothing, unless the owner went away meanwhile."""
+        """As `Client.push`. A cancelled push has pushed nothing, unless the owner of the ring ended meanwhile."""
         await self._producer.put(
             self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout
         )
 
     async def close(self) -> None:
-        """Let go of the ring. What was accepted stays in it. Closing twice is fine."""
+        """Detach from the ring. Accepted trajectories stay in the ring. Closing twice is fine."""
         await self._producer.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -1,8 +1,8 @@
-"""Bytes between processes, without copies on the way: shared memory, CUDA IPC, and the queues and rings on top of them.
+"""Transfer of bytes between processes without copies: shared memory, CUDA IPC, and the queues and rings on top.
 
-    rings/      records of many producers for one owner         queues/     arrays and tensors, in order, with credits
-    memory/     what is allocated, by whom, until when
-    rendezvous  how a process finds another one                 inventory   what lies in shared memory, and how to clear it
+    rings/      records from many producers to one owner        queues/     arrays and tensors, in order, with credits
+    memory/     shared-memory segments and slabs                rendezvous  how a process connects to an owner
+    inventory   lists and removes segments in shared memory
 
 Start reading in `queues/queue.py` and `rings/record_ring.py`.
 """

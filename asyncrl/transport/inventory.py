@@ -14,12 +14,12 @@ from .memory.segment import (
     HEADER_BYTES,
     PREFIX,
     Segment,
+    base_name,
     check_platform,
     locked,
     owner_of,
     parts_of,
     path_of,
-    whole_of,
 )
 from .rings.ring import MAGIC, RingMemory
 
@@ -53,7 +53,7 @@ def inventory() -> list[Entry]:
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 part = path.name.removeprefix(PREFIX)
-                entry, name = _read_entry(part), whole_of(part)
+                entry, name = _read_entry(part), base_name(part)
                 found[name] = _merge(found[name], entry) if name in found else replace(entry, name=name)
     return [replace(entry, owner=_owner(entry.name)) for entry in found.values()]
 

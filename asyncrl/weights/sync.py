@@ -42,7 +42,7 @@ from asyncrl.models.outputs import Bound, Comparisons, fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import WeightSink
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, Passing, passed
+from asyncrl.transport.memory.board import Board, DeviceWait, wait_for_device
 from asyncrl.types import PostedVersion
 
 # The most of a run's time that the trainer spends on fixed rows.
@@ -268,26 +268,27 @@ class WeightReader:
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Fetch and bind the version between closures of the lane, answer the node, and then compare the fixed row with `outputs`,
         the trainer's."""
-        if self._board.copies and half != self._half:
-            await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
+        if self._board.reads_copies and half != self._half:
+            fetch = partial(self._board.fetch, half)
+            await wait_for_device(await self._lane.run(fetch, name="engine/fetch", priority=1))
         found, has_left = await self._lane.run(partial(self._bind, version, half), name="engine/bind", priority=1)
         if found != version:
             self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
             return
         # No closure that reads the other half is left, and the next closure uses the new version. Earlier closures may have
         # launched GPU work that still reads the other half. This waits for that work, while later closures run.
-        await passed(has_left)
+        await wait_for_device(has_left)
         self._send({"bound": version})
         if outputs is not None:
             await self._compare(version, outputs)
 
-    def _bind(self, version: int, half: int) -> tuple[int | None, Passing]:
+    def _bind(self, version: int, half: int) -> tuple[int | None, DeviceWait]:
         """Returns (the version in the half, what to wait for until nothing reads the other half)."""
         found = self._board.version(half)
         if found == version:
             self._engine.move_to(self._board.half(half), version)
             self._half = half
-        return found, self._board.leave()
+        return found, self._board.reads_ended()
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         # JSON has no NaN: it arrives as None.

@@ -258,8 +258,8 @@ async def test_a_successor_for_which_there_is_no_process_now_comes_a_moment_late
 @pytest.mark.parametrize(
     ("die", "named"),
     [
-        ({"setup": "exit"}, "exited with status 1; the last that it wrote:\n(.|\n)*RuntimeError: it was told to fail at setup"),
-        ({"ready": "exit"}, "exited with status 1; the last that it wrote:\n(.|\n)*RuntimeError: it was told to fail at ready"),
+        ({"setup": "exit"}, "exited with status 1; its last output:\n(.|\n)*RuntimeError: it was told to fail at setup"),
+        ({"ready": "exit"}, "exited with status 1; its last output:\n(.|\n)*RuntimeError: it was told to fail at ready"),
         ({"ready": "kill"}, "was killed by SIGKILL"),
         ({"ready": "garbage"}, "no message: b'Warning"),
         ({"ready": "hang"}, "its closure engine/stuck has run for 1000000 s"),

@@ -28,7 +28,7 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, Passing, SlabHalves
+from asyncrl.transport.memory.board import Board, DeviceWait, SlabHalves
 from asyncrl.types import Generation, GenerationRequest, PostedVersion, SamplingParams
 from asyncrl.weights.sync import WeightReader
 
@@ -250,7 +250,7 @@ async def test_the_half_of_before_is_free_only_once_the_device_has_left_it(place
         await made.move(0)
         assert await made.answer() == {"bound": 0}
         late = Late(made)
-        made.board.leave = lambda: late.passing  # type: ignore[method-assign]
+        made.board.reads_ended = lambda: late.passing  # type: ignore[method-assign]
         tasks.start_soon(made.move, 1)
         await late.is_waited_for()
         assert made.policy.version == 1 and made.reads(1)
@@ -264,7 +264,7 @@ async def test_nothing_is_read_of_a_copy_that_is_not_there_yet(name: str) -> Non
         assert await made.answer() == {"bound": 0}
         late, fetch = Late(made), made.board.fetch
 
-        def slowly(index: int) -> Passing:
+        def slowly(index: int) -> DeviceWait:
             def passing() -> None:
                 late.passing()
                 fetch(index)

@@ -100,7 +100,7 @@ def test_a_reader_has_left_a_half_when_its_device_has_and_waits_on_no_other_thre
     began = time.perf_counter()
     torch.cuda._sleep(LATE)
     total = board.half(0).sum()
-    passing = board.leave()
+    passing = board.reads_ended()
     told = time.perf_counter() - began
     assert passing is not None and not torch.cuda.current_stream().query(), f"it waited: {told:.3f} s"
     passing()

@@ -13,7 +13,7 @@ from transport_helpers import child, finish, line, say
 
 from asyncrl.errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
 from asyncrl.transport.memory import segment
-from asyncrl.transport.memory.segment import Segment, new_part, parts_of, path_of, whole_of
+from asyncrl.transport.memory.segment import Segment, base_name, new_part, parts_of, path_of
 
 OWNER = """
 import sys
@@ -138,7 +138,7 @@ def test_parts_are_found_by_the_name_that_they_belong_to(name: str) -> None:
     others = [f"{name}-1", new_part(f"{name}-1", "ring"), f"{name}.ring-1"]
     made = [Segment.create(each, 0) for each in (*parts.values(), *others)]
     assert parts_of(name, "ring") == [parts["ring"]] and parts_of(name, "ring", "damaged") == sorted(parts.values())
-    assert {whole_of(part) for part in parts.values()} == {name} and whole_of(others[2]) == others[2]
+    assert {base_name(part) for part in parts.values()} == {name} and base_name(others[2]) == others[2]
     assert path(new_part("x" * 120, "ring"))  # however long the name
     for each in made:
         each.close(unlink=True)

@@ -53,7 +53,7 @@ while True:
             passing = board.fetch(index)
             if passing is not None:
                 passing()
-        print(board.copies, flush=True)
+        print(board.reads_copies, flush=True)
     elif command == "close":
         board.close()
         seen = float(kept[0])

@@ -19,7 +19,7 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, passed
+from asyncrl.transport.memory.board import Board, wait_for_device
 
 from .serving import EmbeddedServing
 
@@ -47,7 +47,7 @@ async def open_serving(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
     )
     written = 0 if board.version(0) is not None else 1  # it may be anew, meanwhile
-    await passed(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
+    await wait_for_device(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
     half = board.half(written)
     policy = await lane.run(
         lambda: open_reader(outline, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"

@@ -1,1 +1,1 @@
-"""Shared memory and device memory: who allocates it, who may look at it, and when it is free again. Start in `segment.py`."""
+"""Shared memory and device memory: allocation, ownership and release. Start in `segment.py`."""

@@ -1,34 +1,33 @@
-"""The weight board: two halves of memory, each a whole flat buffer of weights, that one process writes and others read.
+"""The weight board: two halves of memory. One process (the owner) writes them, other processes (the readers) read them.
+
+Each half is a flat buffer with all weights of one version.
 
     with Board.create(elements, dtype, layout) as board:         a child that was started with `pass_fds=[board.fd]`:
         board.write(0, version, weights)                             board = Board.attach(description, fd, layout)
-        start a worker with board.description, board.fd              modules read board.half(0), where it lies
+        start a worker with board.description, board.fd              modules read board.half(0) in place
         board.write(1, version + 1, weights)                         board.version(0)
 
 Guarantees
-* A memfd: it has no name anywhere, so whoever dies, in whatever way, nothing is left. Its size is sealed.
-* Its pages are there from the beginning: a full machine is an error with figures here, not a SIGBUS later.
-* Who attaches cannot write: the mapping is read-only, and so is every other one that could be made of the descriptor. A write
-  into a tensor of `half` ends that process (SIGSEGV) and changes nothing.
-* A half says which version it holds; while it is written, and before, it says none. That word is cleared first and stored last,
-  and x86-64 keeps the order (`words`).
+* The board is a memfd without a name, so no death of a process leaves a file behind. Its size is sealed.
+* All pages are allocated at creation. A lack of memory is an error with figures there, not a SIGBUS later.
+* A reader's mapping is read-only, and the seal forbids another writable mapping. A reader that writes into a tensor of
+  `half` ends with SIGSEGV and changes nothing.
+* A word in the memfd holds the version of each half. `write` clears the word before the copy and stores the version
+  after the copy, and x86-64 keeps this order (`words.py`).
 
-On a GPU the halves are one slab (`SlabHalves`), exported once and opened once by each reader; versions lie in the memfd all the
-same. What is different there: readers could write, and the slab's table has a name until its owner or the next run removes it
-(`generation/worker/names.py`). Who reads on another device than the slab's (`copy_to`) has a copy of each half and fetches it once
-for each version: every decode step reads all weights, which would go over the bus each time.
+On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd. A
+slab does not stop a reader that writes. The slab's description has a name in /dev/shm until the owner or the next run
+removes that name (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of
+each half and fetches each version once (`fetch`). Without the copy every decode step would read all weights over the
+bus.
 
-A device does later what it is told now. A call that has to know that the device is done returns a `Passing`: it blocks any thread
-until the device is, and is None where the device is done already, as always on a CPU. A lane launches and goes on; another thread
-waits (`passed`).
+A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
+function that blocks its thread until the device is ready. On a CPU they return None. `wait_for_device` calls the
+function on another thread, so that the lane does not block. Two waits are necessary:
+* The owner waits for its stream before `write` stores the version. Readers then need no wait.
+* A reader waits for `reads_ended` before the reader reports its move. The previous half is then free.
 
-    who                        knows that                           because
-    the owner, before it       the half is whole                    it waits for its own stream: then no reader has to wait for
-    names a version                                                 anything
-    a reader, before it says   nothing on its device reads the      `leave` marks its stream behind the last closure that could,
-    that it has moved          half of before                       and it waits for the mark, on a thread, while it decodes
-
-The board does not know who reads. Whoever writes has to know that nobody reads that half any more (weights/sync.py).
+The board does not count its readers. The caller of `write` must know that no process reads the half (weights/sync.py).
 """
 
 from __future__ import annotations
@@ -55,108 +54,109 @@ from .slab import Slab
 from .words import Words, fault
 
 _MAGIC = b"asyncrlB"
-_HEAD = struct.Struct("<8s16s")  # magic, and 16 random bytes: which board it is
+_HEAD = struct.Struct("<8s16s")  # magic, 16 random bytes that identify the board
 _VERSIONS_AT = 64
-# Bytes: the size of a half is a multiple, so that each row of a copy is aligned.
-_STEP = 64
+# A half has a multiple of this many bytes, so that each row of a copy is aligned.
+_HALF_MULTIPLE = 64
 _PAGE = 4096
-# Bytes: a half of a slab begins where torch's own allocator would let a tensor begin.
-_APART = 512
-# F_SEAL_FUTURE_WRITE, Linux 5.1: no other writable mapping but the one that there is.
+# Bytes: the alignment of a half in a slab, as torch's own allocator aligns its tensors.
+_SLAB_ALIGNMENT = 512
+# F_SEAL_FUTURE_WRITE, Linux 5.1: forbids writable mappings beside the existing one.
 _SEAL_FUTURE_WRITE = 0x10
 
-Passing = Callable[[], None] | None
+DeviceWait = Callable[[], None] | None
 
 
-def mark(device: torch.device) -> Passing:
-    """The device has done what was launched up to now on this thread's current stream."""
+def record_event(device: torch.device) -> DeviceWait:
+    """A wait for the work that this thread has launched on the current stream of `device` up to now."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+    event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
     event.record(torch.cuda.current_stream(device))
-    waits: Callable[[], None] = event.synchronize
-    return waits
+    synchronize: Callable[[], None] = event.synchronize
+    return synchronize
 
 
-def bring(source: Tensor, target: Tensor) -> Passing:
-    """Copy to another device, beside what that one computes meanwhile: on a stream of its own there."""
+def copy_beside(source: Tensor, target: Tensor) -> DeviceWait:
+    """Copy to the device of `target` on a stream of its own, in parallel with the computations there."""
     if target.device.type != "cuda":
         target.copy_(source)
         return None
-    beside = torch.cuda.Stream(target.device)
-    beside.wait_stream(torch.cuda.current_stream(target.device))  # what may still read the target
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream(target.device)
+    stream.wait_stream(torch.cuda.current_stream(target.device))  # earlier launches may still read the target
+    with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        return mark(target.device)
+        return record_event(target.device)
 
 
-async def passed(passing: Passing) -> None:
-    """Wait for a device, on a thread: lane and loop go on."""
-    if passing is not None:
-        await offload(passing, "device")
+async def wait_for_device(wait: DeviceWait) -> None:
+    """Wait for a device on another thread; lane and event loop do not block."""
+    if wait is not None:
+        await offload(wait, "device")
 
 
 class SlabHalves:
-    """Two halves in one block of a slab, which others open once: on a GPU, or in tests on the CPU."""
+    """Two halves in one block of a slab, on a GPU (in tests also on the CPU). Each reader opens the slab once."""
 
     def __init__(self, slab: Slab, handles: Sequence[Handle]) -> None:
-        """Takes the slab over."""
+        """`slab` belongs to this object from now on."""
         self._slab, self._handles = slab, handles
         self.tensors = [slab.view(handle) for handle in handles]
 
     @classmethod
     def create(cls, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """Two empty halves on `device`, under a name that nobody else has. Errors: OutOfMemory, PlatformError."""
-        apart = -(-elements * dtype.itemsize // _APART) * _APART
+        """Two empty halves on `device`, in a slab of the new `name`. Errors: OutOfMemory, PlatformError."""
+        half_bytes = -(-elements * dtype.itemsize // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
         if device.type == "cuda":
-            # The slab is not of torch's memory, and can have none that torch holds back.
+            # The slab is allocated outside torch, so cached blocks of torch would reduce its room.
             torch.cuda.empty_cache()
         try:
-            slab = Slab.create(name, 2 * apart, device=device)
+            slab = Slab.create(name, 2 * half_bytes, device=device)
         except OutOfMemory as error:
             raise OutOfMemory(
-                f"the weight board needs {2 * apart:,} bytes on {device} for two versions of the weights: {error}; use a smaller "
-                "model or model.dtype=bfloat16, or generation.placement=shared"
+                f"the weight board needs {2 * half_bytes:,} bytes on {device} for two versions of the weights: {error}; use a "
+                "smaller model or model.dtype=bfloat16, or generation.placement=shared"
             ) from error
-        start = slab.allocate(2 * apart)
-        handles = [slab.handle(start + index * apart, dtype, (elements,)) for index in (0, 1)]
+        start = slab.allocate(2 * half_bytes)
+        handles = [slab.handle(start + index * half_bytes, dtype, (elements,)) for index in (0, 1)]
         return cls(slab, handles)
 
     @classmethod
-    def attach(cls, described: Mapping[str, Any]) -> Self:
-        """Those of another process. Errors: as `Slab.attach`; PlatformError where this process cannot open the memory."""
-        slab = Slab.attach(described["name"])
+    def attach(cls, description: Mapping[str, Any]) -> Self:
+        """The halves of another process. Errors: as `Slab.attach`; PlatformError for memory that cannot be opened."""
+        slab = Slab.attach(description["name"])
         try:
-            return cls(slab, [Handle.decode(bytes.fromhex(each)) for each in described["handles"]])
+            return cls(slab, [Handle.decode(bytes.fromhex(encoded)) for encoded in description["handles"]])
         except BaseException:
             slab.close()
             raise
 
     @property
-    def described(self) -> dict[str, Any]:
-        """For `attach`, as JSON takes it."""
+    def description(self) -> dict[str, Any]:
+        """Name and handles of the slab for `attach`, as JSON types."""
         return {"name": self._slab.segment.name, "handles": [handle.encode().hex() for handle in self._handles]}
 
     def close(self) -> None:
-        """Tensors that are still held keep the memory."""
+        """Close the slab. A tensor of a half that is still in use keeps its memory."""
         self.tensors = []
         self._slab.close()
 
 
-class _Base:
-    """What numpy keeps as the base of an array: the mapping lives as long as the array does.
+class _MappingBase:
+    """The base object of a numpy array: the array keeps the mapping alive.
 
-    It says "writable" also where that is not so: torch has no read-only tensors, and warns of arrays that are.
+    The array claims to be writable even if the mapping is read-only: torch has no read-only tensors, and warns about
+    read-only arrays.
     """
 
     def __init__(self, mapping: mmap.mmap, start: int, size: int) -> None:
-        self._keep = memoryview(mapping)  # an export: the map cannot be closed under us
+        self._keep = memoryview(mapping)  # `mmap.close` fails while this export exists
         base = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (base + start, False)}
 
 
 class Board:
-    """See the module. Made by `create` (the owner) or `attach` (a reader); neither runs where an event loop does."""
+    """See the module. `create` makes the owner's end, `attach` a reader's end. Both block the calling thread."""
 
     def __init__(
         self,
@@ -169,38 +169,36 @@ class Board:
         slab: SlabHalves | None,
         copy_to: torch.device | None = None,
     ) -> None:
-        """Takes `fd` and `slab` over. `slab`: where the halves lie; None: behind `fd`, too."""
+        """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`."""
         self.fd = fd
         self.elements, self.dtype, self.layout = elements, dtype, layout
         self.owner = owner
-        self.nbytes = elements * dtype.itemsize  # of a half
+        self.nbytes = elements * dtype.itemsize  # of one half
         self._token = token
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if owner else 0)
-        total = _total_of(self.nbytes, slab is not None)
+        total = _memfd_bytes(self.nbytes, slab is not None)
         self._map = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self._versions = Words(memoryview(self._map), _VERSIONS_AT, 2, "board.version")  # version + 1; 0: none
         self._slab = slab
-        self._lying = self._behind() if slab is None else slab.tensors
-        self.copies = copy_to is not None
-        # What this process reads.
-        self._halves = [torch.empty_like(each, device=copy_to) for each in self._lying] if self.copies else self._lying
+        self._stored = self._memfd_halves() if slab is None else slab.tensors
+        self.reads_copies = copy_to is not None
+        # The tensors that this process reads.
+        self._halves = [torch.empty_like(half, device=copy_to) for half in self._stored] if copy_to else self._stored
 
-    # -- the two ways in
+    # -- the two constructors
 
     @classmethod
     def create(cls, elements: int, dtype: torch.dtype, layout: str, slab: SlabHalves | None = None) -> Self:
-        """Two empty halves of `elements` numbers. `layout`: what says where each parameter lies (`FlatWeights.layout_digest`).
-        `slab`: where they lie, of the same size, the board's own from here on; None: in a memory file of its own.
-
-        Errors: OutOfMemory with figures, PlatformError.
-        """
+        """A new board with two empty halves of `elements` numbers. `layout`: `FlatWeights.layout_digest` of the parameters.
+        `slab`: the memory of the halves, which belongs to the board from now on; None: the halves are in the memfd.
+        Errors: OutOfMemory with figures, PlatformError."""
         check_platform()
-        if elements < 1 or elements * dtype.itemsize % _STEP:
-            raise ValueError(f"a weight board of {elements} x {dtype}: its bytes must be a multiple of {_STEP}")
+        if elements < 1 or elements * dtype.itemsize % _HALF_MULTIPLE:
+            raise ValueError(f"a weight board of {elements} x {dtype}: a half must be a multiple of {_HALF_MULTIPLE} B")
         token = os.urandom(16)
         fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            _allocate(fd, _total_of(elements * dtype.itemsize, slab is not None))
+            _allocate_pages(fd, _memfd_bytes(elements * dtype.itemsize, slab is not None))
             os.pwrite(fd, _HEAD.pack(_MAGIC, token), 0)
             board = cls(fd, elements, dtype, layout, token, True, slab)
             _seal(fd)
@@ -213,11 +211,12 @@ class Board:
 
     @classmethod
     def attach(cls, description: Mapping[str, Any], fd: int, layout: str, copy_to: torch.device | None = None) -> Self:
-        """The board behind an inherited descriptor, which is closed with it. `layout`: that of this process's own parameters.
-        `copy_to`: another device than the board's, on which this process reads copies (`fetch`); None: it reads what lies there.
+        """The board of another process behind an inherited descriptor; the board closes `fd`.
 
-        Errors: TransportError where the board is for another layout, or the descriptor is no such board; PlatformError where its
-        memory cannot be opened here.
+        `layout`: the digest of this process's own parameters. `copy_to`: this process reads copies on this device
+        (`fetch`); None: this process reads the memory of the board itself.
+        Errors: TransportError where the board has another layout, or `fd` is another file; PlatformError where this
+        process cannot open the memory.
         """
         slab: SlabHalves | None = None
         try:
@@ -226,17 +225,17 @@ class Board:
             if description["layout"] != layout:
                 raise TransportError(
                     f"the weight board holds {elements:,} x {description['dtype']} in layout {description['layout']}, but the "
-                    f"model of this process has layout {layout}: give both the same model, dtype and version of asyncrl"
+                    f"model of this process has layout {layout}: use the same model, dtype and version of asyncrl in both"
                 )
-            described = description.get("slab")
+            slab_description = description.get("slab")
             size, head = os.fstat(fd).st_size, os.pread(fd, _HEAD.size, 0)
-            expected = _total_of(elements * dtype.itemsize, described is not None)
+            expected = _memfd_bytes(elements * dtype.itemsize, slab_description is not None)
             if (size, head) != (expected, _HEAD.pack(_MAGIC, token)):
                 raise TransportError(
-                    f"descriptor {fd} is not the weight board that was described: it has {size:,} bytes and begins with "
+                    f"descriptor {fd} is not the weight board of the description: it has {size:,} bytes and begins with "
                     f"{head[:8]!r}, expected are {expected:,} bytes; pass the board's own `fd` with its `description`"
                 )
-            slab = None if described is None else SlabHalves.attach(described)
+            slab = None if slab_description is None else SlabHalves.attach(slab_description)
             return cls(fd, elements, dtype, layout, token, False, slab, copy_to)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -247,74 +246,75 @@ class Board:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a reader needs beside the descriptor, as JSON takes it."""
+        """What `attach` needs beside the descriptor, as JSON types."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "elements": self.elements,
             "layout": self.layout,
             "token": self._token.hex(),
-            "slab": None if self._slab is None else self._slab.described,
+            "slab": None if self._slab is None else self._slab.description,
         }
 
-    # -- the owner's side
+    # -- for the owner
 
     def write(self, index: int, version: int, source: Tensor | None = None) -> None:
-        """The half, which nobody reads, is `version` from now on: a copy of `source`, a flat buffer; without one, what the owner
-        has put into `half(index)` by itself since `clear`. Waits for the device. Errors: ValueError for another form."""
+        """Make a half hold `version`. No process may read the half during the call. `source`: a flat buffer to copy;
+        None: the owner has already written the weights into `half(index)` after `clear`. Waits for the device. Errors:
+        ValueError for a source of another shape, dtype or device."""
         self._require_owner()
         if version < 0:
-            raise ValueError(f"version {version} must not be negative")
+            raise ValueError(f"a weight board cannot hold version {version}: versions must not be negative")
         if source is not None:
             self._require_fit(source)
         self.clear(index)
         if source is not None:
-            self._lying[index].copy_(source.detach())
-        done = mark(self._lying[index].device)
-        if done is not None:
-            done()
+            self._stored[index].copy_(source.detach())
+        wait = record_event(self._stored[index].device)
+        if wait is not None:
+            wait()
         fault("board.written")
         self._versions.store(index, version + 1)
 
     def clear(self, index: int) -> None:
-        """What the half holds is not to be used: it says that it holds no version. From then on the owner may write into it."""
+        """Mark the half as holding no version. Only after this call may the owner write into the half."""
         self._require_owner()
         self._versions.store(index, 0)
 
-    # -- everybody's side
+    # -- for owner and readers
 
     def half(self, index: int) -> Tensor:
-        """A half as this process reads it, [elements]. It keeps the memory mapped, also after `close`."""
+        """A half as this process reads it, [elements]. The tensor keeps its memory mapped after `close`."""
         self._check_open()
         return self._halves[index]
 
-    def fetch(self, index: int) -> Passing:
-        """Where this process reads copies: begin to copy a half, which nobody here reads. After the passing it is there; the owner
-        does not write into it meanwhile."""
+    def fetch(self, index: int) -> DeviceWait:
+        """With `copy_to`: start the copy of a half that this process does not read now. The copy is complete after the
+        wait; the owner must not write into the half before."""
         self._check_open()
-        return bring(self._lying[index], self._halves[index]) if self.copies else None
+        return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
-    def leave(self) -> Passing:
-        """Called where nothing that is launched later reads the half of before: after the passing, nothing reads it any more."""
+    def reads_ended(self) -> DeviceWait:
+        """A wait after which no kernel reads the previous half. Call it when no later launch reads that half."""
         self._check_open()
-        return mark(self._halves[0].device)
+        return record_event(self._halves[0].device)
 
     def version(self, index: int) -> int | None:
-        """The version that a half holds; None where it holds none, or is being written."""
+        """The version that a half holds; None for an empty half and during a write."""
         self._check_open()
         stored = self._versions[index]
         return stored - 1 if stored else None
 
     def close(self) -> None:
-        """Let go of it; where tensors of a half are still held, the memory stays until they are gone. Twice is fine."""
+        """Close the board. A tensor of a half that is still in use keeps its memory. Closing twice is fine."""
         if self.fd < 0:
             return
         self._versions.release()
-        self._lying, self._halves = [], []
+        self._stored, self._halves = [], []
         if self._slab is not None:
             self._slab.close()
         with contextlib.suppress(BufferError):
             self._map.close()
-        del self._map  # tensors keep it
+        del self._map  # tensors have references of their own
         os.close(self.fd)
         self.fd = -1
 
@@ -324,8 +324,8 @@ class Board:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _behind(self) -> list[Tensor]:
-        bases = [_Base(self._map, start, self.nbytes) for start in (_PAGE, _PAGE + _pages(self.nbytes))]
+    def _memfd_halves(self) -> list[Tensor]:
+        bases = [_MappingBase(self._map, start, self.nbytes) for start in (_PAGE, _PAGE + _pages(self.nbytes))]
         return [torch.from_numpy(np.asarray(base)).view(self.dtype) for base in bases]
 
     def _check_open(self) -> None:
@@ -333,35 +333,35 @@ class Board:
             raise LifecycleError("the weight board is closed")
 
     def _require_fit(self, source: Tensor) -> None:
-        where = self._lying[0].device
-        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != where:
+        device = self._stored[0].device
+        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != device:
             raise ValueError(
-                f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
-                f"{source.dtype} on {source.device}"
+                f"the weight board holds {self.elements} x {self.dtype} on {device}; found {tuple(source.shape)} x "
+                f"{source.dtype} on {source.device}; give a flat buffer of the board's form"
             )
         if not source.is_contiguous():
-            raise ValueError("the weights for the board must be contiguous")
+            raise ValueError("the weight board takes contiguous weights only; found strided ones: call .contiguous()")
 
     def _require_owner(self) -> None:
         self._check_open()
         if not self.owner:
-            raise LifecycleError("only the process that created a weight board changes it")
+            raise LifecycleError("only the process that created a weight board may change it; this process attached")
 
 
 def _pages(size: int) -> int:
     return (size + _PAGE - 1) & -_PAGE
 
 
-def _total_of(nbytes: int, elsewhere: bool) -> int:
-    """`elsewhere`: the halves are not behind the descriptor."""
-    return _PAGE + (0 if elsewhere else 2 * _pages(nbytes))
+def _memfd_bytes(nbytes: int, in_slab: bool) -> int:
+    """Bytes of the memfd. `in_slab`: the halves are in a slab, so the memfd has only the page of the versions."""
+    return _PAGE + (0 if in_slab else 2 * _pages(nbytes))
 
 
-def _allocate(fd: int, total: int) -> None:
-    """Pages now. A machine without room for them would end some process, perhaps another: so it is asked first."""
+def _allocate_pages(fd: int, total: int) -> None:
+    """Allocate all pages now. If memory ran out, the kernel could kill any process; so check the free memory first."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    why: OSError | None = None
+    cause: OSError | None = None
     if total <= free:
         try:
             os.posix_fallocate(fd, 0, total)
@@ -369,16 +369,16 @@ def _allocate(fd: int, total: int) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            why = error
+            cause = error
     raise OutOfMemory(
         f"the weight board needs {total:,} bytes of memory for two versions of the weights, and {free:,} are free"
-        f"{f' ({why.strerror})' if why else ''}; use a smaller model or model.dtype=bfloat16, or generation.placement=shared"
-    ) from why
+        f"{f' ({cause.strerror})' if cause else ''}; use a smaller model or model.dtype=bfloat16, or generation.placement=shared"
+    ) from cause
 
 
 def _seal(fd: int) -> None:
-    """Nobody changes the size, and nobody else maps it to write."""
+    """Forbid a change of the size, and further writable mappings."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    with contextlib.suppress(OSError):  # an older kernel: readers map it read-only all the same
+    with contextlib.suppress(OSError):  # Linux before 5.1; readers still map read-only
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)

@@ -1,23 +1,23 @@
-"""One named shared-memory segment: created whole or not at all, owned by `flock`, adopted after a crash.
+"""A named segment of shared memory: created completely or not at all, owned through `flock`, adopted after a crash.
 
-    0     magic, version, bytes of data, run (16 random bytes: which life of the name it is), time of creation in ns
-    96    CRC32 of these, which everybody who opens the segment compares
-    128   secret and tenure of the owner;  1: sealed
+    0     magic, version, bytes of data, run (16 random bytes, drawn at creation), time of creation in ns
+    96    CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
+    128   secret and tenure of the owner;  seal (1: sealed)
     4096  data
 
 Guarantees
-* Under its name a segment is always complete: it is allocated, locked and initialised while it has no name yet, and
-  then linked, which fails if the name is taken. Nobody ever sees half a header, and no live segment is unlinked.
-* The owner is whoever holds the exclusive `flock`: the kernel drops it when the owner dies, however it dies. A stopped
-  owner keeps it.
-* Pages are allocated at creation (`posix_fallocate`): a full /dev/shm is an error with figures, not a SIGBUS later.
-* An owner that forgets to close what it created removes its name at the end of the process, unless `keep_at_exit` is set. A
-  segment that it adopted keeps its name, until `close` removes it.
-* Files in /dev/shm are opened directly. (`multiprocessing.shared_memory` would register every attached segment with a
-  resource tracker that unlinks it when the attaching process ends.)
+* A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
+  `create` links the file to the name, which fails if the name exists. A live segment is never unlinked.
+* The owner is the process that holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A
+  stopped owner keeps the lock.
+* Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
+* If a process ends without `close`, the names of its created segments are removed, unless `keep_at_exit` is set. The
+  names of its adopted segments stay.
+* Files in /dev/shm are opened directly. `multiprocessing.shared_memory` would register each attached segment with a
+  resource tracker, and the tracker would unlink the segment when the attaching process ends.
 
-Dangers: the lock belongs to the open file description, which a forked child shares; so children close theirs at the
-fork, and the descriptor is never sent to another process (that one opens the name itself).
+Danger: the lock belongs to the open file description, which a forked child shares. So a child closes its descriptors at
+the fork. The descriptor is never sent to another process either; the other process opens the name itself.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# Between the first process and this one. Comparing it costs less than asking the kernel for the number of this process.
+# Number of forks between the first process and this one. Comparing `forks` is cheaper than a call of `os.getpid`.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
 _STATIC = struct.Struct("<QIQ16sQ")
-_CRC_AT, _LIFE_AT = 96, 128
+_CRC_AT, _OWNER_WORDS_AT = 96, 128
 _TENURE_BITS = 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PART = r"\.(?:ring|damaged)-[0-9a-f]{16}"
@@ -59,214 +59,215 @@ _open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 def check_platform() -> None:
-    """Errors: PlatformError where shared memory cannot be relied on."""
+    """Errors: PlatformError on a platform without reliable shared memory."""
     machine = os.uname().machine
     if sys.platform != "linux" or machine != "x86_64":
         raise PlatformError(
             f"the shared-memory transport relies on the store order of Linux x86-64; this is {sys.platform} {machine}. "
-            "Training in one process works without it"
+            "Without this transport, training in one process still works"
         )
     if not os.path.isdir(DIRECTORY):
         raise PlatformError(f"{DIRECTORY} is missing; mount a tmpfs there (containers: --shm-size)")
 
 
 def path_of(name: str) -> str:
-    """Errors: ConfigError for a name that is no plain file name."""
+    """The path of the segment `name`. Errors: ConfigError for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"shared-memory name {name!r}: letters, digits, dot, dash and underscore, at most 120, no dot or dash first"
+            f"shared-memory name {name!r} is invalid: use 1 to 120 letters, digits, dots, dashes and underscores; the first is "
+            "no dot or dash"
         )
     return f"{DIRECTORY}/{PREFIX}{name}"
 
 
 def parts_of(name: str, *kinds: str) -> list[str]:
-    """The segments that belong to `name` and are of these kinds ("ring", "damaged"), sorted: each is called NAME.KIND-HEX."""
+    """The sorted names of all segments NAME.KIND-HEX of `name`, with a kind of `kinds` ("ring", "damaged")."""
     folder, prefix = os.path.split(path_of(name))
     own = re.compile(rf"{re.escape(prefix)}\.({'|'.join(kinds)})-[0-9a-f]{{16}}")
     return sorted(file.removeprefix(PREFIX) for file in os.listdir(folder) if own.fullmatch(file))
 
 
-def whole_of(name: str) -> str:
-    """The name that this segment belongs to: its own where it is no part."""
+def base_name(name: str) -> str:
+    """The name without its suffix .KIND-HEX, if there is one."""
     return re.sub(f"{_PART}$", "", name)
 
 
 def new_part(name: str, kind: str) -> str:
-    """A name for one more segment that belongs to `name`; nobody else has it."""
+    """A new unique name NAME.KIND-HEX for a segment that belongs to `name`."""
     return f"{name}.{kind}-{secrets.token_hex(8)}"
 
 
 class Segment:
-    """A mapping of one named segment. Make it with `create`, `adopt` or `attach`; close it in the process that made it."""
+    """A mapping of one named segment, made by `create`, `adopt` or `attach`. Close it in the process that made it."""
 
-    def __init__(self, name: str, hold: _Hold) -> None:
+    def __init__(self, name: str, descriptor: _Descriptor) -> None:
         self.name = name
-        size, self.run, self.created_ns = _read_header(hold.fd, hold.path)
+        size, self.run, self.created_ns = _read_header(descriptor.fd, descriptor.path)
         self.adopted = False
-        self._hold = hold
-        self._finalizer = weakref.finalize(self, _Hold.let_go, hold)
-        self._map = _map(hold.fd, _total(size))
+        self._descriptor = descriptor
+        self._finalizer = weakref.finalize(self, _Descriptor.close_file, descriptor)
+        self._map = _map(descriptor.fd, _total(size))
         buffer = memoryview(self._map)
         self.data = buffer[HEADER_BYTES:]
-        self._life = Words(buffer, _LIFE_AT, 2, "segment.life")
+        self._owner_words = Words(buffer, _OWNER_WORDS_AT, 2, "segment.life")
         self.closed = False
         _open_segments.add(self)
 
-    # -- the three ways in
+    # -- the three constructors
 
     @classmethod
     def create(cls, name: str, size: int, prepare: Callable[[memoryview], None] | None = None) -> Segment:
-        """A new segment with room for `size` bytes of data, owned by this process. `prepare` fills them, which are zeros, before
-        the name exists.
+        """A new segment with room for `size` bytes of data, owned by this process.
 
-        Errors: ArenaOwned or TransportError where the name is taken, OutOfMemory where /dev/shm has no room.
+        `prepare` gets the data, all zeros, and initialises them before the name exists.
+        Errors: ArenaOwned or TransportError if the name exists; OutOfMemory if /dev/shm has no room.
         """
         check_platform()
         path = path_of(name)
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        hold = _Hold(fd, path, True, os.getpid())
+        descriptor = _Descriptor(fd, path, True, os.getpid())
         try:
             _allocate(fd, _total(size), path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(fd, _header(size), 0)
-            segment = cls(name, hold)
-            segment._sign()
+            segment = cls(name, descriptor)
+            segment._begin_tenure()
             if prepare is not None:
                 prepare(segment.data)
             fault("segment.link")
             _link(fd, path)
         except FileExistsError:
-            hold.give_up()
+            descriptor.abandon()
             raise _taken(name) from None
         except BaseException:
-            hold.give_up()
+            descriptor.abandon()
             raise
-        hold.keep = False  # from here on the name is ours
+        descriptor.keep = False  # the name now belongs to this process
         return segment
 
     @classmethod
     def adopt(cls, name: str) -> Segment:
-        """Become the owner of a segment whose owner is gone; everything in it stays, and its name too unless `close` removes it.
+        """Become the owner of a segment without a live owner. The data stay. The name stays until `close` removes it.
 
-        Errors: ArenaOwned where the owner lives, FileNotFoundError where there is none, SegmentDamaged for a bad header.
+        Errors: ArenaOwned if the owner lives, FileNotFoundError if no segment exists, SegmentDamaged for a bad header.
         """
         check_platform()
         path = path_of(name)
         fd = _lock(name, path)
-        hold = _Hold(fd, path, True, os.getpid())
+        descriptor = _Descriptor(fd, path, True, os.getpid())
         try:
-            segment = cls(name, hold)
-            segment._sign()
+            segment = cls(name, descriptor)
+            segment._begin_tenure()
         except BaseException:
-            hold.give_up()
+            descriptor.abandon()
             raise
         segment.adopted = True
         return segment
 
     @classmethod
     def attach(cls, name: str) -> Segment:
-        """Map a segment that somebody else owns. Errors: FileNotFoundError, TransportError for a bad header."""
+        """Map a segment of another owner. Errors: FileNotFoundError, TransportError for a bad header."""
         check_platform()
         path = path_of(name)
         fd = _open(path)
-        hold = _Hold(fd, path, False, os.getpid())
+        descriptor = _Descriptor(fd, path, False, os.getpid())
         try:
-            return cls(name, hold)
+            return cls(name, descriptor)
         except BaseException:
-            hold.give_up()
+            descriptor.abandon()
             raise
 
     def populate(self) -> None:
-        """Map the pages now: the first touch of each would cost a page fault, in the middle of a put."""
-        with contextlib.suppress(OSError, ValueError):  # older kernels do not know it
+        """Map all pages now, so that no later `put` pays a page fault at the first touch of a page."""
+        with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses
             self._map.madvise(_POPULATE_WRITE)
 
-    # -- what it says
+    # -- state and ownership
 
     @property
     def tenure(self) -> int:
-        """How many owners it has had."""
-        return self._life[0] & (1 << _TENURE_BITS) - 1
+        """The number of owners so far, this owner included."""
+        return self._owner_words[0] & (1 << _TENURE_BITS) - 1
 
     @property
     def secret(self) -> int:
-        """The tenure below 44 random bits, for this owner alone. Whoever cannot open the file cannot guess it."""
-        return self._life[0]
+        """The tenure below 44 random bits, drawn anew by each owner. Only a process that can open the file knows it."""
+        return self._owner_words[0]
 
     @property
     def path(self) -> str:
-        """The path of its file."""
-        return self._hold.path
+        """The path of the segment's file in /dev/shm."""
+        return self._descriptor.path
 
     @property
     def owner(self) -> bool:
-        """Whether this process owns it. A forked child does not."""
-        return self._hold.owner
+        """Whether this process owns the segment. A forked child of the owner does not own it."""
+        return self._descriptor.owner
 
     def keep_at_exit(self, keep: bool) -> None:
-        """What becomes of the name where the process ends in good order without `close`: kept for the next owner?"""
-        self._hold.keep = keep
+        """Whether the name stays for the next owner when this process exits without `close`."""
+        self._descriptor.keep = keep
 
     @property
     def sealed(self) -> bool:
-        """Its owner closes or removed it: what is written now, nobody may ever look for."""
-        return bool(self._life.view[1])
+        """Whether the owner has stopped reading, or removed the segment. Nobody may ever read a later write."""
+        return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:
-        """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""
-        self._life.store(1, int(sealed))
+        """Set the seal before the owner's last read. A writer that checks `sealed` after its write loses no data."""
+        self._owner_words.store(1, int(sealed))
 
-    def _sign(self) -> None:
-        self._life.store(1, 0)
+    def _begin_tenure(self) -> None:
+        self._owner_words.store(1, 0)
         tenure = (self.tenure + 1) & (1 << _TENURE_BITS) - 1
-        self._life.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
+        self._owner_words.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
 
     def close(self, *, unlink: bool) -> None:
-        """Unmap and let go of the ownership; `unlink` (owner only) removes the name first. Twice is fine.
+        """Unmap the segment and release the lock. `unlink` (owner only) removes the name first. Closing twice is fine.
 
-        Where views of the mapping are still held the memory stays mapped until they are gone; the name does not.
+        The memory stays mapped until the last view of the mapping is gone.
         """
         if self.closed:
             return
         self.closed = True
         _open_segments.discard(self)
         self._finalizer.detach()
-        self._hold.keep = not unlink
-        self._life.release()
+        self._descriptor.keep = not unlink
+        self._owner_words.release()
         with contextlib.suppress(BufferError):
             self.data.release()
         with contextlib.suppress(BufferError):
             self._map.close()
-        self._hold.let_go()
+        self._descriptor.close_file()
 
 
 @dataclass(slots=True)
-class _Hold:
-    """The descriptor with the lock, and what to do about the name at the end."""
+class _Descriptor:
+    """The open file of a segment: the descriptor with the lock, and whether closing removes the name."""
 
     fd: int
     path: str
     owner: bool
     pid: int
-    keep: bool = True  # until it is known that the name is ours to remove
+    keep: bool = True  # the name; True until the name belongs to this process
 
-    def let_go(self) -> None:
+    def close_file(self) -> None:
         if self.fd < 0 or self.pid != os.getpid():
-            return  # a forked child: nothing of this is its own
+            return  # in a forked child the descriptor belongs to the parent
         if self.owner and not self.keep and _still_named(self.fd, self.path):
-            os.pwrite(self.fd, (1).to_bytes(8, "little"), _LIFE_AT + 8)  # sealed, for those who still map it
+            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_WORDS_AT + 8)  # the seal, for attached processes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         os.close(self.fd)
         self.fd = -1
 
-    def give_up(self) -> None:
-        """What was begun failed. The name stays, and whoever looks for the half-made segment finds nothing to let go of."""
+    def abandon(self) -> None:
+        """Close after a failed constructor. The name stays, and a later finalizer does nothing."""
         self.keep = True
-        self.let_go()
+        self.close_file()
 
     def forked(self) -> None:
-        """In a forked child: give up the shared file description, so that the lock dies with the parent."""
+        """In a forked child: close the shared file description, so that the lock ends with the parent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -277,7 +278,7 @@ def _after_fork_in_child() -> None:
     global forks
     forks += 1
     for segment in list(_open_segments):
-        segment._hold.forked()
+        segment._descriptor.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -289,10 +290,10 @@ def _allocate(fd: int, total: int, path: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        room = os.statvfs(DIRECTORY)
+        space = os.statvfs(DIRECTORY)
         raise OutOfMemory(
-            f"{path} needs {total:,} bytes, but {DIRECTORY} has {room.f_bavail * room.f_frsize:,} free of "
-            f"{room.f_blocks * room.f_frsize:,}; make it smaller, run `asyncrl shm clear`, or enlarge "
+            f"{path} needs {total:,} bytes, but {DIRECTORY} has {space.f_bavail * space.f_frsize:,} free of "
+            f"{space.f_blocks * space.f_frsize:,}; make the segment smaller, run `asyncrl shm clear`, or enlarge "
             f"{DIRECTORY} (mount -o remount,size=..., containers: --shm-size)"
         ) from error
 
@@ -307,62 +308,63 @@ def _header(size: int) -> bytes:
 
 
 def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
-    """(bytes of data, run, time of creation). Errors: SegmentDamaged; TransportError where another version wrote it."""
-    raw, found = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
+    """(bytes of data, run, time of creation in ns). Errors: SegmentDamaged; TransportError for another layout."""
+    raw, file_size = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
     if len(raw) < _CRC_AT + 4:
-        raise SegmentDamaged(f"{path} is no segment of asyncrl: it has {found} bytes")
+        raise SegmentDamaged(f"{path} is no segment of asyncrl: it has {file_size} bytes")
     magic, version, size, run, created = _STATIC.unpack_from(raw)
     if magic != _MAGIC:
         raise SegmentDamaged(f"{path} is no segment of asyncrl: it begins with {magic:#x}")
     if version != _VERSION:
         raise TransportError(
-            f"{path} has layout version {version}, this program reads {_VERSION}: use the same asyncrl on both sides, or remove "
-            "what an earlier one left with `asyncrl shm clear`"
+            f"{path} has layout version {version}, but this program reads version {_VERSION}: use the same asyncrl in all "
+            "processes, or remove segments of an earlier asyncrl with `asyncrl shm clear`"
         )
     if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
         raise SegmentDamaged(f"{path}: the CRC32 of its header is wrong")
-    if found != _total(size):
-        raise SegmentDamaged(f"{path}: {size} bytes of data do not make a file of {found} bytes")
+    if file_size != _total(size):
+        raise SegmentDamaged(f"{path}: {size} bytes of data do not make a file of {file_size} bytes")
     return size, run, created
 
 
 def owner_of(fd: int) -> int | None:
-    """The process that holds the `flock`, as far as /proc shows: asking by locking would disturb a new owner.
+    """The process that holds the `flock`, read from /proc: a try to lock would disturb a new owner.
 
-    0 where somebody unknown holds it (another process namespace); None where nobody does.
+    0: a process of another pid namespace holds the lock. None: nobody holds the lock.
     """
     status = os.fstat(fd)
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
-                major, minor, _ = fields[5].split(":")
+                major, minor, _inode = fields[5].split(":")
                 if os.makedev(int(major, 16), int(minor, 16)) == status.st_dev:
                     return max(int(fields[4]), 0)
     return None
 
 
-def first_gap(taken: Iterable[tuple[int, int]], size: int, room: int) -> int | None:
-    """The lowest multiple of 64 at which `size` of `room` bytes are free; None where nowhere. `taken`: (start, size) each."""
+def first_gap(taken: Iterable[tuple[int, int]], size: int, capacity: int) -> int | None:
+    """The lowest multiple of 64 at which `size` of `capacity` bytes are free, or None. `taken`: pairs (start, size)."""
     start = 0
     for begin, length in sorted(taken):
         if begin - start >= size:
             return start
         start = max(start, (begin + length + 63) & -64)
-    return start if room - start >= size else None
+    return start if capacity - start >= size else None
 
 
 def _map(fd: int, total: int) -> mmap.mmap:
-    """Python's mmap keeps a duplicate of its descriptor, which would keep the lock: so it gets another description."""
-    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    """Map the file. Python's mmap keeps a duplicate of its descriptor, which would keep the lock; so open the file
+    again."""
+    unlocked_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(other, total)
+        return mmap.mmap(unlocked_fd, total)
     finally:
-        os.close(other)
+        os.close(unlocked_fd)
 
 
 def _link(fd: int, path: str) -> None:
-    """Give the nameless file its name. With directory descriptors `os.link` follows the link in /proc, as it must."""
+    """Give the file its name. `os.link` resolves the link in /proc only with directory descriptors."""
     directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(
@@ -388,7 +390,7 @@ def _open(path: str) -> int:
 
 
 def _lock(name: str, path: str) -> int:
-    """The file of this name, opened and locked. Errors: ArenaOwned, FileNotFoundError."""
+    """The segment's file, opened and locked. Errors: ArenaOwned, FileNotFoundError."""
     while True:
         fd = _open(path)
         try:
@@ -396,7 +398,7 @@ def _lock(name: str, path: str) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _taken(name, locked=True) from None
-            # Else the old owner unlinked it between our open and our lock.
+            # The old owner may have unlinked the file between our open and our lock: then try again.
             if _still_named(fd, path):
                 return fd
         except BaseException:
@@ -414,7 +416,7 @@ def _still_named(fd: int, path: str) -> bool:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Nobody can own the segment of this name meanwhile. Errors: ArenaOwned, FileNotFoundError."""
+    """Hold the lock of the segment, so that no process can become its owner. Errors: ArenaOwned, FileNotFoundError."""
     fd = _lock(name, path_of(name))
     try:
         yield
@@ -427,7 +429,7 @@ def _taken(name: str, *, locked: bool = False) -> TransportError:
     try:
         fd = _open(path)
     except FileNotFoundError:
-        return ArenaOwned(f"{path} was taken a moment ago and is gone again; try again")
+        return ArenaOwned(f"{path} was owned a moment ago and has just been removed; try again")
     try:
         pid = owner_of(fd)
     finally:
@@ -436,5 +438,5 @@ def _taken(name: str, *, locked: bool = False) -> TransportError:
         return TransportError(
             f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
         )
-    who = f"process {pid}" if pid else "a process that cannot be seen from here"
-    return ArenaOwned(f"{path} is owned by {who}, which lives (perhaps stopped); use another name or end it")
+    holder = f"process {pid}" if pid else "a process that cannot be seen from here"
+    return ArenaOwned(f"{path} is owned by {holder}, which lives (perhaps stopped); use another name or end it")

@@ -1,4 +1,4 @@
-"""A slab: one long-lived piece of memory of one sender, in which it places what other processes look at. Nothing is copied there.
+"""A slab: one long-lived block of memory of a sending process. Other processes read arrays there without a copy.
 
     with Slab.create("weights", 1 << 30, device="cuda") as slab:      another process, with these bytes:
         handle = slab.handle(slab.allocate(nbytes), dtype, shape)         peer = Slab.attach("weights")
@@ -6,19 +6,20 @@
         fence = slab.memory.record(0, slab.memory.stream())               use(peer.view(Handle.decode(raw)))
         send(handle.encode(), fence)
 
-Why one slab: a CUDA IPC handle names a whole allocation. The handle of a tensor from torch's allocator would show the
-process on the other side everything that lies in the same allocator segment, and would be opened anew for each tensor.
-Here one allocation is exported once and opened once; a tensor in it is a `Handle` (offset, dtype, shape). What describes it lies in
-shared memory, under the slab's name. With `device="cpu"` the slab itself lies there, too.
+A CUDA IPC handle names a whole allocation. With a tensor of torch's allocator, the receiver would also see all other
+tensors of the same allocator segment, and would open each tensor separately. A slab is one allocation: exported once
+and opened once. A tensor in the slab is a `Handle` (offset, dtype, shape). The description of the slab is in shared
+memory under the slab's name. With `device="cpu"` the memory of the slab is in shared memory too.
 
-The sender alone knows which bytes are in use: whoever passes handles on has to see to it that nobody looks at them after `free`
-(the queues count credits for that). A handle of another slab, or of an earlier one of this name, is `StaleHandle`.
+The sender alone knows which bytes are in use. A caller that sends handles must make sure that no receiver reads them
+after `free` (the queues count credits for that). A handle of another or an earlier slab raises `StaleHandle`.
 
-What device memory cannot do, unlike shared memory:
-* It dies with its owner, and nobody may look at it after the owner gave it back. So the owner keeps it until the others let go:
-  `device_queue` sees to that; whoever uses a slab by itself must.
-* Work on a device is late: whoever reads waits for the writer's fence, and the writer reuses memory behind the reader's.
-* A process cannot open its own handle: in the owner's process `attach` finds the memory itself.
+Dangers of device memory, compared with shared memory:
+* The memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all
+  receivers have closed their mappings. `device_queue` does so; other users of a slab must do so too.
+* A device runs work later. A receiver waits for the writer's fence before a read. The writer waits for the receiver's
+  fence before it reuses memory.
+* A process cannot open its own IPC handle. In the owner's process `attach` finds the memory in a table.
 """
 
 from __future__ import annotations
@@ -41,69 +42,65 @@ if TYPE_CHECKING:
     import torch
 
 _MAGIC = b"slab2\0\0\0"
-# Magic, bytes of the memory, its kind, bytes of its description.
-_HEAD = struct.Struct("<8sQ8sI")
-# Of head and description. Behind it lies the memory of a slab on the CPU.
+_HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of memory, kind, bytes of description
+# Bytes for head and description. In a slab on the CPU, the memory of the slab follows.
 _PAGE = 4096
 
-# Memory that this process owns or opened, for those who attach to it here. By process: a forked child inherits the dict.
+# All memory that this process owns or has opened, for `attach`. The key has the pid, because a fork copies the dict.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], DeviceMemory] = weakref.WeakValueDictionary()
 _memories_lock = threading.Lock()
 
 
 class Slab:
-    """See the module. Made by `create` (the owner) or `attach`; closed in the process that made it."""
+    """See the module. Made by `create` (the owner) or `attach`. Close it in the process that made it."""
 
     def __init__(self, segment: Segment, size: int) -> None:
         self.segment, self.size = segment, size
         self._memory: DeviceMemory | None = None
-        self._taken: dict[int, int] = {}  # the owner's: bytes, by where they begin
+        self._allocated: dict[int, int] = {}  # in the owner: start -> bytes
 
     @classmethod
     def create(cls, name: str, size: int, *, device: str | torch.device = "cuda") -> Slab:
-        """A new slab of `size` bytes. Errors: as `Segment.create`; PlatformError where the device has no IPC."""
+        """A new slab of `size` bytes. Errors: as `Segment.create`; PlatformError for a device without IPC."""
         if size < 1:
-            raise ValueError(f"slab {name!r}: its size must be positive, found {size}")
+            raise ValueError(f"slab {name!r}: its size in bytes must be positive, found {size}")
         size = (size + 63) & -64
         if str(device) == "cpu":
-            slab = cls(Segment.create(name, _PAGE + size, prepare=_described(HostMemory.kind, size, b"")), size)
-            _ = slab.memory
+            slab = cls(Segment.create(name, _PAGE + size, prepare=_write_head(HostMemory.kind, size, b"")), size)
+            _ = slab.memory  # registers the memory for `attach`
             return slab
         from .slab_cuda import CudaMemory
 
         memory = CudaMemory.allocate(device, size)
-        slab = cls(Segment.create(name, _PAGE, prepare=_described(memory.kind, size, memory.description)), size)
+        slab = cls(Segment.create(name, _PAGE, prepare=_write_head(memory.kind, size, memory.description)), size)
         with _memories_lock:
             slab._memory = _memories[os.getpid(), slab.segment.run] = memory
         return slab
 
     @classmethod
     def attach(cls, name: str) -> Slab:
-        """The slab of another process, or of this one. Its memory is opened at the first look.
-
-        Errors: FileNotFoundError; TransportError for a segment that is no slab.
-        """
+        """The slab of another process or of this one. Errors: FileNotFoundError; TransportError for another segment."""
         segment = Segment.attach(name)
         magic, size = _HEAD.unpack_from(segment.data)[:2] if len(segment.data) >= _PAGE else (b"", 0)
         if magic != _MAGIC:
             segment.close(unlink=False)
-            raise TransportError(f"{segment.path} is no slab: its owner must have made it with `Slab`")
+            raise TransportError(f"{segment.path} is no slab; its owner must make it with `Slab.create`")
         return cls(segment, size)
 
     @property
     def memory(self) -> DeviceMemory:
-        """Opened at the first use. Errors: PlatformError where it cannot be opened here, LifecycleError."""
+        """The memory, opened at the first access. Errors: PlatformError if opening fails; LifecycleError."""
         self._check_open()
         if self._memory is None:
             key = os.getpid(), self.segment.run
             with _memories_lock:
-                # A process cannot open its own handle, nor the same one twice.
+                # A process can open neither its own IPC handle nor the same handle twice.
                 self._memory = _memories[key] = _memories.get(key) or self._open()
         return self._memory
 
     @property
     def opened(self) -> bool:
-        """Has somebody looked, so that the memory is mapped here?"""
+        """Whether the memory is mapped in this process."""
         return self._memory is not None
 
     def _open(self) -> DeviceMemory:
@@ -114,52 +111,52 @@ class Slab:
         from .slab_cuda import CudaMemory
 
         if kind != CudaMemory.kind:
-            raise TransportError(f"{self.segment.path}: memory of kind {kind!r}; use the same asyncrl on both sides")
+            raise TransportError(
+                f"{self.segment.path}: memory of kind {kind!r}; use the same asyncrl in both processes"
+            )
         return CudaMemory.open(size, description)
 
-    # -- the owner's side
+    # -- for the owner
 
     def allocate(self, size: int) -> int:
-        """Where `size` bytes begin that are the caller's until `free`; a multiple of 64. Errors: OutOfMemory with figures."""
+        """Reserve `size` bytes until `free`; returns their start, a multiple of 64. Errors: OutOfMemory."""
         self._check_open()
         if not self.segment.owner:
-            raise LifecycleError(
-                f"slab {self.segment.name!r}: only its owner allocates and frees; this process attached"
-            )
-        start = first_gap(self._taken.items(), size, self.size)
+            raise LifecycleError(f"slab {self.segment.name!r}: only its owner allocates; this process attached")
+        start = first_gap(self._allocated.items(), size, self.size)
         if start is None:
             raise OutOfMemory(
-                f"slab {self.segment.name!r}: no {size:,} bytes in one piece; {sum(self._taken.values()):,} of {self.size:,} are "
-                f"in use, in {len(self._taken)} pieces"
+                f"slab {self.segment.name!r}: no {size:,} bytes in one piece; {sum(self._allocated.values()):,} of "
+                f"{self.size:,} are in use, in {len(self._allocated)} pieces; free some, or make the slab larger"
             )
-        self._taken[start] = size
+        self._allocated[start] = size
         return start
 
     def free(self, start: int) -> None:
-        """Give back what `allocate` gave."""
-        del self._taken[start]
+        """Free the bytes that `allocate` reserved at `start`."""
+        del self._allocated[start]
 
-    # -- everybody's side
+    # -- for owner and receivers
 
     def handle(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> Handle:
-        """What names an array here. Errors: StaleHandle where it does not lie in the slab."""
-        return self._checked(Handle(self.segment.run, offset, dtype_name(dtype), tuple(shape)))
+        """A handle for an array at `offset` bytes. Errors: StaleHandle if the array is not inside the slab."""
+        return self._check_handle(Handle(self.segment.run, offset, dtype_name(dtype), tuple(shape)))
 
     def view(self, handle: Handle, *, keep: object = None) -> torch.Tensor:
-        """The tensor that a handle names, writable; `keep` lives as long as it does. Errors: StaleHandle."""
-        self._checked(handle)
+        """The writable tensor of a handle. The tensor keeps `keep` alive. Errors: StaleHandle."""
+        self._check_handle(handle)
         dtype, memory = torch_dtype(handle.dtype), self.memory
         return memory.tensor(handle.offset, handle.nbytes, keep).view(dtype).view(handle.shape)
 
     def array(self, handle: Handle, *, keep: object = None) -> npt.NDArray[Any]:
-        """The same as a numpy array, of a slab on the CPU; bfloat16 as its 16 bits."""
-        self._checked(handle)
+        """The array of a handle in a slab on the CPU, as `view`; bfloat16 appears as uint16."""
+        self._check_handle(handle)
         memory = self.memory
         assert isinstance(memory, HostMemory)
         return memory.bytes(handle.offset, handle.nbytes, keep).view(numpy_dtype(handle.dtype)).reshape(handle.shape)
 
     def close(self) -> None:
-        """Let go; the memory goes when its last tensor in this process does. Twice is fine."""
+        """Close the slab. Its memory is unmapped with its last tensor in this process. Closing twice is fine."""
         self._memory = None
         self.segment.close(unlink=True)
 
@@ -170,17 +167,18 @@ class Slab:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _checked(self, handle: Handle) -> Handle:
+    def _check_handle(self, handle: Handle) -> Handle:
         self._check_open()
         if handle.run != self.segment.run:
             raise StaleHandle(
-                f"the handle is of another slab than {self.segment.name!r}, or of an earlier one of this name"
+                f"the handle belongs to another slab than {self.segment.name!r}, or to an earlier slab of this name; attach to "
+                "the slab of the sender"
             )
         aligned = handle.offset % numpy_dtype(handle.dtype).itemsize == 0
         if not aligned or not 0 <= handle.offset <= handle.offset + handle.nbytes <= self.size:
             raise StaleHandle(
-                f"{handle.dtype} {list(handle.shape)} at {handle.offset} does not lie (aligned) in the {self.size:,} bytes of slab "
-                f"{self.segment.name!r}"
+                f"{handle.dtype} {list(handle.shape)} at byte {handle.offset} does not lie, aligned to its items, in the "
+                f"{self.size:,} bytes of slab {self.segment.name!r}; use handles of `Slab.handle`"
             )
         return handle
 
@@ -189,7 +187,7 @@ class Slab:
             raise LifecycleError(f"slab {self.segment.name!r} is closed")
 
 
-def _described(kind: bytes, size: int, description: bytes) -> Any:
+def _write_head(kind: bytes, size: int, description: bytes) -> Any:
     head = _HEAD.pack(_MAGIC, size, kind, len(description)) + description
 
     def prepare(data: memoryview) -> None:
@@ -199,7 +197,7 @@ def _described(kind: bytes, size: int, description: bytes) -> Any:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Errors: ValueError for numbers that torch does not have."""
+    """The torch dtype of a short dtype name. Errors: ValueError if torch lacks the dtype."""
     import torch
 
     if name == BFLOAT16:
@@ -207,4 +205,4 @@ def torch_dtype(name: str) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, numpy_dtype(name))).dtype
     except (TypeError, ValueError) as error:
-        raise ValueError(f"torch has no numbers of the form {name!r}") from error
+        raise ValueError(f"torch has no numbers of the form {name!r}; use another dtype") from error

@@ -1,12 +1,14 @@
-"""CUDA memory behind a slab: one cuMemAlloc of its own, its IPC handle, and interprocess events as fences.
+"""CUDA memory of a slab: one allocation of cuMemAlloc, its IPC handle, and interprocess events as fences.
 
-The allocation comes from the driver and not from torch's allocator: an IPC handle names a whole allocation, torch's
-allocator would put other tensors into it, and with `expandable_segments` its memory has no IPC handle at all. So a slab
-works whatever PYTORCH_CUDA_ALLOC_CONF says. `torch.cuda.memory_allocated()` does not count it.
+The allocation comes from the driver and not from torch's allocator, for two reasons. An IPC handle names a whole
+allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
+torch has no IPC handle at all. So a slab works with any PYTORCH_CUDA_ALLOC_CONF. `torch.cuda.memory_allocated()` does
+not count it.
 
-Sources of the rules kept here: the CUDA driver API, "Memory Management" (cuIpcGetMemHandle, cuIpcOpenMemHandle: one
-context per handle and device; an exporter that frees while an importer has it open is undefined; cuIpcGetEventHandle: the
-event may be recorded and waited for in either process, and has to outlive its last use in both).
+Source of the rules: the CUDA driver API, "Memory Management".
+* cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and device. If the exporter frees memory that an
+  importer has open, the result is undefined.
+* cuIpcGetEventHandle: either process may record the event and wait for it. The event must outlive its last use in both.
 """
 
 from __future__ import annotations
@@ -24,22 +26,21 @@ import torch
 from ...errors import OutOfMemory, PlatformError
 from .device_memory import DeviceMemory
 
-# The device's UUID as text, the IPC handle of the allocation, the owner's pid.
-_DESCRIPTION = struct.Struct("<64s64sQ")
+_DESCRIPTION = struct.Struct("<64s64sQ")  # UUID of the device as text, IPC handle, pid of the owner
 _OUT_OF_MEMORY = 2
-# The driver shares whole blocks of 2 MiB: a smaller allocation would show its neighbours, too.
-_GRANULE = 1 << 21
-_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+# The driver exports whole blocks of 2 MiB. A smaller allocation would also export its neighbours.
+_SHARED_BLOCK = 1 << 21
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle: the driver takes it by value."""
+    """CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class DriverError(Exception):
-    """A call of the driver that failed: `code` is its CUresult."""
+    """A driver call failed. `code` is its CUresult."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
@@ -47,10 +48,10 @@ class DriverError(Exception):
 
 
 class Driver:
-    """The few calls of libcuda that a slab needs. Each runs in the device's primary context, which torch uses too.
+    """The calls of libcuda that a slab needs. Each call runs in the device's primary context, which torch uses too.
 
-    The driver destroys that context, and all memory in it, with the last reference to it. torch takes one of its own only with
-    its first work on the device, so each piece of memory holds one here for as long as it is there.
+    The driver destroys that context, and all memory in it, with the last reference to it. torch takes its own reference
+    only with its first work on the device. So each allocation and each mapping of a slab holds a reference of its own.
     """
 
     def __init__(self, library: Any) -> None:
@@ -58,50 +59,52 @@ class Driver:
 
     @classmethod
     def load(cls) -> Driver:
-        """Errors: PlatformError where there is no driver of NVIDIA."""
+        """Load libcuda.so.1. Errors: PlatformError without NVIDIA's driver."""
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except OSError as error:
-            raise PlatformError(f"CUDA memory is shared through libcuda.so.1 of NVIDIA's driver: {error}") from error
+            raise PlatformError(
+                f"a slab on a GPU needs libcuda.so.1 of NVIDIA's driver: {error}; install the driver, or use the CPU"
+            ) from error
 
     def allocate(self, ordinal: int, size: int) -> int:
-        """The address of new memory. Errors: DriverError."""
+        """The address of new memory of `size` bytes. Errors: DriverError."""
         address = ctypes.c_uint64()
-        with self._context(ordinal) as keep:
+        with self._context(ordinal) as retain:
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-            keep()
+            retain()
         return address.value
 
     def free(self, ordinal: int, address: int) -> None:
-        """Waits for the device's work first (the driver does)."""
+        """Free memory of `allocate`. The driver first waits for the work of the device."""
         with self._context(ordinal, last=True):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, ordinal: int, address: int) -> bytes:
-        """The IPC handle of memory that `allocate` returned: 64 bytes. Errors: DriverError."""
+        """The IPC handle (64 bytes) of memory of `allocate`. Errors: DriverError."""
         handle = _Handle()
         with self._context(ordinal):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return ctypes.string_at(ctypes.addressof(handle), ctypes.sizeof(handle))
 
     def open(self, ordinal: int, exported: bytes) -> int:
-        """The address, here, of memory that another process exported. Errors: DriverError."""
+        """The address in this process of memory that another process exported. Errors: DriverError."""
         address = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(exported)
-        with self._context(ordinal) as keep:
+        with self._context(ordinal) as retain:
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
-            keep()
+            retain()
         return address.value
 
     def close(self, ordinal: int, address: int) -> None:
-        """Waits for the device's work first: a kernel may still read what is unmapped here."""
+        """Unmap memory of `open`. First waits for the device, because a kernel may still read the memory."""
         with self._context(ordinal, last=True):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     @contextlib.contextmanager
     def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
-        """What is yielded takes the reference of memory that was made. `last`: give back the one of memory that goes."""
+        """Make the primary context current. The yielded function takes a reference for new memory; `last` drops one."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -130,26 +133,27 @@ class Driver:
 
 
 class CudaMemory(DeviceMemory):
-    """See the module. Made by `allocate` (the owner) or `open`."""
+    """See the module. Made by `allocate` (the owner) or `open` (a receiver)."""
 
     kind = b"cuda"
 
     def __init__(
-        self, size: int, device: torch.device, address: int, let_go: Callable[[], None], description: bytes
+        self, size: int, device: torch.device, address: int, unmap: Callable[[], None], description: bytes
     ) -> None:
-        # In the owner the events live as long as the memory: whoever waits for them in another process has it mapped.
+        # The owner drops its events only with the memory, because receivers wait for these events until they unmap.
         events: dict[int, Any] = {}
-        known: dict[bytes, Any] = {}
-        super().__init__(size, partial(_let_go, let_go, events, known))
+        opened_events: dict[bytes, Any] = {}
+        super().__init__(size, partial(_unmap_and_drop_events, unmap, events, opened_events))
         self.device, self.address = device, address
         self.description = description
-        self._events, self._known = events, known  # ours by slot; everybody's by handle
+        # Own events by slot; the events of all processes by IPC handle.
+        self._events, self._opened_events = events, opened_events
         self._handles: dict[int, bytes] = {}
-        self._copies: torch.cuda.Stream | None = None
+        self._write_stream: torch.cuda.Stream | None = None
 
     @classmethod
     def allocate(cls, device: str | torch.device, size: int, driver: Driver | None = None) -> CudaMemory:
-        """New memory, exported. Errors: PlatformError without CUDA or without IPC, OutOfMemory."""
+        """New memory with an IPC handle. Errors: PlatformError without CUDA or IPC, OutOfMemory."""
         device = torch.device(device)
         check_cuda(device)
         driver = driver or Driver.load()
@@ -161,17 +165,17 @@ class CudaMemory(DeviceMemory):
 
     @classmethod
     def open(cls, size: int, description: bytes, driver: Driver | None = None) -> CudaMemory:
-        """The memory of another process. Errors: PlatformError where this one cannot see the device, or not open it."""
+        """The memory of another process. Errors: PlatformError if the device is invisible here, or the driver refuses."""
         raw, handle, pid = _DESCRIPTION.unpack(description)
         uuid = raw.rstrip(b"\0").decode()
         check_cuda(torch.device("cuda"))
-        here = [_uuid(index) for index in range(torch.cuda.device_count())]
-        if uuid not in here:
+        visible = [_uuid(index) for index in range(torch.cuda.device_count())]
+        if uuid not in visible:
             raise PlatformError(
-                f"the slab of process {pid} lies on GPU {uuid}; this process sees {', '.join(here) or 'none'}: "
-                "give both the same devices (CUDA_VISIBLE_DEVICES), or move the data by torch.distributed"
+                f"the slab of process {pid} is on GPU {uuid}; this process sees {', '.join(visible) or 'none'}: "
+                "give both processes the same devices (CUDA_VISIBLE_DEVICES), or move the data by torch.distributed"
             )
-        index = here.index(uuid)
+        index = visible.index(uuid)
         driver = driver or Driver.load()
         address = open_exported(driver, index, handle, pid)
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
@@ -182,46 +186,45 @@ class CudaMemory(DeviceMemory):
         return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep)), device=self.device)
 
     def stream(self) -> torch.cuda.Stream:
-        """torch's current stream on the memory's device."""
+        """torch's current stream on the device of the memory."""
         return torch.cuda.current_stream(self.device)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[torch.cuda.Stream]:
-        """As `DeviceMemory.writing`: one stream of its own for all writes."""
-        # All writes go through one stream, so that memory which is used again needs its reader's fence on one stream
-        # only. The current stream waits for it and it for the current one, as if the copies were launched there.
-        if self._copies is None:
-            self._copies = torch.cuda.Stream(self.device)
-        copies, current = self._copies, self.stream()
-        copies.wait_stream(current)
+        """As `DeviceMemory.writing`: all writes of this memory run on one stream."""
+        # With one stream for all writes, reused memory needs its reader's fence on that stream only. The write stream
+        # and the current stream wait for each other, as if the current stream did the copies.
+        if self._write_stream is None:
+            self._write_stream = torch.cuda.Stream(self.device)
+        writes, current = self._write_stream, self.stream()
+        writes.wait_stream(current)
         try:
-            with torch.cuda.stream(copies):
-                yield copies
+            with torch.cuda.stream(writes):
+                yield writes
         finally:
-            current.wait_stream(copies)
+            current.wait_stream(writes)
 
     def record(self, slot: int, stream: torch.cuda.Stream) -> bytes:
-        """As `DeviceMemory.record`: the handle of an interprocess event, one event a slot."""
+        """As `DeviceMemory.record`: the IPC handle of an interprocess event. Each slot has one event."""
         event = self._events.get(slot)
         if event is None:
             with torch.cuda.device(self.device):
                 event = torch.cuda.Event(interprocess=True)
-                handle = event.ipc_handle()  # creates it, on the current device
-            self._events[slot], self._handles[slot], self._known[handle] = event, handle, event
+                handle = event.ipc_handle()  # the first call creates the event, on the current device
+            self._events[slot], self._handles[slot], self._opened_events[handle] = event, handle, event
         event.record(stream)
         return self._handles[slot]
 
     def wait(self, fence: bytes, stream: torch.cuda.Stream) -> None:
-        """As `DeviceMemory.wait`; an event is opened at its first use."""
-        event = self._known.get(fence)
-        # Once for each slot of the other side. In one process the handle is known already.
+        """As `DeviceMemory.wait`. The first wait for a handle of another process opens its event."""
+        event = self._opened_events.get(fence)
         if event is None:
-            event = self._known[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
+            event = self._opened_events[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
         stream.wait_event(event)
 
 
 class _CudaArrayBase:
-    """Device memory for `torch.as_tensor`: the tensor keeps this object as long as its storage lives."""
+    """Device memory for `torch.as_tensor`. The tensor keeps this object as long as its storage lives."""
 
     def __init__(self, address: int, size: int, keep: object) -> None:
         self._keep = keep
@@ -234,40 +237,42 @@ class _CudaArrayBase:
         }
 
 
-def _let_go(let_go: Callable[[], None], events: dict[int, Any], known: dict[bytes, Any]) -> None:
+def _unmap_and_drop_events(unmap: Callable[[], None], events: dict[int, Any], opened_events: dict[bytes, Any]) -> None:
     try:
-        # Waits for the device, so no event is pending any more.
-        let_go()
+        # Unmapping waits for the device, so no event is pending afterwards.
+        unmap()
     finally:
         events.clear()
-        known.clear()
+        opened_events.clear()
 
 
 def check_cuda(device: torch.device) -> None:
-    """Errors: PlatformError where a slab on this device cannot be."""
+    """Errors: PlatformError if this process cannot have a slab on the device."""
     if device.type != "cuda":
-        raise PlatformError(f"a slab lies on a CUDA device or on the CPU, not on {device}")
+        raise PlatformError(f"a slab must be on a CUDA device or on the CPU, not on {device}; choose one of them")
     if torch.version.hip is not None:
         raise PlatformError(
-            f"a slab on a GPU needs NVIDIA's CUDA IPC; this torch {torch.__version__} is built for ROCm"
+            f"a slab on a GPU needs NVIDIA's CUDA IPC; this torch {torch.__version__} is built for ROCm: use a CUDA build"
         )
     if not torch.cuda.is_available():
         raise PlatformError(
-            f"a slab on {device} needs a CUDA device; torch {torch.__version__} sees none. On this machine use "
-            'device="cpu", or a queue through shared memory'
+            f'a slab on {device} needs a CUDA device; torch {torch.__version__} sees none. On this machine use device="cpu", '
+            "or a queue through shared memory"
         )
 
 
 def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, bytes]:
-    """(address, IPC handle) of new memory. Errors: OutOfMemory, PlatformError where the platform has no CUDA IPC."""
+    """(address, IPC handle) of new memory. Errors: OutOfMemory, PlatformError on a platform without CUDA IPC."""
     try:
-        address = driver.allocate(ordinal, -(-size // _GRANULE) * _GRANULE)
+        address = driver.allocate(ordinal, -(-size // _SHARED_BLOCK) * _SHARED_BLOCK)
     except DriverError as error:
         if error.code != _OUT_OF_MEMORY:
-            raise PlatformError(f"no memory for a slab on cuda:{ordinal}: {error}") from error
+            raise PlatformError(
+                f"a slab on cuda:{ordinal} got no memory from the driver: {error}; try another device"
+            ) from error
         raise OutOfMemory(
-            f"cuda:{ordinal} has no piece of {size:,} bytes for a slab ({error}); make it smaller, or free what torch "
-            "keeps in its cache with torch.cuda.empty_cache()"
+            f"cuda:{ordinal} has no piece of {size:,} bytes for a slab ({error}); make the slab smaller, or free the cache of "
+            "torch with torch.cuda.empty_cache()"
         ) from error
     try:
         return address, driver.export(ordinal, address)
@@ -281,13 +286,13 @@ def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, byt
 
 
 def open_exported(driver: Driver, ordinal: int, handle: bytes, pid: int) -> int:
-    """Errors: PlatformError with what the driver says."""
+    """The address of exported memory in this process. Errors: PlatformError with the driver's message."""
     try:
         return driver.open(ordinal, handle)
     except DriverError as error:
         raise PlatformError(
-            f"the slab of process {pid} on cuda:{ordinal} cannot be opened here ({error}): it must live, and containers "
-            "must share the host's IPC and PID namespaces (docker --ipc=host --pid=host)"
+            f"the slab of process {pid} on cuda:{ordinal} cannot be opened here ({error}): its process must live, and "
+            "containers must share the host's IPC and PID namespaces (docker --ipc=host --pid=host)"
         ) from error
 
 

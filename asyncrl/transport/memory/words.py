@@ -1,35 +1,34 @@
-"""Aligned 64-bit words in shared memory: the only stores that other processes act upon.
+"""Aligned 64-bit words in shared memory. A process publishes data to other processes by a store of such a word.
 
-A store through a memoryview of format "Q" is one aligned 8-byte move, so a reader sees the old or the new value, never
-a mixture. x86-64 makes stores visible in program order (and the C library ends its streaming copies with a fence), so
-whoever sees the word sees everything that was written before it. Other architectures give no such order: `segment`
-refuses them.
+A store through a memoryview of format "Q" is one aligned 8-byte move. So a reader sees the old or the new value, never
+a mixture. x86-64 makes stores visible in program order, and the C library ends its streaming copies with a fence. So a
+reader that sees the word also sees every earlier write. `segment.py` refuses architectures without this order.
 
-Every store has a label. `FAULT`, where set, is called before and after each one: the tests kill the process there.
+Every store has a label. Tests set `FAULT` to kill the process before or after a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Set by tests only, per process: called with "label:before" and "label:after" around every store of the protocol.
+# Set by tests only, in each process: called with "label:before" and "label:after" around each store.
 FAULT: Callable[[str], None] | None = None
 
 
 def fault(label: str) -> None:
-    """A place between stores where a crash is worth a test (bulk copies, system calls)."""
+    """Call `FAULT` at a point between stores where tests kill the process (bulk copies, system calls)."""
     if FAULT is not None:
         FAULT(label)
 
 
 class Words:
-    """`count` words of a mapping from byte `offset` (a multiple of 8) on. `view`: for reading many, or one in less time."""
+    """`count` words of a mapping, from byte `offset` (a multiple of 8) on. `view` gives fast access to many words."""
 
     __slots__ = ("_label", "view")
 
     def __init__(self, buffer: memoryview, offset: int, count: int, label: str) -> None:
         if offset % 8:
-            raise AssertionError(f"{label}: offset {offset} is not aligned to 8 bytes; the store would tear")
+            raise AssertionError(f"{label}: offset {offset} is not a multiple of 8, so a store could be torn; align it")
         self.view = buffer[offset : offset + 8 * count].cast("Q")
         self._label = label
 
@@ -37,7 +36,7 @@ class Words:
         return self.view[index]
 
     def store(self, index: int, value: int) -> None:
-        """One aligned store, which other processes see whole or not at all."""
+        """Store one word. Other processes see the old value or the new value."""
         if FAULT is None:
             self.view[index] = value
             return
@@ -46,5 +45,5 @@ class Words:
         FAULT(f"{self._label}:after")
 
     def release(self) -> None:
-        """Let go of the view, so that the mapping can close."""
+        """Release the view, so that the mapping can be closed."""
         self.view.release()
