@@ -1,7 +1,7 @@
-"""What the chosen loss, advantage and terms say against each other and against the rest of the configuration.
+"""Checks that the chosen loss, advantage and terms fit each other and the rest of the configuration.
 
-Every complaint names the value, the reason and the way out. The reasons are the methods' own (`algorithms/`); nothing about a
-single method stands here.
+Every complaint names the value, the reason and the way out. A rule about a single method is declared by that method, in
+`algorithms/`.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ from .schema import AlgorithmConfig, Config
 
 
 def chosen_loss(algorithm: AlgorithmConfig) -> LossMethod:
-    """The loss with its settings."""
+    """The loss that the configuration names, with its settings."""
     return registry.make_loss(algorithm.loss, **numbers(algorithm))
 
 
 def chosen_terms(algorithm: AlgorithmConfig) -> Terms:
-    """The terms with their settings."""
+    """All terms of the loss (KL, entropy, masks, corrections), with their settings."""
     return registry.make_terms(**numbers(algorithm))
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether log-probs under the weights at the start are read by anything."""
+    """Whether a term or the loss reads log-probs under the weights that the run started with."""
     return chosen_terms(algorithm).kl.on or chosen_loss(algorithm).needs_reference
 
 
 def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer allocates one: asked for, and there is a term that goes into it."""
+    """Whether the trainer allocates a second gradient buffer: the settings ask for one, and the entropy term needs one."""
     terms = chosen_terms(algorithm)
-    asked = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
-    return asked and terms.entropy.apart(chosen_loss(algorithm))
+    requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
+    return requested and terms.entropy.apart(chosen_loss(algorithm))
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
-    """`streaming`: groups are trained as they arrive, before the step's number of tokens and sequences is known."""
+    """Yield one sentence per contradiction. `streaming`: groups are trained before the size of their step is known."""
     algorithm = config.algorithm
-    around, terms = _around(config, streaming), chosen_terms(algorithm)
+    context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)
-    yield from _check_centre(algorithm, around.loss)
-    for method in (around.loss, *terms):
-        yield from method.problems(around)
-    yield from _conflicts(around.loss.conflicts, f"algorithm.loss is {algorithm.loss}", around)
-    yield from _conflicts(around.advantage.conflicts, f"algorithm.advantage is {algorithm.advantage}", around)
-    if streaming and around.advantage.needs_whole_step:
-        # Never quietly over whatever part of the step is there.
+    yield from _check_on_policy(algorithm, context.loss)
+    for method in (context.loss, *terms):
+        yield from method.problems(context)
+    yield from _conflicts(context.loss.conflicts, f"algorithm.loss is {algorithm.loss}", context)
+    yield from _conflicts(context.advantage.conflicts, f"algorithm.advantage is {algorithm.advantage}", context)
+    if streaming and context.advantage.needs_whole_step:
         yield (
             f"algorithm.advantage is {algorithm.advantage}, whose statistics span the whole step, but rollout.streaming trains "
             "each group as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use "
@@ -62,19 +61,19 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
 
 
 def warn_algorithm(config: Config, staleness_bound: int) -> list[str]:
-    """What is allowed but seldom meant. Takes a resolved configuration."""
+    """Sentences about settings that are allowed but probably not intended. Takes a resolved configuration."""
     algorithm = config.algorithm
-    around, terms = _around(config, streaming=False), chosen_terms(algorithm)
-    found = [text for method in (around.loss, *terms) for text in method.warnings(around)]
+    context, terms = _check_context(config, streaming=False), chosen_terms(algorithm)
+    warnings = [text for method in (context.loss, *terms) for text in method.warnings(context)]
     if not terms.importance.on and algorithm.old_logprobs != "sampler" and staleness_bound > 0:
-        found.append(
+        warnings.append(
             f"algorithm.importance.cap=null with tokens up to {staleness_bound} versions old: nothing corrects the "
             "difference between sampler and trainer; set importance.cap=2.0 or old_logprobs=sampler"
         )
-    return found
+    return warnings
 
 
-def _around(config: Config, streaming: bool) -> CheckContext:
+def _check_context(config: Config, streaming: bool) -> CheckContext:
     by_tokens = (name for name, loss in registry.LOSSES.items() if loss.normaliser is Normaliser.TOKENS)
     return CheckContext(
         loss=chosen_loss(config.algorithm),
@@ -85,31 +84,31 @@ def _around(config: Config, streaming: bool) -> CheckContext:
     )
 
 
-def _conflicts(conflicts: tuple[Conflict, ...], method: str, around: CheckContext) -> Iterator[str]:
-    yield from (each.message(method, around) for each in conflicts if each.when(around))
+def _conflicts(conflicts: tuple[Conflict, ...], method: str, context: CheckContext) -> Iterator[str]:
+    yield from (conflict.message(method, context) for conflict in conflicts if conflict.when(context))
 
 
-def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]:
+def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]:
     if not algorithm.force_on_policy:
         return
     if loss.on_policy_is:
         yield (
             f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds a ratio that is then always 1: use "
-            f"loss={loss.on_policy_is}, which is what is left of it, or leave force_on_policy out"
+            f"loss={loss.on_policy_is}, which is the same loss without the ratio, or leave force_on_policy out"
         )
     elif loss.section == "clip":
-        # What the defaults come to is written into a resolved configuration.
+        # A resolved configuration holds derived values in place of missing defaults. Neither was chosen by the user.
         derived = type(loss)().derived()
-        for each in loss.settings():
-            if (value := getattr(loss, each.name)) not in (each.default, derived.get(each.name)):
+        for setting in loss.settings():
+            if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):
                 yield (
-                    f"{each.dotted} is {shown_value(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the "
-                    "bound would do nothing; leave one of them out"
+                    f"{setting.dotted} is {shown_value(value)} but algorithm.force_on_policy is true: the ratio is always 1, and "
+                    f"the bound would do nothing; leave {setting.dotted} or force_on_policy out"
                 )
     if algorithm.old_logprobs == "sampler":
         yield (
-            "algorithm.force_on_policy is true but old_logprobs is sampler: one centres the clip on the training "
-            "forward, the other on the sampler; choose one"
+            "algorithm.force_on_policy is true but old_logprobs is sampler: force_on_policy centres the clip on the training "
+            "forward, old_logprobs=sampler on the sampler; leave one of the two out"
         )
 
 
@@ -120,11 +119,11 @@ def _check_sampler(config: Config) -> Iterator[str]:
     for name in ("cap", "floor", "veto"):
         if name in section.model_fields_set and (value := getattr(section, name)) is not None:
             yield (
-                f"algorithm.importance.{name} is {value} but old_logprobs is sampler: the two corrections are never applied "
-                f"together; set importance.{name}=null or old_logprobs=recompute"
+                f"algorithm.importance.{name} is {value} but old_logprobs is sampler: both correct for the sampler, and only one "
+                f"correction may be applied; set importance.{name}=null or old_logprobs=recompute"
             )
 
 
 def shown_value(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value as YAML writes it: booleans in lower case."""
     return str(value).lower() if isinstance(value, bool) else str(value)

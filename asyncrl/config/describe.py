@@ -1,4 +1,4 @@
-"""The configuration as text: the schema for `--help`, `config.yaml`, the diff of two, and what a resume may change."""
+"""The configuration as text: `--help`, `config.yaml`, the diff of two configurations, and which settings a resume may change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .resolve import PRESETS
 from .schema import Config
 from .text import dump
 
-# What may change when a run goes on; every other setting would make the saved state wrong, for the reason below. A setting of a
-# method says it itself (`fixed`). A sharded state is read as a whole, however it was cut when it was written.
+# Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`), except that a
+# setting of a method declares `fixed` itself. distributed.sharding may change, since a sharded state is loaded in full.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "
@@ -34,19 +34,21 @@ _FREE = (
 FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"
 _WEIGHTS = "the saved weights and optimizer state belong to the old value"
-_CURVE = "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
+_OBJECTIVE = (
+    "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
+)
 # A setting, or its section -> why it may not change.
 _REASONS: Mapping[str, str] = {
-    "seed": "all randomness is keyed by it",
-    "data": "group ids and the saved place in the prompts would name other rows",
-    "rollout.environment": _CURVE,
+    "seed": "all random numbers of the run are derived from the seed",
+    "data": "group ids and the saved position in the prompts would name other rows",
+    "rollout.environment": _OBJECTIVE,
     **dict.fromkeys(("preset", "rollout", "algorithm.updates_per_batch", "algorithm.minibatches"), _LEDGER),
     **dict.fromkeys(("model", "engine", "train"), _WEIGHTS),
 }
 
 
 def help_text() -> str:
-    """The schema: dotted name, type, default and sentence of every setting, and the presets."""
+    """The text of `--help`: dotted name, type, default and sentence of every setting, then the presets."""
     lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
     section = ""
     for knob in knobs().values():
@@ -56,7 +58,7 @@ def help_text() -> str:
             lines += ["", *_heading(head)]
         lines.append(f"{knob.name}  ({knob.expected}; default {short(knob.default)})")
         lines += textwrap.wrap(knob.text, 110, initial_indent="    ", subsequent_indent="    ")
-        lines += [f"      {each.name}: {each.text}" for each in knob.items.values()]
+        lines += [f"      {item.name}: {item.text}" for item in knob.items.values()]
     lines += ["", "Presets (fill in what is not given):"]
     for name, (staleness, streaming) in PRESETS.items():
         lines.append(
@@ -66,67 +68,69 @@ def help_text() -> str:
 
 
 def _heading(section: str) -> list[str]:
-    """What a section belongs to, where not every run reads it."""
+    """A line in brackets that says which runs read the section; no line if every run does."""
     if section in SWITCHED:
         return [f"[{section}: refused where {SWITCHED[section].off.partition(';')[0]}]"]
-    said = about(section.removeprefix("algorithm."))
-    return [f"[{section}: {said}]"] if said else []
+    description = about(section.removeprefix("algorithm."))
+    return [f"[{section}: {description}]"] if description else []
 
 
 def to_yaml(config: Config) -> str:
-    """The text of `config.yaml`; `load_config` reads an equal configuration from it. Settings of losses and advantages that
-    are not chosen are left out: a checked configuration has their defaults."""
+    """The text of `config.yaml`. `load_config` reads an equal configuration from that text.
+
+    Settings of losses and advantages that are not chosen are omitted: a checked configuration has their defaults."""
     return dump(config.model_dump(exclude={"algorithm": {*unread(config.algorithm)}}))
 
 
 def diff(old: Config, new: Config) -> dict[str, str]:
-    """`old -> new` of every setting that differs, by its name in the order of the schema, without secrets."""
+    """Dotted name -> `old -> new`, for every setting that differs, in the order of the schema, without secrets."""
     before, after = _flat(old), _flat(new)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     return {name: f"{short(a)} -> {short(b)}" for name, (a, b) in pairs.items() if a != b}
 
 
 def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
-    """Why this setting may not change on resume; None where it may."""
+    """The reason why a resume may not change this setting, or None if it may. `settings`: those of methods, by dotted name."""
     section = name.partition(".")[0]
     if name in settings:
-        return _CURVE if settings[name].fixed else None
+        return _OBJECTIVE if settings[name].fixed else None
     if {name, section, name.rpartition(".")[0]} & FREE_ON_RESUME:
         return None
-    return _REASONS.get(name) or _REASONS.get(section, _CURVE)
+    return _REASONS.get(name) or _REASONS.get(section, _OBJECTIVE)
 
 
 def check_resume(old: Config, new: Config) -> list[str]:
-    """Lines of the diff between the run's resolved configuration and the one it goes on with, both resolved.
+    """Compare the resolved configuration of a saved run with that of its resume. Returns one line per changed setting.
 
-    `resume` itself, which always differs, is left out.
+    The setting `resume` is ignored: it always differs.
     Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.
     """
-    changes, known = diff(old, new), settings_of(new.algorithm)
-    reasons = {name: refusal(name, known) for name in changes}
+    changes, method_settings = diff(old, new), settings_of(new.algorithm)
+    reasons = {name: refusal(name, method_settings) for name in changes}
     refused = [f"  {name}: {changes[name]} ({reason})" for name, reason in reasons.items() if reason is not None]
     if refused:
         raise ConfigError(
             "this run cannot be resumed with a configuration that differs in:\n" + "\n".join(refused) + "\n"
-            "put these back, or start a run under another run.name"
+            "set these to their old values, or start a new run under another run.name"
         )
     return [f"{name}: {change}" for name, change in changes.items() if name != "resume"]
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, without secrets."""
-    plain = config.model_dump()
-    found = {}
+    """Dotted name -> value of every setting, without secrets."""
+    nested = config.model_dump()
+    values = {}
     for name in knobs(type(config)):
         *sections, key = name.split(".")
-        section = reduce(lambda tree, part: tree[part], sections, plain)
+        section = reduce(lambda tree, part: tree[part], sections, nested)
+        # `model_dump` leaves secrets out.
         if key in section:
-            found[name] = section[key]
-    return found
+            values[name] = section[key]
+    return values
 
 
 def short(value: Any) -> str:
-    """A value of a setting in one line, as YAML has it."""
+    """The value of a setting as one line of YAML."""
     if isinstance(value, (tuple, list)) and not any(isinstance(item, dict) for item in value):
         return f"[{', '.join(map(short, value))}]"
     return dump(value).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")

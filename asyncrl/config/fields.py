@@ -1,4 +1,4 @@
-"""The settings as a flat table, made of pydantic's JSON schema: each under its dotted name, with its types, default and sentence.
+"""A flat table of the settings, made of pydantic's JSON schema: dotted name -> types, default and description.
 
 Loading, `--help`, the diff of two configurations and "did you mean" read this table.
 """
@@ -24,11 +24,12 @@ _WORDS = {
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 PARALLEL = (
-    "no engine is cut over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has the whole "
-    "model on one device; generation.workers, generation.devices and more ranks give more of them, which share the requests"
+    "an engine cannot be split over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has "
+    "the whole model on one device; to use more devices, set generation.workers and generation.devices, or start more ranks"
 )
-# Ours -> what TRL, verl and others call it, where letters do not lead there: whole dotted names, or their last parts.
-_THEIRS: Mapping[str, str] = {
+# Setting -> its names in TRL, verl and others, if those are spelled too differently to be found by similarity. A name is given
+# in full or without its leading sections.
+_FOREIGN_NAMES: Mapping[str, str] = {
     "train.lr": "learning_rate actor_learning_rate",
     "train.schedule": "lr_scheduler_type",
     "train.warmup_steps": "warmup_ratio",
@@ -82,9 +83,9 @@ _THEIRS: Mapping[str, str] = {
     "generation.placement": "vllm_mode",
     "engine.kv_positions": "gpu_memory_utilization vllm_gpu_memory_utilization",
 }
-OTHER_NAMES: Mapping[str, str] = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
-# Of letters: from here on a name is suggested.
-_SIMILAR = 0.75
+OTHER_NAMES: Mapping[str, str] = {name: setting for setting, names in _FOREIGN_NAMES.items() for name in names.split()}
+# `difflib` ratio from which on a name is suggested.
+_MIN_SIMILARITY = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +95,29 @@ class Knob:
     name: str
     default: Any
     text: str
-    # A JSON schema for each type that it may have.
+    # One JSON schema per allowed type.
     types: tuple[Mapping[str, Any], ...]
-    # Where it is a list of sections: the fields of one.
+    # The fields of one section, if the setting is a list of sections.
     items: Mapping[str, Knob] = field(default_factory=dict)
 
     def takes(self, kind: str) -> bool:
-        """Whether every value of this JSON type is allowed."""
-        return any(each.get("type") == kind and not _choices(each) for each in self.types)
+        """Whether every value of this JSON type (`integer`, `string`, ...) is allowed."""
+        return any(schema.get("type") == kind and not _choices(schema) for schema in self.types)
 
     @property
     def takes_texts(self) -> bool:
-        """Whether it may be a list of any texts."""
-        return any(each.get("items", {}).get("type") == "string" and "enum" not in each["items"] for each in self.types)
+        """Whether the setting may be a list of arbitrary strings."""
+        item_schemas = (schema.get("items", {}) for schema in self.types)
+        return any(item.get("type") == "string" and "enum" not in item for item in item_schemas)
 
     @property
     def choices(self) -> list[Any]:
-        """The values of which it must be one, where there are such."""
-        return [value for each in self.types for value in _choices(each)]
+        """The allowed values of a setting with fixed choices; empty for other settings."""
+        return [value for schema in self.types for value in _choices(schema)]
 
     @property
     def expected(self) -> str:
-        """Types and bounds in words."""
+        """The allowed types and bounds in words, for `--help` and errors."""
         if self.items:
             return f"a list of {{{', '.join(self.items)}}}"
         return " or ".join(map(_in_words, self.types))
@@ -138,63 +140,63 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 @cache
 def knobs(schema: type[Config] = Config) -> Mapping[str, Knob]:
-    """Every setting by its dotted name, in the order of the schema."""
-    whole = schema.model_json_schema()
-    return {knob.name: knob for knob in _walk(whole, "", whole["$defs"])}
+    """Dotted name -> setting, in the order of the schema."""
+    root = schema.model_json_schema()
+    return {knob.name: knob for knob in _walk(root, "", root["$defs"])}
 
 
-def _walk(section: Mapping[str, Any], prefix: str, named: Mapping[str, Any]) -> Iterator[Knob]:
-    for key, about in section["properties"].items():
-        if "$ref" in about:
-            yield from _walk(_referred(about, named), f"{prefix}{key}.", named)
+def _walk(section: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]) -> Iterator[Knob]:
+    for key, entry in section["properties"].items():
+        if "$ref" in entry:
+            yield from _walk(_dereferenced(entry, definitions), f"{prefix}{key}.", definitions)
             continue
-        item = _referred(about.get("items", {}), named)
-        items = {each.name: each for each in _walk(item, "", named)} if "properties" in item else {}
-        types = tuple(about.get("anyOf", [about]))
-        yield Knob(f"{prefix}{key}", about.get("default"), about.get("description", ""), types, items)
+        item = _dereferenced(entry.get("items", {}), definitions)
+        items = {knob.name: knob for knob in _walk(item, "", definitions)} if "properties" in item else {}
+        types = tuple(entry.get("anyOf", [entry]))
+        yield Knob(f"{prefix}{key}", entry.get("default"), entry.get("description", ""), types, items)
 
 
-def _referred(about: Mapping[str, Any], named: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = named[about["$ref"].rpartition("/")[2]] if "$ref" in about else about
-    return found
+def _dereferenced(entry: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema: Mapping[str, Any] = definitions[entry["$ref"].rpartition("/")[2]] if "$ref" in entry else entry
+    return schema
 
 
 @cache
 def sections(schema: type[Config] = Config) -> frozenset[str]:
-    """Every section by its dotted name: `train`, `model.lora`."""
+    """The dotted names of all sections, such as `train` and `model.lora`."""
     return frozenset(name.rpartition(".")[0] for name in knobs(schema)) - {""}
 
 
 @cache
-def _theirs() -> Mapping[str, str]:
-    return {**{each.flat: dotted for dotted, each in SETTINGS.items()}, **OTHER_NAMES}
+def _aliases() -> Mapping[str, str]:
+    return {**{setting.flat: dotted for dotted, setting in SETTINGS.items()}, **OTHER_NAMES}
 
 
 def other_name(name: str) -> str | None:
-    """What the setting is called here that goes by `name`, or by its last parts, in another code base or in a call of
-    `build_loss`."""
-    return next((_theirs()[tail] for tail in _tails(name) if tail in _theirs()), None)
+    """The setting that TRL, verl or `build_loss` calls `name`, or None. Unknown sections in front of the name are ignored."""
+    return next((_aliases()[tail] for tail in _tails(name) if tail in _aliases()), None)
 
 
 def nearest_name(name: str, schema: type[Config] = Config) -> str | None:
-    """The dotted name that was most likely meant by `name`, or None where nothing is similar.
+    """The dotted name that was most likely meant by `name`, or None if no name is similar enough.
 
-    What others call a setting is looked up; else letters decide.
+    Names from other code bases are looked up first. Then the most similar spelling is taken.
     """
-    if (found := other_name(name)) is not None:
-        return found
-    # The first section that has a setting of this name has it.
-    last = {full.rpartition(".")[2]: full for full in reversed([*knobs(schema)])}
-    names = {**last, **_theirs(), **{full: full for full in (*sections(schema), *knobs(schema))}}
-    near = (difflib.get_close_matches(tail, names, n=1, cutoff=_SIMILAR) for tail in _tails(name))
-    return next((names[each[0]] for each in near if each), None)
+    if (setting := other_name(name)) is not None:
+        return setting
+    # Reversed, so that the first section wins if several have a setting of this name.
+    last_parts = {full.rpartition(".")[2]: full for full in reversed([*knobs(schema)])}
+    names = {**last_parts, **_aliases(), **{full: full for full in (*sections(schema), *knobs(schema))}}
+    matches = (difflib.get_close_matches(tail, names, n=1, cutoff=_MIN_SIMILARITY) for tail in _tails(name))
+    return next((names[match[0]] for match in matches if match), None)
 
 
 def _tails(name: str) -> list[str]:
+    """`a.b.c` -> `a.b.c`, `b.c`, `c`."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def get(config: Config, name: str) -> Any:
-    """The value of a dotted name."""
+    """The value of the setting with this dotted name."""
     return reduce(getattr, name.split("."), config)

@@ -1,7 +1,4 @@
-"""Whether the Hugging Face hub can give a model or a data set: asked once and shortly, as its libraries try for most of a minute.
-
-No torch, no transformers.
-"""
+"""Checks whether the Hugging Face hub can be reached, with one short request: the hub's own library retries for half a minute."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from asyncrl.errors import ConfigError
 
 logger = logging.getLogger("asyncrl.config")
 
-_WAIT_S = 5.0
-# An answer, or a silence, is not asked for again within this time.
-_TRUE_S = 30.0
+_TIMEOUT_S = 5.0
+# A result, success or failure, is cached for this long.
+_CACHED_S = 30.0
 
 
 def require_hub(source: str, setting: str) -> None:
-    """What `source`, a directory or the id of a model, needs to be read as such. Blocks for up to 5 s.
+    """Check that `source` is a directory, or the id of a model that the hub can send. Blocks for up to 5 s.
 
-    Errors: ConfigError with both readings of the name.
+    Errors: ConfigError that names `setting`, and says why `source` is neither a directory nor a usable id.
     """
     if Path(source).is_dir():
         return
@@ -35,42 +32,43 @@ def require_hub(source: str, setting: str) -> None:
         validate_repo_id(source)
         silence = hub_silence(source, "model")
         if constants.HF_HUB_OFFLINE and not _downloaded(source, "model"):
-            silence = "HF_HUB_OFFLINE is set, and it was not downloaded before"
+            silence = "HF_HUB_OFFLINE is set, and the model was not downloaded before"
         problem = silence and f"and as a model of the hub it cannot be fetched: {silence}"
     except HFValidationError:
-        problem = "and as the id of a model of the hub it cannot be read: `name` or `organisation/name`"
+        problem = "and the name is no id of a model of the hub (`name` or `organisation/name`)"
     if problem:
         raise ConfigError(
             f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), {problem}; name a directory, or start where "
-            "the hub is reached (HTTPS_PROXY and HF_ENDPOINT say how)"
+            "the hub can be reached (set HTTPS_PROXY or HF_ENDPOINT if needed)"
         )
 
 
 def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """That the hub does not answer, in words; None where it does, where `name` was downloaded before, and where HF_HUB_OFFLINE
-    says that there is none. Blocks for up to 5 s."""
+    """A sentence if the hub does not answer and `name` was not downloaded before; else None. Blocks for up to 5 s.
+
+    Under HF_HUB_OFFLINE the hub is not asked, and the result is None."""
     from huggingface_hub import constants
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    silence = None if constants.HF_HUB_OFFLINE else _silence(endpoint, time.monotonic() // _TRUE_S)
-    if silence is None:
+    error = None if constants.HF_HUB_OFFLINE else _connection_error(endpoint, time.monotonic() // _CACHED_S)
+    if error is None:
         return None
     if not _downloaded(name, kind):
-        return f"{endpoint} does not answer ({silence})"
-    _warn(
-        f"{endpoint} does not answer ({silence}): {name} is taken as it was downloaded before, after the hub's library has tried "
-        "for half a minute; HF_HUB_OFFLINE=1 saves that"
+        return f"{endpoint} does not answer ({error})"
+    _warn_once(
+        f"{endpoint} does not answer ({error}): {name} is read from an earlier download, after the hub's library has retried for "
+        "half a minute; set HF_HUB_OFFLINE=1 to skip the retries"
     )
     return None
 
 
 @cache
-def _silence(endpoint: str, when: float) -> str | None:
-    """Why nothing answers there; None where something does, whatever it says."""
+def _connection_error(endpoint: str, period: float) -> str | None:
+    """The error of a request to `endpoint`, or None after any HTTP response. `period`: a number that expires the cache."""
     from huggingface_hub.utils import get_session
 
     try:
-        get_session().head(endpoint, timeout=_WAIT_S)
+        get_session().head(endpoint, timeout=_TIMEOUT_S)
     except Exception as error:
         # Versions of the hub's library have different HTTP clients, each with errors of its own.
         return str(error) or type(error).__name__
@@ -78,7 +76,7 @@ def _silence(endpoint: str, when: float) -> str | None:
 
 
 @cache
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 

@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError
 
 from .fields import PARALLEL, Knob, knobs, nearest_name, sections
 from .schema import Config, schema_of
-from .section import at_home
+from .section import expand_home
 from .text import parse_file, parse_value
 
 # Name, number of the shard, count of shards, and the hash that older versions of `datasets` append.
@@ -162,7 +162,7 @@ def _anchored(value: Any, name: str, folder: Path) -> Any:
     file, colon, attribute = value.rpartition(":")
     if not file.endswith(".py"):
         file, colon, attribute = value, "", ""
-    inside = folder / (at_home(file) or "")
+    inside = folder / (expand_home(file) or "")
     return os.path.normpath(inside) + colon + attribute if inside.exists() or parquet_shards(inside) else value
 
 

@@ -1,11 +1,9 @@
-"""The one pure function that fills in what is derived and checks the configuration as a whole.
+"""`resolve`, a pure function, fills in presets and derived settings and checks the whole configuration. It is idempotent.
 
-    preset   max_staleness  streaming   meaning
-    sync     0              false       whole steps in prompt order, bit-identical reruns
-    one_off  1              false       whole steps, one step behind
-    async    2              true        every group is trained as it arrives
-
-`resolve` may be applied again to its own result and changes nothing then.
+preset   max_staleness  streaming   meaning
+sync     0              false       whole steps in prompt order, bit-identical reruns
+one_off  1              false       whole steps, one step behind
+async    2              true        every group is trained as it arrives
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from .schema import Config
 from .schema_rollouts import RolloutConfig
 
 Model = TypeVar("Model", bound=BaseModel)
-# Nats on average; vLLM in bfloat16 is 0.04 off.
+# model.dtype -> the automatic algorithm.mismatch_gate, in nats on average. vLLM in bfloat16 was measured at 0.04.
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}
-# Of `rollout`: what makes the distribution that is drawn from another one than the policy's at the temperature.
-_DRAWN = (
+# Settings of `rollout` under which tokens are not sampled from the policy's distribution at the temperature.
+_CHANGE_DISTRIBUTION = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "min_tokens",
 )  # fmt: skip
@@ -37,7 +35,7 @@ PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False
 def turns_bound(config: Config) -> int:
     """Largest age of a group in turns of the ledger: `max_staleness + (weight_sync_interval - 1)`.
 
-    An engine that takes new weights every k steps samples from weights that are up to k - 1 steps behind already.
+    If an engine gets new weights only every k steps, its weights are up to k - 1 steps old when it samples.
     """
     return _max_staleness(config) + config.rollout.weight_sync_interval - 1
 
@@ -48,20 +46,20 @@ def slots(config: Config) -> int:
 
 
 def versions_per_batch(config: Config) -> int:
-    """Optimizer steps that a batch is good for: one for each of its parts, in each pass over it."""
+    """Optimizer steps per batch: one per minibatch, in each of `updates_per_batch` passes."""
     return config.algorithm.updates_per_batch * config.algorithm.minibatches
 
 
 def row_limit(config: Config) -> int:
-    """Most tokens of a row: of a prompt and its completion."""
+    """The longest row in tokens: a prompt and its completion."""
     return config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
 def staleness_bound(config: Config) -> int:
     """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u versions per batch.
 
-    A batch is one turn of the ledger and u versions: a group admitted k turns ago was sampled at most u k versions
-    before the first update of its batch, and the last update of the batch comes u - 1 versions later.
+    A batch is one turn of the ledger and u versions. A group that was admitted k turns ago was sampled at most u k versions
+    before the first update of its batch. The last update of the batch is u - 1 versions later.
     """
     updates = versions_per_batch(config)
     return updates * turns_bound(config) + (updates - 1)
@@ -75,31 +73,31 @@ def resolve(
     submitted: bool = False,
     own_environment: bool = False,
 ) -> Config:
-    """The configuration with presets and derived values filled in, checked as a whole.
+    """The configuration with presets and derived values filled in. Every contradiction is refused.
 
-    `world_size`: trainer ranks. `embedding`: the caller's own loop brings prompts and rewards and decides when to end,
-    so data, reward functions and a limit of steps may be missing. `submitted`: it brings whole groups, sampled by whomever.
-    `own_environment`: it brings an environment.
+    `world_size`: trainer ranks. `embedding`: the program passes prompts and rewards to the Runtime and decides when to end,
+    so data, reward functions and a limit of steps may be missing. `submitted`: the program submits finished groups.
+    `own_environment`: the program passes an environment object.
     Errors: `ConfigError`, one line per contradiction.
     """
     staleness, streaming = PRESETS[config.preset]
     preset = {"rollout.max_staleness": staleness, "rollout.streaming": streaming}
-    # A dry run without data has prompts of its own.
+    # A dry run without data generates its own prompts: no group is submitted.
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
     preset |= _overlong_limit(config, outside)
     config = _with(config, {name: value for name, value in preset.items() if get(config, name) is None})
-    if found := complaints(config, world_size, embedding):
-        raise ConfigError("\n".join(found))
+    if problems := complaints(config, world_size, embedding):
+        raise ConfigError("\n".join(problems))
 
     loss = chosen_loss(config.algorithm)
     derived = {f"algorithm.{loss.section}.{name}": value for name, value in loss.derived().items()}
     if config.algorithm.old_logprobs == "sampler":
-        # The clip itself is around the sampler's log-probs.
+        # The clip is centred on the sampler's log-probs, so no second correction for the sampler is needed.
         derived["algorithm.importance.cap"] = None
     if config.algorithm.mismatch_gate == "auto":
         sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
-        # dtype auto: the device has not decided yet (runtime/decided.py).
+        # The gate remains "auto" while model.dtype is "auto": the dtype depends on the device, which is not known yet.
         derived["algorithm.mismatch_gate"] = MISMATCH.get(config.model.dtype, "auto") if sampled_here else None
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // world_size)
@@ -110,51 +108,53 @@ def resolve(
 
 
 def warnings(config: Config) -> list[str]:
-    """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
+    """Sentences about settings that are allowed but probably not intended. Takes a resolved configuration."""
     rollout, train = config.rollout, config.train
-    found: list[str] = []
+    sentences: list[str] = []
     default = RolloutConfig()
-    if drawn := [f"{name}={value}" for name in _DRAWN if (value := getattr(rollout, name)) != getattr(default, name)]:
-        found.append(
-            f"rollout.{', '.join(drawn)}: completions are drawn from another distribution than that of the policy, whose log-probs "
-            "over the whole vocabulary at the sampling temperature are what the loss, algorithm.importance, "
-            "old_logprobs=sampler and the mismatch gate take: none of them corrects for it, and what is never sampled is never "
-            "explored. Leave it out unless this is meant"
+    changed = [name for name in _CHANGE_DISTRIBUTION if getattr(rollout, name) != getattr(default, name)]
+    if changed:
+        values = ", ".join(f"{name}={getattr(rollout, name)}" for name in changed)
+        sentences.append(
+            f"rollout.{values}: completions are not sampled from the policy's own distribution. The loss, algorithm.importance, "
+            "old_logprobs=sampler and the mismatch gate use log-probs of the policy over the whole vocabulary at the sampling "
+            "temperature: none of them corrects for the difference, and tokens that are never sampled are never explored. Leave "
+            f"{', '.join(changed)} out unless this is intended"
         )
-    found += warn_algorithm(config, staleness_bound(config))
+    sentences += warn_algorithm(config, staleness_bound(config))
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
-        found.append(
-            f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: lr is never "
-            "reached"
+        sentences.append(
+            f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: train.lr is never reached"
         )
     if config.data.eval is not None and config.evaluate.every is None:
-        found.append("data.eval is set but evaluate.every is not: nothing will be evaluated")
-    return found
+        sentences.append("data.eval is set but evaluate.every is not: nothing will be evaluated")
+    return sentences
 
 
 def _max_staleness(config: Config) -> int:
-    given = config.rollout.max_staleness
-    return PRESETS[config.preset][0] if given is None else given
+    setting = config.rollout.max_staleness
+    return PRESETS[config.preset][0] if setting is None else setting
 
 
 def _with(section: Model, values: Mapping[str, Any]) -> Model:
-    """A copy that has these values under their dotted names."""
+    """A copy of `section` in which the settings with these dotted names have these values."""
     for name, value in values.items():
-        first, _, rest = name.partition(".")
-        below = _with(getattr(section, first), {rest: value}) if rest else value
-        section = section.model_copy(update={first: below})
+        first, _, inner_name = name.partition(".")
+        new = _with(getattr(section, first), {inner_name: value}) if inner_name else value
+        section = section.model_copy(update={first: new})
     return section
 
 
 def _overlong_limit(config: Config, outside: bool) -> Mapping[str, int]:
-    """`outside`: the run does not play the episodes, or not by its own environment."""
-    overlong, where = config.reward.overlong, config.rollout.environment
+    """The derived reward.overlong.max_length, if the setting is needed and missing. `outside`: episodes are not played by
+    `rollout.environment`. Errors: ConfigError if the limit cannot be derived."""
+    overlong, environment = config.reward.overlong, config.rollout.environment
     if overlong.cache is None or overlong.max_length is not None:
         return {}
-    if outside or where != "single_turn":
-        what = "episodes are played outside of single_turn" if outside else f"rollout.environment is {where}"
+    if outside or environment != "single_turn":
+        reason = "episodes are played outside of single_turn" if outside else f"rollout.environment is {environment}"
         raise ConfigError(
-            f"reward.overlong.cache is set and {what}: an episode may have several requests, and rollout.max_tokens is the limit "
-            "of one; set reward.overlong.max_length, in sampled tokens of a whole episode"
+            f"reward.overlong.cache is set and {reason}: an episode may have several requests, and rollout.max_tokens limits only "
+            "one request; set reward.overlong.max_length, in sampled tokens of a whole episode"
         )
     return {"reward.overlong.max_length": config.rollout.max_tokens}

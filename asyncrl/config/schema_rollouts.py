@@ -1,4 +1,4 @@
-"""The sections about what is trained on: rewards, rollouts, groups from outside, replay. Part of the schema (`schema.py`)."""
+"""The sections about training data: rewards, rollouts, groups of other processes, replay. Part of the schema (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class _Scorer(SettingsSection):
     @model_validator(mode="before")
     @classmethod
     def _address(cls, value: Any) -> Any:
-        """A text is one with nothing but its address, the first field."""
+        """A string is short for a section in which only the first field (`function` or `path`) is set."""
         return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
 
 
 class RewardFunctionConfig(_Scorer):
-    """A reward function, and how its scores count."""
+    """A reward function and the weight of its scores."""
 
     function: LocalPath = Field(
-        description="`file.py:function` or `module:function`, in the form of TRL, verl or reasoning-gym."
+        description="`file.py:function` or `module:function`, with the signature that TRL, verl or reasoning-gym expects."
     )
     weight: float = field(1.0, "Weight in the sum of the components.")
-    name: str | None = field(None, "Name in metrics; the function's own by default.")
+    name: str | None = field(None, "Name in metrics; default: the name of the function.")
 
 
 class RewardModelConfig(_Scorer):
@@ -37,15 +37,15 @@ class RewardModelConfig(_Scorer):
         "(torch module, tokenizer)."
     )
     weight: float = field(1.0, "Weight in the sum of the components.")
-    name: str | None = field(None, "Name in metrics; the last part of the path by default.")
+    name: str | None = field(None, "Name in metrics; default: the last part of the path.")
     dtype: Literal["float32", "bfloat16", "float64"] | None = field(
-        None, "Dtype of its weights; model.dtype by default."
+        None, "Dtype of the reward model's weights; default: model.dtype."
     )
-    label: int | None = field(None, "Which output is the score, counted from 0; needed where there are several.", ge=0)
+    label: int | None = field(None, "Index (from 0) of the output that is the score; required for several.", ge=0)
     max_tokens: int | None = field(
         None,
-        "Longest text in its tokens; what its configuration allows by default. A longer one is never cut: `on_error` says "
-        "what it means.",
+        "Longest text, in tokens of the reward model; default: the limit in the model's configuration. A longer text is not cut: "
+        "`on_error` applies.",
         ge=1,
     )
 
@@ -61,69 +61,69 @@ class OverlongConfig(SettingsSection):
     )
     max_length: int | None = field(
         None,
-        "Sampled tokens of a whole episode, all its requests together, from which on `overlong` is -1. single_turn: "
-        "rollout.max_tokens; must be given for other environments and for groups from outside.",
+        "Number of sampled tokens, over all requests of an episode, from which on `overlong` is -1. Default for single_turn: "
+        "rollout.max_tokens. Required for other environments and for groups of other processes.",
         ge=1,
     )
-    weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
+    weight: float = field(1.0, "Weight of the component `overlong` in the sum.", ge=0)
 
 
 class TextConfig(SettingsSection):
-    """What of a completion's sampled tokens is in the text that rewards read. The special token that ended it never is."""
+    """How the text that rewards read is made of the sampled tokens. A special token that ended the completion is omitted."""
 
     special_tokens: bool = field(
-        True, "Special tokens that the policy wrote before the end are in the text; TRL leaves them out: false."
+        True, "Keep special tokens that were sampled before the end of the completion. TRL removes them (false)."
     )
     stop: bool = field(
-        True, "The stop string, or the plain stop token, that ended the completion is in the text, as in TRL."
+        True, "Keep the stop string or stop token that ended the completion, as TRL does; never a special token."
     )
     opened: bool = field(
         False,
-        "What the prompt has already opened of the answer, as a chat template does with <think>, stands in front of the text; TRL: "
-        "false.",
+        "Put the start of the answer that the prompt contains in front of the text, such as <think> from a chat template. TRL does "
+        "not (false).",
     )
 
 
 class RewardConfig(SettingsSection):
-    """What scores completions, and what is made of the scores."""
+    """The reward functions and reward models, the processes that run them, and the treatment of their scores."""
 
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
     model: tuple[RewardModelConfig, ...] = field(
-        (), "Reward models, on the run's device: a path, or a list; their scores are added to those of the functions."
+        (), "Reward models, on the run's device: a path or a list. Their scores are added to those of the functions."
     )
-    workers: int = field(1, "Worker processes.", ge=1)
-    concurrency: int = field(64, "Calls of `async def` functions that one worker runs at a time.", ge=1)
+    workers: int = field(1, "Number of processes that run the reward functions.", ge=1)
+    concurrency: int = field(64, "Most calls of `async def` functions that one worker runs at the same time.", ge=1)
     timeout_s: float = field(
         30.0,
-        "Deadline of one call in seconds. A coroutine that misses it is cancelled; else its worker is killed.",
+        "Deadline of one call in seconds. After the deadline a coroutine is cancelled; for another function the worker is killed.",
         gt=0,
     )
     retries: int = field(
         2,
-        "How often a call of an `async def` function that failed or missed its deadline is tried again, after about 1, 2, 4, ... "
-        "seconds. Other functions are never tried again: they would fail alike.",
+        "Number of retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds. Other "
+        "functions are not retried: they would fail again.",
         ge=0,
     )
     on_error: Literal["fail", "none", "zero"] = field(
         "fail",
-        "A function that raised, crashed or timed out, a score that is no finite number (of that completion alone), a text "
-        "that a reward model cannot score: end the run (of groups of other processes, the second time), count as not "
-        "applicable, or count as 0.",
+        "fail: end the run; none: the function is not applicable; zero: score 0. Errors are a function that raised, crashed or "
+        "timed out, a score that is not finite (of that completion only), and a text that a reward model cannot score. For groups "
+        "of other processes, fail ends the run at the second error.",
     )
     worker_max_mib: int | None = field(
         2048,
-        "Replace a worker that has gained more memory than this since the first calls of its functions; its successor starts "
-        "beside it. null: never.",
+        "Replace a worker whose memory has grown by more than this since its first calls. The worker goes on until its successor "
+        "has started. null: never.",
         ge=1,
     )
-    worker_max_calls: int | None = field(None, "Replace a worker after so many calls, likewise; null: never.", ge=1)
+    worker_max_calls: int | None = field(None, "Replace a worker after this many calls; null: never.", ge=1)
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",
-        "One call of the functions per group, or one per completion as soon as it is there; auto: group for single_turn. "
-        "A failure or a missed deadline concerns everything in the call.",
+        "Call the functions once per group, or once per completion as soon as the completion is finished; auto: group for "
+        "single_turn. An error or a missed deadline affects all completions of the call.",
     )
     scale_adv_by_len: bool = field(
-        False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
+        False, "Multiply every reward by the number of scored tokens of its completion (Atropos)."
     )
     text: TextConfig = TextConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -134,52 +134,52 @@ class DoorConfig(SettingsSection):
 
     ring: str | None = field(
         None,
-        "Open a record ring of this name in shared memory; every group comes through it and none from data.train. With "
-        "several ranks each has its own, rank r > 0 `name-r`; all members of a group go to one of them.",
+        "Open a record ring of this name in shared memory. All groups then arrive through the ring, and data.train must be unset. "
+        "With several ranks, rank r > 0 has the ring `name-r`; all members of a group must be sent to the same ring.",
     )
     ring_mib: int = field(256, "Shared memory of the ring in MiB, for all producers together.", ge=1)
-    producer_mib: int = field(16, "Part of one producer in MiB; no record can be larger: it is refused.", ge=1)
-    producer_records: int = field(256, "Records that one producer can have in its part.", ge=1)
+    producer_mib: int = field(16, "Shared memory of one producer in MiB. A larger record is refused.", ge=1)
+    producer_records: int = field(256, "Most records that one producer can have in the ring.", ge=1)
     timeout_s: float | None = field(
-        600.0, "How long an incomplete group waits for its members, from its first one; null: without end.", gt=0
+        600.0, "Seconds that an incomplete group waits for its members, from the first member on; null: no limit.", gt=0
     )
     on_timeout: Literal["drop", "partial", "error"] = field(
-        "drop", "Then: drop it, train the members that came (at least two), or end the run with an error."
+        "drop", "After timeout_s: drop the group, train the members that arrived (at least two), or end the run."
     )
     reconnect_s: float = field(
         30.0,
-        "When the last producer of an epoch is gone, its incomplete groups end after this long, unless one comes with "
-        "the same epoch.",
+        "Seconds from the disconnection of an epoch's last producer to the end of the epoch's incomplete groups. A producer that "
+        "connects with the same epoch in time can complete the groups.",
         ge=0,
     )
     http_port: int | None = field(
         None,
-        "Speak Atropos' API on this port too (extra [http]); 0: any free one. One port a machine; what comes is spread "
-        "over the rings of the ranks there.",
+        "Serve Atropos' API on this port (extra [http]); 0: any free port. One port serves a machine: its groups are spread over "
+        "the rings of the machine's ranks.",
         ge=0,
         le=65535,
     )
     http_host: str = field(
-        "127.0.0.1", "The address of that port. Nothing is encrypted: beyond this machine only networks that you trust."
+        "127.0.0.1", "Address of the port. Nothing is encrypted: use another address only in a network that you trust."
     )
     http_key: str | None = field(
         None,
-        "What clients must know, as the first part of the path of their URL or as `Authorization: Bearer`: 16 characters or "
-        'more. Left out: made anew for each run, which prints the whole URL. "": none, on 127.0.0.1 only.',
+        "Secret of at least 16 characters that clients send, as the first part of the URL's path or as `Authorization: Bearer`. "
+        'null: each run makes a new key and prints the URL with the key. "": no key, only on 127.0.0.1.',
         exclude=True,
     )
     http_names: tuple[str, ...] = field(
-        (), "Names by which clients call this machine (their Host header), besides `http_host` and its own name."
+        (), "Other host names of this machine in the URLs of clients, besides `http_host` and the machine's name."
     )
 
 
 class FilterConfig(SettingsSection):
-    """Groups that are dropped, and others sampled in their place (DAPO's dynamic sampling)."""
+    """Filters of groups. A dropped group is replaced by a newly sampled group (DAPO's dynamic sampling)."""
 
     dynamic_sampling: bool = field(
         False,
-        "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO). A punishment by "
-        "reward.overlong is no signal.",
+        "Drop groups without a learning signal (all rewards equal) and sample other groups instead (DAPO). The component "
+        "`overlong` does not count as a signal.",
     )
     min_mean_reward: float | None = field(
         None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
@@ -189,101 +189,99 @@ class FilterConfig(SettingsSection):
     )
     by: str = field(
         "reward",
-        "What these three filters look at: `reward`, the weighted sum before reward.overlong, or the name of one component.",
+        "The number that the three filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
     )
     max_refills: int = field(
-        8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0
+        8, "Most groups that the filters drop in a step, in multiples of groups_per_step. Others are kept.", ge=0
     )
 
 
 class RolloutConfig(SettingsSection):
-    """The groups: how many, how large, how old they may become, and how their tokens are sampled."""
+    """The groups: number, size, largest age, and how their tokens are sampled."""
 
     group_size: int = field(8, "Completions per prompt.", ge=1)
     groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
     max_staleness: int | None = field(
         None,
-        "Largest age, in steps, at which a group may be trained; so many batches are generated ahead (axolotl, TRL: "
-        "prefetch_depth). Preset: 0, 1, 2.",
+        "Largest age, in steps, at which a group may be trained. This is also the number of batches that are generated ahead "
+        "(prefetch_depth in axolotl and TRL). Presets sync, one_off, async: 0, 1, 2.",
         ge=0,
     )
     streaming: bool | None = field(
-        None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
+        None, "true: train each group as it arrives (preset async). false: train whole steps, in prompt order."
     )
     weight_sync_interval: int = field(
         1,
-        "Hand new weights to the engines every k steps, counted since the last time; k - 1 is added to the age that "
-        "max_staleness allows. Evaluations and the end of the run hand over sooner.",
+        "Send new weights to the engines every k steps. The age that max_staleness allows grows by k - 1. Evaluations and the end "
+        "of the run send weights earlier, and the count of k starts again.",
         ge=1,
     )
     sync_warmup_steps: int = field(
-        0, "First steps for which nothing is generated ahead, so that all their groups have age 0.", ge=0
+        0, "Number of first steps in which no batch is generated ahead: their groups have age 0.", ge=0
     )
     streaming_min_groups: int = field(
-        1,
-        "Groups of a step that wait for each other before they are trained, where streaming; the last may be fewer.",
-        ge=1,
+        1, "If streaming: number of groups that are trained together. The last groups of a step may be fewer.", ge=1
     )
     late: Literal["wait", "drop"] = field(
-        "wait", "A group at its deadline: the step waits for it, or drops and counts it."
+        "wait", "At the deadline of an unfinished group, the step waits for the group, or drops and counts the group."
     )
     temperature: float = field(1.0, "Sampling temperature.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     min_p: float = field(
         0.0,
-        "Tokens with less than this share of the largest probability are not sampled, behind top_k and top_p; 0 is off.",
+        "After top_k and top_p: exclude tokens whose probability is less than min_p times the largest probability; 0 is off.",
         ge=0,
         le=1,
     )
     repetition_penalty: float = field(
         1.0,
-        "Logits of tokens in prompt or completion are divided by it where positive, multiplied where negative; 1 is off.",
+        "For tokens in the prompt or completion, divide positive logits by this and multiply negative logits by this; 1 is off.",
         gt=0,
     )
     presence_penalty: float = field(
-        0.0, "Taken off the logits of tokens that stand in the completion (OpenAI, vLLM).", ge=-2, le=2
+        0.0, "Subtracted from the logits of tokens that the completion already contains (OpenAI, vLLM).", ge=-2, le=2
     )
     frequency_penalty: float = field(
-        0.0, "The same, times how often the token stands there (OpenAI, vLLM).", ge=-2, le=2
+        0.0, "Subtracted from a token's logit once per occurrence in the completion (OpenAI, vLLM).", ge=-2, le=2
     )
     logit_bias: dict[StrictInt | StrictStr, float] = field(
         {},
-        "Added to the logits of tokens, before the penalties: -100 (all but never sampled) to 100 by token id (a number, also in "
-        "quotes, as OpenAI has it) or by the text of one token.",
+        "Token -> number from -100 (practically never sampled) to 100 that is added to the token's logit, before the penalties. A "
+        "token is an id (a number, or a number in quotes as in OpenAI's API) or the text of a single token.",
     )
     bad_words: tuple[str, ...] = field(
         (),
-        "Texts that a completion never holds as the tokens that the tokenizer makes of them, alone and behind a space (vLLM): the "
-        "last of these is not sampled behind the others.",
+        "Texts that are not sampled (vLLM). Each text is tokenized with and without a space in front; if all its tokens but the "
+        "last have been sampled, the last token is excluded.",
     )
     min_tokens: int = field(
         0,
-        "No stop string, stop token or end of sequence ends a completion of fewer tokens (and none is sampled).",
+        "Shortest completion in tokens: before, stop strings are ignored, and stop and end-of-sequence tokens are not sampled.",
         ge=0,
     )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
     stop: tuple[str, ...] = field((), "Strings that end a completion.")
     stop_token_ids: tuple[int | str, ...] = field(
-        (), "Tokens that end a completion, by id or by their text, beside those of the tokenizer and the model."
+        (), "Tokens that end a completion, by id or text, in addition to those of the tokenizer and the model."
     )
     ignore_eos: bool = field(
-        False, "Sample on after the end-of-sequence token, to max_tokens: benchmarks of fixed length."
+        False, "Continue after the end-of-sequence token up to max_tokens, for benchmarks of fixed length."
     )
     timeout_s: float = field(
         3600.0,
-        "Longest episode of one completion, waits for the engine included; one that takes longer has failed.",
+        "Longest duration of an episode in seconds, with waits for the engine. A longer episode has failed.",
         gt=0,
     )
     retries: int = field(
         2,
-        "How often an episode that failed is played again, with the same random numbers, before its group has failed.",
+        "Number of retries of a failed episode, with the same random numbers. If all fail, the group has failed.",
         ge=0,
     )
     max_failed_groups: int | None = field(
         None,
-        "Groups that may fail before the run ends; another prompt takes the place of each. Default: a tenth of all groups so "
-        "far, and at least those of a step.",
+        "Most groups that may fail before the run ends; a failed group is replaced by another prompt. Default: a tenth of all "
+        "groups so far, but at least groups_per_step.",
         ge=0,
     )
     environment: LocalPath = field(
@@ -297,26 +295,24 @@ class RerollConfig(SettingsSection):
 
     start_fraction: float = field(
         1.0,
-        "Part of the run after which prompts of which every completion failed, since its first step, are played again; 1 is "
-        "never.",
+        "Fraction of the run after which failed prompts are played again; 1: never. A prompt fails if all its completions fail, at "
+        "any step.",
         ge=0,
         le=1,
     )
-    groups_per_step: int = field(1, "Such prompts per step and rank, in place of fresh ones.", ge=1)
+    groups_per_step: int = field(1, "Number of failed prompts per step and rank, instead of new prompts.", ge=1)
     attempts: int = field(1, "How often a prompt is played again at most.", ge=1)
     reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
 
 
 class ReplayConfig(SettingsSection):
-    """Trained groups that are trained a second time, in the place of groups that have no signal."""
+    """Trained groups that are trained a second time, instead of groups without a learning signal."""
 
     size: int = field(
         0,
-        "Trained groups with a strong signal that are kept, per rank, to take the place of groups without any; 0 is off.",
+        "Number of trained groups with a strong signal that each rank keeps, to replace groups without a signal; 0 is off.",
         ge=0,
     )
     max_age: int = field(
-        8,
-        "Oldest token of a replayed group, in policy versions: the exception to max_staleness, with a bound of its own.",
-        ge=0,
+        8, "Largest age of a replayed token in policy versions. max_staleness does not apply to replayed groups.", ge=0
     )

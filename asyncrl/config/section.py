@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class of the sections of the configuration, `field` for one setting, and types of settings with special values."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 
-def at_home(path: str | None) -> str | None:
-    """A path, or the address of user code, with a leading `~` or `~user` replaced as a shell does: one that names nobody stays."""
+def expand_home(path: str | None) -> str | None:
+    """Replace a leading `~` or `~user` of a path, or of the address of user code, as a shell does. Unknown users are kept."""
     return None if path is None else os.path.expanduser(path)
 
 
-def _certain(value: Any) -> Any:
-    """A template takes every text for true. YAML 1.1 took these words for true or false, and YAML 1.2 takes them for text."""
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _certain(each)
+def _refuse_yes_and_no(value: Any) -> Any:
+    """Refuse yes, no, on and off, which are strings in YAML 1.2: a chat template would take "no" for true."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_yes_and_no(item)
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
-        raise ValueError(f"true or false in the place of {value!r}, which is a text, and true to a template")
+        raise ValueError(f"true or false instead of {value!r}: a template takes every string for true, {value!r} too")
     return value
 
 
 # Settings that may name a file or directory.
-LocalPath: TypeAlias = Annotated[str, AfterValidator(at_home)]
-OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(at_home)]
-# Values of which only their reader knows the type.
-Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_certain)]
+LocalPath: TypeAlias = Annotated[str, AfterValidator(expand_home)]
+OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(expand_home)]
+# Keyword arguments that are passed to code outside of asyncrl, such as a chat template: their types are unknown here.
+Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_refuse_yes_and_no)]
 
 
 class SettingsSection(BaseModel):
-    """Base of the sections: frozen, without unknown keys, without infinity and NaN."""
+    """Base of the sections: frozen. Unknown keys, infinity and NaN are refused; "no limit" is null."""
 
-    # No field means infinity: null does.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        """One of several names may be `GRPO` or `dr-grpo`, a list may be its only item, and true is no number."""
+    def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept `GRPO` and `dr-grpo` for a choice, and a single item for a list. Refuse true and false for a number."""
         annotation = cls.model_fields[str(info.field_name)].annotation
-        members = (annotation, *get_args(annotation))
-        if isinstance(value, bool) and bool not in members and {int, float} & {*members}:
+        types = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and bool not in types and {int, float} & {*types}:
             raise PydanticCustomError("number", "true or false is no number")
-        if isinstance(value, (str, int, float, dict)) and any(get_origin(each) is tuple for each in members):
+        if isinstance(value, (str, int, float, dict)) and any(get_origin(kind) is tuple for kind in types):
             return (value,)
         if not isinstance(value, str):
             return value
-        choices = [name for each in members if get_origin(each) is Literal for name in get_args(each)]
-        spelled = value.lower().replace("-", "_")
-        return next((name for name in choices if isinstance(name, str) and name.lower() == spelled), value)
+        choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
+        spelling = value.lower().replace("-", "_")
+        return next((choice for choice in choices if isinstance(choice, str) and choice.lower() == spelling), value)
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:
-    """A setting: its default, the sentence for `--help`, and bounds as pydantic has them (`ge`, `gt`, `le`, `lt`).
+    """Declare a setting: its default, its description for `--help`, and pydantic's bounds (`ge`, `gt`, `le`, `lt`).
 
-    `exclude=True`: a secret, which is written nowhere.
+    `exclude=True` marks a secret: no file, log or diff contains its value.
     """
     return Field(default, description=text, **bounds)

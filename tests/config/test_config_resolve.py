@@ -215,7 +215,7 @@ def test_diff_and_resume() -> None:
     with pytest.raises(ConfigError) as caught:
         check_resume(old, resolve(config("seed=1", "rollout.group_size=4", "train.lr=1")))
     text = str(caught.value)
-    assert "seed: 0 -> 1 (all randomness" in text and "rollout.group_size: 8 -> 4" in text and "train.lr" not in text
+    assert "seed: 0 -> 1 (all random" in text and "rollout.group_size: 8 -> 4" in text and "train.lr" not in text
     with pytest.raises(ConfigError, match=r"reward\.functions"):
         check_resume(old, resolve(config("reward=other:f")))
 
@@ -226,7 +226,7 @@ def test_what_a_resume_may_change() -> None:
     assert {"train.lr", "door.ring", "rollout.filter.by", "telemetry.profile.from"} <= free
     reasons = {name: refusal(name) or "" for name in knobs()}
     for name, why in {
-        "seed": "randomness",
+        "seed": "random numbers",
         "data.shuffle": "other rows",
         "rollout.group_size": "counts of groups",
         "model.lora.rank": "saved weights",

@@ -111,7 +111,7 @@ def test_a_value_without_a_type_is_what_yaml_makes_of_it(tmp_path: Path, text: s
 
 @pytest.mark.parametrize("text", ["no", "Off", "'on'", "[YES]", "{a: {b: no}}"])
 def test_a_text_that_a_template_would_take_for_true_is_refused(text: str) -> None:
-    assert "expected true or false in the place of " in complaint(f"data.chat_template_kwargs.switch={text}")
+    assert "expected true or false instead of " in complaint(f"data.chat_template_kwargs.switch={text}")
 
 
 def test_words_of_an_argument_are_kept_and_of_a_setting_of_text_too(tmp_path: Path) -> None:

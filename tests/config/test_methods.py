@@ -77,9 +77,9 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["importance.mode=sequence_mask_tis"], "0.999 and 1.002"),
         (["loss=vespo", "importance.mode=sequence_mask"], "use a token mode"),
         (["loss=vespo", "importance.mode=geometric_truncate"], "use a token mode"),
-        (["old_logprobs=sampler", "importance.veto=1e-4"], "never applied together; set importance.veto=null"),
-        (["old_logprobs=sampler", "importance.cap=2"], "never applied together; set importance.cap=null"),
-        (["old_logprobs=sampler", "force_on_policy=true"], "choose one"),
+        (["old_logprobs=sampler", "importance.veto=1e-4"], "may be applied; set importance.veto=null"),
+        (["old_logprobs=sampler", "importance.cap=2"], "may be applied; set importance.cap=null"),
+        (["old_logprobs=sampler", "force_on_policy=true"], "leave one of the two out"),
         (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),
         (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1: use loss=grpo"),
         (

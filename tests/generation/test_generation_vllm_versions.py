@@ -47,7 +47,7 @@ def test_settings_that_vllm_cannot_meet_are_refused_by_name(overrides: tuple[str
     ],
 )  # fmt: skip
 def test_one_engine_over_many_devices_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}'.*no engine is cut over devices.*generation.workers"):
+    with pytest.raises(ConfigError, match=rf"'{name}'.*engine cannot be split over.*generation.workers"):
         config_of(f"{name}=2")
 
 
@@ -55,7 +55,7 @@ def test_ranks_of_vllms_own_are_refused_where_the_engine_is_placed(monkeypatch: 
     """Its engine would wait for others that nobody starts."""
     monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*no engine is cut over devices.*generation.workers"):
+    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*engine cannot be split over.*generation.workers"):
         place(resolve(config_of()), torch.device("cpu"), World.from_env())
     monkeypatch.setenv("VLLM_DP_SIZE", "1")
     assert place(resolve(config_of()), torch.device("cpu"), World.from_env()).workers == 1

@@ -190,7 +190,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-        monkeypatch.setattr(hub, "_WAIT_S", 0.3)
+        monkeypatch.setattr(hub, "_TIMEOUT_S", 0.3)
         assert main([file, *settings]) == 2
     said = capsys.readouterr().err
     for setting in ("model.path", "model.tokenizer", "reward.model"):
@@ -217,10 +217,10 @@ def test_a_model_that_was_downloaded_needs_no_hub(
     with caplog.at_level("WARNING"):
         for setting in ("model.path", "model.tokenizer"):
             hub.require_hub("an/other", setting)
-    assert caplog.text.count("HF_HUB_OFFLINE=1 saves that") == 1
+    assert caplog.text.count("set HF_HUB_OFFLINE=1 to skip the retries") == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.require_hub("an/other", "model.path")
     with pytest.raises(
-        ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and it was not downloaded before; name"
+        ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and the model was not downloaded before; name"
     ):
         hub.require_hub("not/there", "model.path")
