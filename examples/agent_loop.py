@@ -1,10 +1,10 @@
-"""Train from a hand-written agent loop: your event loop, your judge, your order of things.
+"""Train from a hand-written agent loop.
 
-    python examples/agent_loop.py            # the quickstart's model; prints the reward of every step
+    python examples/agent_loop.py
 
-The loop asks a question, samples a group of answers, judges them in plain Python and hands the group back. Training runs
-beside it in the same event loop. `submit` waits for a slot, and answers False for a group that is too old to be trained in
-time: its question is asked again.
+The program trains the quickstart's model and prints the reward of every step. An agent takes a question, samples a
+group of answers, computes rewards in plain Python and submits the group. Training runs in the same event loop.
+`submit` waits for a slot. `submit` returns False if the group is too old to be trained, and the agent asks again.
 """
 
 from __future__ import annotations

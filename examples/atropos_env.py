@@ -1,13 +1,13 @@
-"""A stock Atropos environment that feeds `examples/atropos_run.py`: nothing in it knows of asyncrl.
+"""An Atropos environment that sends groups to `examples/atropos_run.py`. This file imports nothing of asyncrl.
 
     pip install atroposlib
     python examples/atropos_env.py serve --env.use_wandb false --env.rollout_server_url URL --env.tokenizer_name FOLDER
 
-The run prints both, URL and FOLDER, when it starts; the environment ends with it.
+The run prints URL and FOLDER when it starts. The environment ends when the run ends.
 
-The task is the quickstart's: `c7=` asks for the letter `c` seven times. The answers come from a player that guesses and
-knows its log-probs, so that the example needs no inference server. A real environment samples from one that
-serves the run's policy (`self.server.managed_server()` gives tokens, masks and log-probs) and returns the same fields.
+The task is the quickstart's: `c7=` asks for the letter `c` seven times. This example needs no inference server, because
+`_play` guesses the letters and knows their log-probs. A real environment samples from a server of the run's policy:
+`self.server.managed_server()` gives tokens, masks and log-probs. The returned fields are the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LETTERS = "abcd"
 NOT_TRAINED = -100
 
 
-def logprob(letter: str, asked: str) -> float:
-    return math.log(0.5 / len(LETTERS) + 0.5 * (letter == asked))
+def logprob(letter: str, wanted: str) -> float:
+    return math.log(0.5 / len(LETTERS) + 0.5 * (letter == wanted))
 
 
 class RepeatEnv(BaseEnv):
@@ -32,7 +32,7 @@ class RepeatEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         config = BaseEnvConfig(group_size=8, max_token_length=32, steps_per_eval=0, use_wandb=False, total_steps=-1)
-        # No server is asked for anything here; Atropos wants one to be named.
+        # Atropos requires the name of a server. This example never calls that server.
         return config, [APIServerConfig(base_url="http://localhost:9/v1", api_key="none", health_check=False)]
 
     async def setup(self) -> None:
@@ -57,7 +57,7 @@ class RepeatEnv(BaseEnv):
         return ScoredDataGroup(**group), []
 
     def _play(self, letter: str) -> str:
-        """The player tosses a coin: the letter that was asked for, or any of them."""
+        """Return `letter` with probability 1/2, else any of the four letters."""
         return letter if self._draw.random() < 0.5 else self._draw.choice(LETTERS)
 
 

@@ -1,10 +1,11 @@
-"""A run that Atropos environments feed over HTTP, and any process through shared memory: the quickstart's model.
+"""Train the quickstart's model on groups that arrive over HTTP (Atropos environments) or through shared memory.
 
-A run from a file does the same with `door: {ring: atropos, http_port: 8000}`; here it is a program of its own, which also
-saves the tokenizer for the environment.
+    pip install -e '.[http]'
+    python examples/atropos_run.py
 
-pip install -e '.[http]'    # asyncrl[http] where it is no checkout
-python examples/atropos_run.py        # then, in another terminal, what examples/atropos_env.py says
+Without a checkout, install `asyncrl[http]`. Then start `examples/atropos_env.py` in another terminal, as its docstring
+says. A configuration file does the same with `door: {ring: atropos, http_port: 8000}`. This program also saves the
+tokenizer for the environment.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ CONFIG = Path(__file__).with_name("agent_loop.yaml")
 async def main(
     steps: int = 20, *, port: int = 8000, key: str | None = None, tokenizer: str = "runs/atropos_tokenizer"
 ) -> list[float]:
-    """Train `steps` steps on what comes. `key` None: made anew. Returns the mean reward of every step."""
+    """Train `steps` steps on the groups that arrive. Returns the mean reward of every step.
+
+    `key` is the key that clients must send. None: a new random key. `tokenizer` is the folder for the tokenizer.
+    """
     rewards: list[float] = []
     config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])
     async with RecordRing("atropos") as ring, Runtime(config, write=False) as runtime:

