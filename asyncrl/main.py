@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
-from asyncrl.concurrency.ending import over, run_program
+from asyncrl.concurrency.ending import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tied
 from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost
@@ -127,7 +127,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
         loop = runner.get_loop()
         task = loop.create_task(_run(config, launcher))
         grace_s = config.watchdog.abort_grace_s
-        task.add_done_callback(lambda done: over(done.exception() or done.result(), grace_s, loop))
+        task.add_done_callback(lambda done: start_exit_deadline(done.exception() or done.result(), grace_s, loop))
         while True:
             try:
                 return loop.run_until_complete(task)

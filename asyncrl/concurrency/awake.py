@@ -1,8 +1,8 @@
-"""Time in which this process ran: what every deadline of a run is measured in.
+"""A monotonic clock that leaves out suspensions of this process. All deadlines of a run are measured with this clock.
 
-A whole job may be suspended (Ctrl-Z, a paused container), and no clock of the kernel knows of it: on waking every deadline would
-have passed, with the answers unread. A gap between two readings of this clock that is longer than `GAP_S`, and in which this
-process used no processor, is time in which nobody ran. The clock leaves it out, and so does the event loop of a run.
+A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
+have passed. Here a long gap between two readings, in which the process used no processor time, counts as a suspension. The event
+loop of a run uses the same clock.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# Of a gap counts: a thread that gets no processor for a moment is no suspension.
+# Shorter gaps are no suspension: a busy machine may leave a thread without a processor for a moment.
 GAP_S = 1.0
 
 _lock = threading.Lock()
-_loops: Counter[asyncio.AbstractEventLoop] = Counter()  # that are on it, and how often
-_lost, _read = 0.0, 0.0  # seconds; the monotonic clock at the last reading
-# The same at a reading of the last quarter of a second, and the processor time of the process then, which is slow to read.
-_used = (0.0, 0.0)
+_loops: Counter[asyncio.AbstractEventLoop] = Counter()  # open `on_loop` contexts of each loop
+_suspended_s, _last_reading = 0.0, 0.0
+# (time.monotonic(), time.process_time()), renewed after 0.25 s because process_time is slow to read.
+_cpu_reading = (0.0, 0.0)
 
 
-def lost() -> float:
-    """Seconds in which this process did not run, as far as they were noticed. From any thread."""
-    global _read, _used, _lost
+def suspended_s() -> float:
+    """Seconds of suspension that were noticed so far. Callable from any thread."""
+    global _last_reading, _cpu_reading, _suspended_s
     with _lock:
-        before, _read = _read, time.monotonic()
-        if _read - _used[0] > 0.25:
-            used, _used = _used, (_read, time.process_time())
-            if _loops and _read - before > GAP_S:
-                _lost += max(0.0, _read - before - GAP_S - (_used[1] - used[1]))
-        return _lost
+        before, _last_reading = _last_reading, time.monotonic()
+        if _last_reading - _cpu_reading[0] > 0.25:
+            cpu_before, _cpu_reading = _cpu_reading, (_last_reading, time.process_time())
+            if _loops and _last_reading - before > GAP_S:
+                _suspended_s += max(0.0, _last_reading - before - GAP_S - (_cpu_reading[1] - cpu_before[1]))
+        return _suspended_s
 
 
 def now() -> float:
-    """As `time.monotonic`, in seconds in which this process ran."""
-    away = lost()  # first: it may be the one that notices
-    return time.monotonic() - away
+    """`time.monotonic()` less the seconds of suspension."""
+    # This call may notice a suspension, so the clock is read after it.
+    suspended = suspended_s()
+    return time.monotonic() - suspended
 
 
 @contextlib.contextmanager
 def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Inside, `loop.time` is on this clock, which somebody reads several times a second. Twice is as once. uvloop fires its timers
-    by a clock of its own, but anyio's deadlines look at the time again before they cancel anything."""
-    before = lost()
+    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second meanwhile. Contexts of
+    one loop may be nested. uvloop's timers use another clock, but anyio reads `loop.time` again before it cancels anything."""
+    before = suspended_s()
     with _lock:
         _loops[loop] += 1
     if _loops[loop] == 1:
-        time_of = loop.time
-        loop.time = lambda: time_of() - (lost() - before)  # type: ignore[method-assign]  # of this loop alone
+        loop_time = loop.time
+        # The instance attribute shadows the method, for this loop only.
+        loop.time = lambda: loop_time() - (suspended_s() - before)  # type: ignore[method-assign]  # see above
     try:
         yield
     finally:
@@ -61,19 +63,19 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
                 del _loops[loop], loop.time
 
 
-def call_later(loop: asyncio.AbstractEventLoop, seconds: float, act: Callable[[], object]) -> Callable[[], None]:
-    """As `loop.call_later`, in seconds of `loop.time`: uvloop fires its timers by a clock that no suspension stops. Returns what
-    cancels it."""
+def call_later(loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> Callable[[], None]:
+    """`loop.call_later` with `seconds` of `loop.time`, also on uvloop, whose timers count suspensions. Returns a function that
+    cancels the call."""
     end = loop.time() + seconds
     timer: asyncio.TimerHandle
 
     def fire() -> None:
         nonlocal timer
-        left = end - loop.time()
-        if left > 0.0:
-            timer = loop.call_later(left, fire)
+        remaining_s = end - loop.time()
+        if remaining_s > 0.0:
+            timer = loop.call_later(remaining_s, fire)
         else:
-            act()
+            callback()
 
     timer = loop.call_later(seconds, fire)
     return lambda: timer.cancel()

@@ -1,16 +1,16 @@
-"""Messages between a process and its child, over a socket pair: a JSON object each, with bytes behind it where it has some.
+"""Messages between a process and its child over a socket pair. A message is a JSON object and may carry bytes.
 
-Who receives finds the bytes as `message["data"]`.
+The receiver finds the bytes as `message["data"]`. A message on the socket:
 
     magic 4s | length of the JSON u32 | length of the bytes u64 | JSON | bytes
 
 Guarantees of a `Channel`
-* `send` never waits. What the other side does not read is kept, in order.
-* Everything that the other side sent before it closed or died can be received, whatever became of what we sent. (A transport of
-  asyncio closes, with all that lies unread in the socket, at the first error of a write: the last words of a child would be lost.)
-* A `receive` that is cancelled took nothing.
+* `send` never waits. It buffers what the peer does not read yet, in order.
+* Every message that the peer sent before it closed or died can be received, even if our own writes failed. (A transport of
+  asyncio closes at the first failed write and drops the unread input. The last messages of a child would be lost.)
+* A cancelled `receive` loses no message.
 
-The standard library and orjson only: reward workers import this as they start.
+This module imports only the standard library, orjson and the errors: reward workers load it when they start.
 """
 
 from __future__ import annotations
@@ -28,78 +28,80 @@ from asyncrl.errors import TransportError
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"ACM1"
-_LONGEST = 1 << 33
-_CHUNK = 1 << 18
+_MAX_BYTES = 1 << 33
+_CHUNK_BYTES = 1 << 18
 
 
 def encode(message: Mapping[str, Any], data: bytes = b"") -> bytes:
-    """A message as it travels. NaN and infinities arrive as None: JSON has none. Errors: TypeError for what is no JSON."""
+    """The message as bytes for the socket. NaN and infinities become None, because JSON has no such numbers. Errors: TypeError
+    for a value that JSON cannot hold."""
     text = orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
     return _HEADER.pack(_MAGIC, len(text), len(data)) + text + data
 
 
-def decode(received: bytearray) -> dict[str, Any] | None:
-    """Take the first message off `received`; None where it is not whole yet. Errors: TransportError that shows other bytes."""
-    if not received.startswith(_MAGIC[: len(received)]):
-        raise TransportError(f"what is no message: {bytes(received[:80])!r}" + "..." * (len(received) > 80))
-    if len(received) < _HEADER.size:
+def decode(buffer: bytearray) -> dict[str, Any] | None:
+    """Remove the first message from `buffer` and return it. None: the message is incomplete. Errors: TransportError if the buffer
+    starts with something else; the error shows the first bytes."""
+    if not buffer.startswith(_MAGIC[: len(buffer)]):
+        raise TransportError(f"bytes that are no message: {bytes(buffer[:80])!r}" + "..." * (len(buffer) > 80))
+    if len(buffer) < _HEADER.size:
         return None
-    _, length, more = _HEADER.unpack_from(received)
-    end = _HEADER.size + length + more
-    if end > _LONGEST:
-        raise TransportError(f"a message of {end:,} bytes")
-    if len(received) < end:
+    _, text_length, data_length = _HEADER.unpack_from(buffer)
+    end = _HEADER.size + text_length + data_length
+    if end > _MAX_BYTES:
+        raise TransportError(f"a message of {end:,} bytes; at most {_MAX_BYTES:,} are allowed")
+    if len(buffer) < end:
         return None
-    with memoryview(received) as view:
-        text, data = bytes(view[_HEADER.size : end - more]), bytes(view[end - more : end])
-    del received[:end]
+    with memoryview(buffer) as view:
+        text, data = bytes(view[_HEADER.size : end - data_length]), bytes(view[end - data_length : end])
+    del buffer[:end]
     with contextlib.suppress(orjson.JSONDecodeError):
         message = orjson.loads(text)
         if isinstance(message, dict):
             return {**message, "data": data} if data else message
-    raise TransportError(f"what is no JSON object: {bytes(text[:80])!r}" + "..." * (len(text) > 80))
+    raise TransportError(f"text that is no JSON object: {bytes(text[:80])!r}" + "..." * (len(text) > 80))
 
 
 class Channel:
-    """One end. Made, used and closed on one event loop; one task receives."""
+    """One end of the socket pair. Create, use and close it on one event loop. Only one task may receive."""
 
-    def __init__(self, connection: socket.socket, who: str, notify: Callable[[], None] | None = None) -> None:
-        """`connection` belongs to the channel from here on. `who` is at the other end, for error messages. `notify` is called
-        whenever `take` may give something new."""
+    def __init__(self, connection: socket.socket, peer: str, notify: Callable[[], None] | None = None) -> None:
+        """The channel closes `connection`. `peer` names the process at the other end in error messages. `notify` is called when
+        `take` may have a new message."""
         connection.setblocking(False)
-        # A process that we start must not keep the connection open.
+        # A child process must not inherit the descriptor: it would keep the connection open.
         connection.set_inheritable(False)
         self._socket = connection
-        self._who = who
+        self._peer = peer
         self._notify = notify
         self._loop = asyncio.get_running_loop()
         self._received, self._unsent = bytearray(), bytearray()
-        # Nothing more comes; nobody reads any more; `close` was called.
-        self._ended = self._deaf = self._closed = False
-        self._news, self._sent = asyncio.Event(), asyncio.Event()
+        # The peer sends no more; the peer reads no more; `close` was called.
+        self._input_ended = self._output_ended = self._closed = False
+        self._readable, self._all_sent = asyncio.Event(), asyncio.Event()
         self._loop.add_reader(connection, self._on_readable)
 
     def take(self) -> dict[str, Any] | None:
-        """The next message, None where it is not here yet. Errors: EOFError once there will be none; TransportError for what is
-        no message, after which there is no use in going on."""
+        """The next message, or None if it has not arrived completely. Errors: EOFError after the last message; TransportError for
+        bytes that are no message, after which the channel is of no use."""
         try:
-            found = decode(self._received)
+            message = decode(self._received)
         except TransportError as error:
-            raise TransportError(f"{self._who} wrote into its channel {error}") from None
-        if found is None and (self._ended or self._closed):
-            raise EOFError(f"the channel of {self._who} is closed")
-        return found
+            raise TransportError(f"{self._peer} wrote into its channel {error}") from None
+        if message is None and (self._input_ended or self._closed):
+            raise EOFError(f"the channel of {self._peer} is closed")
+        return message
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Errors: as `take`."""
-        while (found := self.take()) is None:
-            self._news.clear()
-            await self._news.wait()
-        return found
+        """Wait for the next message. Errors: the errors of `take`."""
+        while (message := self.take()) is None:
+            self._readable.clear()
+            await self._readable.wait()
+        return message
 
     def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
-        """To be read after all that was sent before. Where the other side is gone nothing happens: who receives notices."""
-        if self._closed or self._deaf:
+        """Send a message after all earlier ones. Does nothing if the peer is gone: the receiving task gets EOFError."""
+        if self._closed or self._output_ended:
             return
         was_idle = not self._unsent
         self._unsent += encode(message, data)
@@ -108,58 +110,57 @@ class Channel:
             self._on_writable()
 
     async def drain(self) -> None:
-        """Wait until everything has left this process; at once where nobody reads it any more."""
+        """Wait until all messages have left this process. Returns at once if the peer reads no more."""
         while self._unsent:
-            self._sent.clear()
-            await self._sent.wait()
+            self._all_sent.clear()
+            await self._all_sent.wait()
 
     def close(self) -> None:
-        """Hang up. What was not sent yet is dropped (`drain` first), and what was not received. Twice is fine."""
+        """Close the connection and drop all messages that are unsent or not yet received. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self._received.clear()
-        self._forget_unsent()
+        self._drop_unsent()
         self._loop.remove_reader(self._socket)
         with contextlib.suppress(OSError):
-            # A fork of this process may hold a copy, which would keep the connection open.
+            # A fork of this process may hold a copy of the descriptor. Without shutdown the copy keeps the connection open.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._news.set()
+        self._readable.set()
 
     def _on_readable(self) -> None:
-        """Take all that is here: where the other side has died with something of ours unread, uvloop calls this only once."""
+        """Read until the socket is empty: uvloop calls this only once after the peer died with input of ours unread."""
         try:
-            while not self._ended:
-                # The kernel reports a reset between the last words of the other side and its end.
+            while not self._input_ended:
+                # If the peer closed without reading our data, the kernel reports one reset between its last bytes and its end.
                 with contextlib.suppress(ConnectionResetError):
-                    data = self._socket.recv(_CHUNK)
+                    data = self._socket.recv(_CHUNK_BYTES)
                     self._received += data
-                    self._ended = not data
+                    self._input_ended = not data
         except BlockingIOError:
             pass
-        if self._ended:
+        if self._input_ended:
             self._loop.remove_reader(self._socket)
-            self._forget_unsent()
-        self._news.set()
+            self._drop_unsent()
+        self._readable.set()
         if self._notify is not None:
             self._notify()
 
     def _on_writable(self) -> None:
         try:
-            del self._unsent[: self._socket.send(self._unsent[:_CHUNK], socket.MSG_NOSIGNAL)]
+            del self._unsent[: self._socket.send(self._unsent[:_CHUNK_BYTES], socket.MSG_NOSIGNAL)]
         except BlockingIOError:
             return
         except ConnectionError:
-            # Who receives gets what the other side sent before, and its end.
-            self._forget_unsent()
+            # No error here: the receiving task still gets the peer's last messages, then EOFError.
+            self._drop_unsent()
         if not self._unsent:
             self._loop.remove_writer(self._socket)
-            self._sent.set()
+            self._all_sent.set()
 
-    def _forget_unsent(self) -> None:
-        """Nobody reads any more."""
-        self._deaf = True
+    def _drop_unsent(self) -> None:
+        self._output_ended = True
         self._unsent.clear()
         self._loop.remove_writer(self._socket)
-        self._sent.set()
+        self._all_sent.set()

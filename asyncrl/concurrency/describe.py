@@ -1,4 +1,4 @@
-"""Sentences about tasks: who they are and what they await. For error messages and the watchdog's dump."""
+"""Describes tasks and waits in words, for error messages and the watchdog's dump."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from typing import Any
 from ..telemetry.lag import top_user_frame, user_frame
 from ..telemetry.records import Wait
 
-# Parts of a run that others wait for, and that wait for others in turn, the deepest first. Whatever else is waited for (an
-# environment, one reward worker, a disk) is outside, and deeper than all of them.
-_WITHIN = ("lane", "engine", "idle reward worker", "reward workers", "pump", " of queue ", "its callers")
+# Parts of a run, in the order in which they wait: each may wait for those before it. Everything else (an environment, one reward
+# worker, a disk) is outside of the run, and waiting for it explains a standstill best.
+_RUN_PARTS = ("lane", "engine", "idle reward worker", "reward workers", "pump", " of queue ", "its callers")
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
-    """One line per task that has not ended, by name: its name and the frames it is suspended in, innermost last."""
-    return [_describe(task) for task in sorted(tasks, key=lambda task: task.get_name()) if not task.done()]
+    """One line for each unfinished task, sorted by name: its name and its innermost four frames, innermost last."""
+    return [_describe_task(task) for task in sorted(tasks, key=lambda task: task.get_name()) if not task.done()]
 
 
-def _describe(task: asyncio.Task[Any]) -> str:
-    places = [_place(frame) for frame in _suspended_frames(task.get_coro())]
+def _describe_task(task: asyncio.Task[Any]) -> str:
+    frames = [_describe_frame(frame) for frame in _suspended_frames(task.get_coro())]
     waiter = getattr(task, "_fut_waiter", None)
-    awaits = "is ready to run" if waiter is None else f"awaits {_name_of(waiter)}"
-    return f"task {task.get_name()!r} {awaits} in {' > '.join(places[-4:]) or '(not started)'}"
+    awaits = "is ready to run" if waiter is None else f"awaits {_describe_awaitable(waiter)}"
+    return f"task {task.get_name()!r} {awaits} in {' > '.join(frames[-4:]) or '(not started)'}"
 
 
-def place_of(holder: Any) -> str:
-    """A thread and where it is, or a child of multiprocessing."""
+def describe_holder(holder: Any) -> str:
+    """Name and current frame of a thread, or number and name of a child process of multiprocessing."""
     if isinstance(holder, threading.Thread):
         return f"thread {holder.name!r} in {top_user_frame(holder.ident or 0)}"
     return f"process {holder.pid} ({holder.name})"
 
 
-def culprit(waits: Sequence[Wait], now: float, elsewhere: str | None = None) -> str:
-    """Where a standstill comes from: the deepest wait, and of equally deep ones the longest, those of tasks (whose frame is known)
-    first. `elsewhere`: what another rank is waited for, which is the reason where nothing here waits for what is outside."""
+def culprit(waits: Sequence[Wait], now: float, remote_cause: str | None = None) -> str:
+    """The wait that explains a standstill, in words. A wait for something outside of the run is chosen first, then the order of
+    `_RUN_PARTS` decides. Among equals, waits of tasks come first, because their frame is known, and then the longest wait.
+    remote_cause: what this rank needs from another rank. It is the answer unless a task here waits for something outside."""
     if not waits:
-        return elsewhere or "nobody has a recorded wait"
-    deepest = min(waits, key=lambda wait: (_depth(wait), wait.task is None, wait.since))
-    said = describe_wait(deepest, now)
-    return said if elsewhere is None or _depth(deepest) < 0 else f"{elsewhere}; here {said}"
+        return remote_cause or "nobody has a recorded wait"
+    best = min(waits, key=lambda wait: (_order(wait), wait.task is None, wait.since))
+    description = describe_wait(best, now)
+    return description if remote_cause is None or _order(best) < 0 else f"{remote_cause}; here {description}"
 
 
-def _depth(wait: Wait) -> int:
-    return next((depth for depth, part in enumerate(_WITHIN) if part in wait.on), -1)
+def _order(wait: Wait) -> int:
+    # -1: the wait is for something outside of the run.
+    return next((index for index, part in enumerate(_RUN_PARTS) if part in wait.on), -1)
 
 
 def describe_wait(wait: Wait, now: float) -> str:
-    """Who waits for what since when, and where its task is, if that is known."""
-    place = None if wait.task is None else user_frame(reversed(_suspended_frames(wait.task.get_coro())))
-    return wait.describe(now) + (f" in {place}" if place else "")
+    """Who waits for what and how long, and the frame of the waiting task if the task is known."""
+    frame = None if wait.task is None else user_frame(reversed(_suspended_frames(wait.task.get_coro())))
+    return wait.describe(now) + (f" in {frame}" if frame else "")
 
 
 def _suspended_frames(awaitable: Any) -> list[FrameType]:
-    """Follow the chain of awaits of a coroutine or generator down to the innermost Python frame."""
+    """Frames of a coroutine or generator and of everything that it awaits, innermost last."""
     frames = []
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
@@ -67,12 +69,12 @@ def _suspended_frames(awaitable: Any) -> list[FrameType]:
     return frames
 
 
-def _place(frame: FrameType) -> str:
+def _describe_frame(frame: FrameType) -> str:
     code = frame.f_code
     return f"{code.co_qualname} ({'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno})"
 
 
-def _name_of(waiter: Any) -> str:
+def _describe_awaitable(waiter: Any) -> str:
     if isinstance(waiter, asyncio.Task):
         return f"task {waiter.get_name()!r}"
     return f"a {type(waiter).__name__.lstrip('_')}"

@@ -1,4 +1,4 @@
-"""What the watchdog prints: who waits for whom since when, lanes, tasks, and the stacks of all threads."""
+"""The watchdog's dump: all recorded waits, lanes, tasks, and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class WatchedLane(Protocol):
-    """What the watchdog reads of a lane, from its own thread."""
+    """The part of a lane that the watchdog reads, from its own thread."""
 
     name: str
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`awake.now`); None while idle."""
+        """Name of the running closure and its start (`awake.now`), or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A picture of the process, taken from any thread."""
+    """Prints the state of the process, from any thread. loop_thread: `threading.get_ident()` of the loop's thread."""
 
     headline: str
     recorder: Recorder
@@ -40,19 +40,19 @@ class Dump:
     details: Sequence[Callable[[], str]] = ()
 
     def emit(self, writer: StandbyThread, limit_s: float) -> None:
-        """Have it printed to stderr, in at most `limit_s` seconds: a pipe that nobody reads must not stop the watchdog."""
+        """Print to stderr on thread `writer`. Returns after at most `limit_s` seconds: a full pipe must not block the caller."""
         printed = threading.Event()
         writer.work.put(self._print)
         writer.work.put(printed.set)
         printed.wait(limit_s)
 
     def _print(self) -> None:
-        # The headline first and alone: if anything below goes wrong, it has been said.
+        # The headline is printed by itself, so that it is out even if a section below fails.
         print(f"\n=== asyncrl watchdog: {self.headline} ===", file=sys.stderr, flush=True)
         for section in (self._waits, self._lanes, self._details, self._tasks, self._threads):
             try:
                 text = section()
-            except Exception as exc:  # a dump of a process in trouble prints what it can get
+            except Exception as exc:  # print the other sections all the same
                 text = f"({section.__name__.strip('_')} could not be read: {type(exc).__name__}: {exc})"
             print(text, file=sys.stderr, flush=True)
         print("=== end of the watchdog's dump ===", file=sys.stderr, flush=True)
@@ -65,19 +65,15 @@ class Dump:
         lines = []
         for lane in self.lanes:
             current = lane.current()
-            if current is None:
-                lines.append(f"lane {lane.name!r} is idle")
-            else:
-                lines.append(f"lane {lane.name!r} runs {current[0]!r} for {awake.now() - current[1]:.1f} s")
+            runs = "is idle" if current is None else f"runs {current[0]!r} for {awake.now() - current[1]:.1f} s"
+            lines.append(f"lane {lane.name!r} {runs}")
         return _section("lanes", lines)
 
     def _details(self) -> str:
         return _section("state", [detail() for detail in self.details])
 
     def _tasks(self) -> str:
-        if self.loop is None:
-            return _section("tasks", [])
-        return _section("tasks", describe_tasks(asyncio.all_tasks(self.loop)))
+        return _section("tasks", describe_tasks(asyncio.all_tasks(self.loop)) if self.loop is not None else [])
 
     def _threads(self) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}

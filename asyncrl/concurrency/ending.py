@@ -1,8 +1,8 @@
-"""The end of a process has a deadline, and the exit code is that of what the process did.
+"""A deadline for the exit of a process. The exit code is the same with or without the deadline.
 
-After its last line Python waits for each thread that is no daemon, for exit handlers and children of multiprocessing, and the
-closing of a loop waits for tasks and threads: what a library or user code left there would keep the process, and its devices, for
-ever. A process whose program is somebody else's is never ended.
+After the program's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
+loop waits for tasks and threads. A thread that a library forgot would keep the process and its devices for ever. A process that
+embeds asyncrl is never ended.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ import traceback
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-END_S = 25.0  # torchrun kills after 30
-_SLACK_S = 3  # in which what is left is named
+EXIT_LIMIT_S = 25.0  # torchrun kills a process after 30 s
+_MESSAGE_S = 3  # time to print the deadline's message
 
 
 class _Deadline:
-    """Ends the process, on a thread that is made at its start: later there may be none to be had."""
+    """Ends the process at the deadline. Its thread starts with the process: later the system may refuse to start one."""
 
     def __init__(self) -> None:
-        self.watches = False
-        self.begun = threading.Event()
-        self.code, self.error, self.within_s = 1, "", END_S
+        self.enabled = False
+        self.started = threading.Event()
+        self.code, self.error, self.limit_s = 1, "", EXIT_LIMIT_S
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        self.begun.wait()
-        # It takes a tenth of a second, which the start of a command does without.
-        from .describe import describe_tasks, place_of
+        self.started.wait()
+        # Imported here, because the import takes a tenth of a second of a command's start.
+        from .describe import describe_holder, describe_tasks
 
-        # In parts: time in which the process was stopped does not count.
+        # One long sleep would count the time in which the process is stopped.
         for _ in range(20):
-            time.sleep(self.within_s / 20)
-        left, tasks = left_behind(), asyncio.all_tasks(self.loop) if self.loop else set()
-        names = [*left.values(), *describe_tasks(tasks)] or [place_of(threading.main_thread())]
+            time.sleep(self.limit_s / 20)
+        blockers, tasks = exit_blockers(), asyncio.all_tasks(self.loop) if self.loop else set()
+        names = [*blockers.values(), *describe_tasks(tasks)] or [describe_holder(threading.main_thread())]
         print(
-            f"{self.error}asyncrl: the work is done, and {self.within_s:g} s later this still keeps the process from its end: "
-            f"{'; '.join(names)}. It ends now, with exit code {self.code}",
+            f"{self.error}asyncrl: the work is done, and {self.limit_s:g} s later this still keeps the process from exiting: "
+            f"{'; '.join(names)}. The process ends now, with exit code {self.code}",
             file=sys.stderr,
             flush=True,
         )
-        for each in left:
-            if not isinstance(each, threading.Thread):
-                each.kill()  # else the child would go on, and hold its devices
+        for blocker in blockers:
+            if not isinstance(blocker, threading.Thread):
+                blocker.kill()  # else the child would keep its devices
         os._exit(self.code)
 
 
@@ -59,61 +59,66 @@ _deadline = _Deadline()
 
 
 def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | None) -> int:
-    """`command(arguments)`. None: those of the process, whose program it is then, and which ends in time."""
+    """The exit code of `command(arguments)`. If `arguments` is None, `sys.argv` is used and the process exits within a limit."""
     if arguments is not None:
         return command(list(arguments))
-    _deadline.watches = True
-    with contextlib.suppress(RuntimeError):  # there is no thread to be had: the command says so
+    _deadline.enabled = True
+    # If the system refuses a thread here, the command itself will report that.
+    with contextlib.suppress(RuntimeError):
         threading.Thread(target=_deadline.run, name="asyncrl-end", daemon=True).start()
     try:
         code = command(sys.argv[1:])
     except BaseException as error:
-        over(error)
+        start_exit_deadline(error)
         raise
     finally:
-        _deadline.error = ""  # it is printed
-    over(code)
+        _deadline.error = ""  # printed by the command or the interpreter
+    start_exit_deadline(code)
     return code
 
 
-def over(ended: int | BaseException, within_s: float = END_S, loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """The work is done: what stands after `within_s` is named, and the process ends. The first call counts.
+def start_exit_deadline(
+    result: int | BaseException, limit_s: float = EXIT_LIMIT_S, loop: asyncio.AbstractEventLoop | None = None
+) -> None:
+    """Call this when the work is done. If the process still runs after `limit_s`, the deadline names the blocking threads and tasks
+    of `loop` and ends the process. Later calls do nothing, like all calls in a process that embeds asyncrl.
 
-    `ended`: the exit code, or the error that has it, which may not have been printed yet. `loop`: one that is still open.
+    result: the exit code, or an error with the attribute `exit_code` (else 1).
     """
-    if not _deadline.watches or _deadline.begun.is_set():
+    if not _deadline.enabled or _deadline.started.is_set():
         return
-    if isinstance(ended, BaseException):
-        _deadline.error = "".join(traceback.format_exception_only(ended))
-        ended = getattr(ended, "exit_code", 1)
-    _deadline.code, _deadline.within_s, _deadline.loop = ended, within_s, loop
-    with contextlib.suppress(
-        AttributeError, ValueError, OSError, RuntimeError
-    ):  # stderr is no file; no thread is to be had
-        faulthandler.dump_traceback_later(within_s + _SLACK_S / 3, file=sys.__stderr__ or sys.stderr)
-    _exit_without_python(ended, within_s + _SLACK_S)
-    _deadline.begun.set()
+    if isinstance(result, BaseException):
+        _deadline.error = "".join(traceback.format_exception_only(result))
+        result = getattr(result, "exit_code", 1)
+    _deadline.code, _deadline.limit_s, _deadline.loop = result, limit_s, loop
+    # Fails if stderr is no file, or if the system refuses a thread.
+    with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
+        faulthandler.dump_traceback_later(limit_s + _MESSAGE_S / 3, file=sys.__stderr__ or sys.stderr)
+    _exit_without_python(result, limit_s + _MESSAGE_S)
+    _deadline.started.set()
 
 
-def left_behind(before: Container[Any] = ()) -> dict[Any, str]:
-    """What keeps this process from ending, and did not `before`, with its name: threads that are no daemons, less idle ones of
-    pools, and children of multiprocessing."""
-    from .describe import place_of
+def exit_blockers(before: Container[Any] = ()) -> dict[Any, str]:
+    """Non-daemon threads and children of multiprocessing that keep this process from exiting, each with a description. Leaves out
+    the holders in `before`, the main thread and idle threads of pools."""
+    from .describe import describe_holder
 
-    made = sys.modules.get("multiprocessing")
-    children = [] if made is None else made.active_children()
-    found = [each for each in (*threading.enumerate(), *children) if not each.daemon and each not in before]
-    places = {each: place_of(each) for each in found if each is not threading.main_thread()}
-    return {each: place for each, place in places.items() if not place.endswith(" _worker")}
+    multiprocessing = sys.modules.get("multiprocessing")
+    children = [] if multiprocessing is None else multiprocessing.active_children()
+    holders = [holder for holder in (*threading.enumerate(), *children) if not holder.daemon and holder not in before]
+    texts = {holder: describe_holder(holder) for holder in holders if holder is not threading.main_thread()}
+    # An idle thread of a pool waits in the pool's function `_worker`.
+    return {holder: text for holder, text in texts.items() if not text.endswith(" _worker")}
 
 
 def _exit_without_python(code: int, after_s: float) -> None:
-    """`_exit(code)` on a thread of the C library: where the GIL is held, or Python is gone and a destructor of C++ hangs."""
+    """Call `_exit(code)` after `after_s` on a thread of the C library. This works even if a thread holds the GIL, or if a C++
+    destructor hangs after Python has ended."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "timer_create"):
         timer, sigev_thread, clock_monotonic = ctypes.c_void_p(), 2, 1
-        act = ctypes.cast(libc._exit, ctypes.c_void_p).value
-        event = struct.pack("=qiiQ40x", code, 0, sigev_thread, act)  # struct sigevent
+        exit_address = ctypes.cast(libc._exit, ctypes.c_void_p).value
+        event = struct.pack("=qiiQ40x", code, 0, sigev_thread, exit_address)  # struct sigevent
         if libc.timer_create(clock_monotonic, event, ctypes.byref(timer)) == 0:
-            when = struct.pack("4l", 0, 0, *divmod(int(after_s * 1e9), 10**9))  # struct itimerspec
-            libc.timer_settime(timer, 0, when, None)
+            limit = struct.pack("4l", 0, 0, *divmod(int(after_s * 1e9), 10**9))  # struct itimerspec
+            libc.timer_settime(timer, 0, limit, None)

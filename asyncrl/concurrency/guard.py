@@ -1,18 +1,19 @@
-"""The guard of one child process: its parent, which leaves nothing behind of what the child started.
+"""The guard is the parent process of one child. At the end it kills every process that the child has started.
 
-    run ── guard ── child ── whatever the user's functions start
+    run ── guard ── child ── processes that the user's functions start
 
-A program of its own (`guard.py RUN MARK COMMAND...`, the last word of COMMAND is the descriptor of the child's channel), run by
-path without the package: one guard stands beside each reward worker, so it has to be small and to start at once.
+The run starts `guard.py RUN MARK COMMAND...` without importing the package. RUN is the run's process number. The last word of
+COMMAND is the descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
 
 Guarantees
-* When the child ends, when the run ends (killed, or by the watchdog's hard exit), and on SIGTERM, everything below the guard
-  is killed: children in any process group and session, daemons too, because on Linux the guard adopts orphans (subreaper).
-* Then, not before, the guard ends as the child did: with its exit code, or by the same signal.
-* A guard that is killed takes the child with it. What else there was carries `MARK` in its environment (`leftovers.py`).
+* The guard kills all processes below it when the child ends, when the run ends in any way, and on SIGTERM. Process groups,
+  sessions and daemons do not escape: on Linux the guard is the subreaper, which adopts orphans.
+* Afterwards the guard ends like the child: with the same exit code, or by the same signal.
+* If the guard is killed, the child dies too. Other processes of the child carry `MARK` in their environment; the next run kills
+  them (`leftovers.py`).
 
-Only children of the guard and their groups are signalled: the number of a process cannot be used again while nobody but us
-could reap it. Their children become ours as they die, until there are none.
+The guard signals only its own children and their groups. The number of such a process cannot be reused before the guard has reaped
+it. When a child dies, its children become children of the guard, and are killed in turn.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import sys
 
 MARK = "ASYNCRL_CHILD"
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-# Until what still lives is signalled again: its parent may have forked while it was killed.
-_AGAIN_S = 0.05
-# How often to ask who our parent is.
-_LOOK_S = 1.0
+# Interval of the kills: a process may fork while its group is killed.
+_KILL_INTERVAL_S = 0.05
+# Interval of the check whether the run is still the parent.
+_PARENT_CHECK_S = 1.0
 
 
 def main(run: int, mark: str, command: list[str]) -> None:
-    """Start `command`, and outlive it by all that it started. Ends as the child did, soon after process `run` at the latest."""
+    """Start `command` and wait until the child, the run (process number `run`) or SIGTERM ends it. Never returns."""
     signals, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -41,21 +42,21 @@ def main(run: int, mark: str, command: list[str]) -> None:
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(mark, command)
-    # The child's end of the channel is the child's alone.
+    # A copy in the guard would keep the child's end of the channel open after the child's death.
     os.close(int(command[-1]))
     status, ending = None, False
     while True:
-        found, some_left = _reap(child)
-        status = found if found is not None else status
+        new_status, has_children = _reap(child)
+        status = new_status if new_status is not None else status
         ending = ending or status is not None or os.getppid() != run
-        if ending and not (some_left and _kill_children()):
-            _end_as(status)
-        if select.select([signals], [], [], _AGAIN_S if ending else _LOOK_S)[0]:
+        if ending and not (has_children and _kill_children()):
+            _end_like_child(status)
+        if select.select([signals], [], [], _KILL_INTERVAL_S if ending else _PARENT_CHECK_S)[0]:
             ending = signal.SIGTERM in os.read(signals, 4096) or ending
 
 
 def _start(mark: str, command: list[str]) -> int:
-    """The child, in a session of its own: what it does to its process group does not reach the guard."""
+    """Process number of the new child. It gets its own session, so that signals to its process group do not reach the guard."""
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -63,43 +64,43 @@ def _start(mark: str, command: list[str]) -> int:
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Else the guard was killed before the line above.
+        # If the guard died before PDEATHSIG was set, no signal would ever end the child.
         if os.getppid() == guard:
             os.execve(command[0], command, {**os.environ, MARK: mark})
     finally:
-        # A fork that did not become the command must not go on as a second guard.
+        # If execve failed, the fork must not go on as a second guard.
         os._exit(127)
 
 
 def _reap(child: int) -> tuple[int | None, bool]:
-    """The wait status of `child` if it has ended since, and whether there is a child that has not."""
-    status = None
+    """Reap all ended children. Returns the wait status of `child` if it was among them, and whether a child still runs."""
+    child_status = None
     while True:
         try:
-            pid, found = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return status, False
+            return child_status, False
         if pid == 0:
-            return status, True
+            return child_status, True
         if pid == child:
-            status = found
+            child_status = status
 
 
 def _kill_children() -> bool:
-    """False where none of them may be killed: they belong to another user by now."""
+    """Kill all children and their groups. False: the guard may kill none of them, because they run as another user."""
     try:
         with open("/proc/thread-self/children", encoding="utf-8") as file:
-            children = [int(each) for each in file.read().split()]
+            children = [int(number) for number in file.read().split()]
     except OSError:
-        # No such file in this kernel: the child is killed as the guard ends, what it started is found by its mark.
+        # The kernel has no such file. PDEATHSIG kills the child when the guard ends; the next run finds the others by MARK.
         return False
     killed = False
     for pid in children:
         with contextlib.suppress(OSError):
             group = os.getpgid(pid)
-            # Not ours: that is a child which was forked just now.
+            # A child between fork and setsid is still in the guard's own group.
             if group != os.getpgrp():
-                # All at once: nobody in the group forks meanwhile.
+                # One call for the group: single kills would leave its other processes time to fork.
                 os.killpg(group, signal.SIGKILL)
         try:
             os.kill(pid, signal.SIGKILL)
@@ -111,10 +112,10 @@ def _kill_children() -> bool:
     return killed
 
 
-def _end_as(status: int | None) -> None:
+def _end_like_child(status: int | None) -> None:
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
-        # The core, if there is one, is the child's.
+        # The child may have written a core file. The guard must not write another one.
         _prctl(_PR_SET_DUMPABLE, 0)
         with contextlib.suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""A closure that was handed to a thread: what its caller waits for, and what came of it."""
+"""A closure in the queue of a thread, and its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LaneJob:
-    """One closure on its way. `started` moves under the lane's lock; `ended` belongs to the caller's loop."""
+    """One closure with its caller's future. The lane's lock guards `started`; only the caller's loop writes `ended`."""
 
     __slots__ = ("ended", "error", "finished_at", "fn", "future", "loop", "name", "result", "started", "submitted_at")
 
@@ -21,11 +21,10 @@ class LaneJob:
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.submitted_at = submitted_at  # times of the recorder's clock
-        self.finished_at = 0.0
+        self.submitted_at, self.finished_at = submitted_at, 0.0  # seconds on the recorder's clock
 
     def notify(self) -> None:
-        """On the caller's loop: the closure has ended."""
+        """Wake the caller after the end of the closure. Call this on the caller's loop."""
         self.ended = True
         if not self.future.done():
             self.future.set_result(None)

@@ -1,17 +1,20 @@
-"""Lanes: the one OS thread that owns a device, and its twin without a thread for tests and dry runs.
+"""A lane runs closures one at a time. `ThreadLane` has a thread, the only one that uses the lane's device. `SimulatedLane` has no
+thread and serves tests and dry runs.
 
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
-Guarantees, the same for both lanes: one closure at a time; highest priority first, submission order within a priority;
-a caller that is cancelled before its closure started takes it out of the queue and it never runs; one that is cancelled
-later waits for the end of its closure, and only then the cancellation goes on. So whoever holds control may touch what
-its closures touched.
+Guarantees of both lanes
+* The highest priority runs first. Closures of equal priority run in the order of submission.
+* If a caller is cancelled before its closure starts, the closure never runs.
+* If a caller is cancelled later, the cancellation is raised when the closure has ended. So a caller that has control again may
+  use the objects that its closures used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import heapq
 import threading
 from collections.abc import Callable
@@ -30,35 +33,34 @@ T = TypeVar("T")
 
 
 class Lane(Protocol):
-    """Runs closures one at a time, highest priority first, in submission order within a priority.
+    """The interface of both lanes, with the guarantees of this module.
 
-    A closure cannot be cancelled: a caller that is cancelled waits (shielded) until its closure ended, then the
-    cancellation is raised. An exception of the closure, BaseException included, is raised in the caller; one of a thread that
-    found no memory as OutOfMemory.
+    Exceptions of a closure, BaseException included, are raised in its caller. If a device or the system had no memory left, the
+    caller gets OutOfMemory.
     """
 
     name: str
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        """`name` labels the span; `cost` is the simulated duration in seconds, used by the simulated lane alone."""
+        """The result of `fn`. `name` labels the span. `cost`: seconds that a simulated lane takes; a thread ignores it."""
         ...
 
 
 class LaneState(Enum):
-    """The life of a lane."""
+    """A lane is NEW, OPEN, CLOSING, CLOSED in this order. While CLOSING it runs queued closures and refuses new ones."""
 
     NEW = "new"
     OPEN = "open"
-    CLOSING = "closing"  # accepts nothing, drains
+    CLOSING = "closing"
     CLOSED = "closed"
 
 
 class ThreadLane:
-    """A lane with a thread. `async with ThreadLane(...) as lane`; closing drains the queue.
+    """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
-    on_start: called first on the new thread (device selection, thread counts); its exception is raised by `open`.
-    close_timeout_s: how long closing waits for closures that are queued or running, in seconds. A closure that is still
-        there afterwards is named in a `LifecycleError` and left behind on its daemon thread: it cannot be stopped.
+    on_start: called first on the new thread, for device selection and thread counts. `async with` raises its exception.
+    close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
+        the running closure. The closure cannot be stopped; it goes on on its daemon thread.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class ThreadLane:
         self._submitted = 0
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
-        self._end_callbacks: list[Callable[[], None]] = []  # guarded by _wakeup; called by the thread as it ends
+        # Guarded by _wakeup. The thread calls them when it ends.
+        self._end_callbacks: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> ThreadLane:
         if self.state is not LaneState.NEW:
@@ -101,7 +104,7 @@ class ThreadLane:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Take no more closures, run those that are queued, end the thread. Closing twice is fine."""
+        """Refuse new closures, run the queued ones and end the thread. A second call does nothing."""
         with self._wakeup:
             if self.state in (LaneState.NEW, LaneState.CLOSED):
                 self.state = LaneState.CLOSED
@@ -123,42 +126,39 @@ class ThreadLane:
             name, since = self._current or ("(between two closures)", awake.now())
             raise LifecycleError(
                 f"lane {self.name!r} did not close within {self._close_timeout_s:g} s: closure {name!r} has been "
-                f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; "
-                "its thread is left behind"
+                f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; its thread cannot be stopped"
             )
-        # It has left its loop: only the interpreter's own bookkeeping is left.
+        # Not long: the thread has already called the end callbacks.
         self._thread.join(timeout=1.0)
         if cancelled is not None:
             raise cancelled
 
     def _end_with_interpreter(self) -> None:
-        """The program ends without having closed the lane: a thread that came back from C++ later would abort the process."""
+        """Exit handler for a lane that nobody closed. A thread that returns from C++ after Python has ended would abort."""
         with self._wakeup:
             self.state = LaneState.CLOSED
-            self._queue.clear()  # no loop is left that could wait for them
+            # No event loop runs any more, so no caller waits for these closures.
+            self._queue.clear()
             self._wakeup.notify()
         assert self._thread is not None
         self._thread.join(self._close_timeout_s)
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`awake.now`), from any thread; None while idle."""
+        """Name of the running closure and its start (`awake.now`), or None. Callable from any thread."""
         return self._current
 
     @property
     def thread_id(self) -> int | None:
-        """Identity of the thread, so that the watchdog can show where a closure is; None before it starts."""
+        """`ident` of the lane's thread, or None before the start. The watchdog finds the frame of a closure with it."""
         return None if self._thread is None else self._thread.ident
 
     def statistics(self) -> dict[str, float]:
-        """`submitted` closures so far, `queued` and `running` now."""
-        return {
-            "submitted": float(self._submitted),
-            "queued": float(len(self._queue)),
-            "running": float(self._current is not None),
-        }
+        """Counts of closures: `submitted` so far, `queued` and `running` now."""
+        running = float(self._current is not None)
+        return {"submitted": float(self._submitted), "queued": float(len(self._queue)), "running": running}
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        """See `Lane.run`. Raises LifecycleError when the lane is not open."""
+        """See `Lane.run`. Errors: LifecycleError if the lane is not open."""
         job = self._submit(fn, name, priority)
         try:
             await job.future
@@ -167,7 +167,8 @@ class ThreadLane:
             if not job.ended:
                 if self._withdraw(job):
                     raise
-                job.future = job.loop.create_future()  # the first one died with the cancellation
+                # The cancellation has cancelled the first future.
+                job.future = job.loop.create_future()
                 cancelled = await wait_shielded(job.future) or exc
             raise cancelled from job.error
         if self._recorder is not None:
@@ -176,17 +177,17 @@ class ThreadLane:
             try:
                 raise job.error
             finally:
-                # The exception's frame would hold the job that holds the exception.
+                # The exception's traceback holds this frame, whose `job` holds the exception: break the cycle.
                 del job
-        return job.result  # type: ignore[no-any-return]  # set by its closure, a T
+        return job.result  # type: ignore[no-any-return]  # the closure's result, a T
 
     def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> LaneJob:
         loop = asyncio.get_running_loop()
         with self._wakeup:
             if self.state is not LaneState.OPEN:
-                raise LifecycleError(f"lane {self.name!r} is {self.state.value}: it cannot run {name!r}")
+                raise LifecycleError(f"lane {self.name!r} is {self.state.value}, not open: it cannot run {name!r}")
             if threading.current_thread() is self._thread:
-                raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: it would wait for itself")
+                raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: call it directly")
             job = LaneJob(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
             self._submitted += 1
             heapq.heappush(self._queue, (-priority, self._submitted, job))
@@ -194,7 +195,7 @@ class ThreadLane:
         return job
 
     def _withdraw(self, job: LaneJob) -> bool:
-        """Take a closure that has not started out of the queue; False if it has."""
+        """Remove the closure from the queue. False: it has already started."""
         with self._wakeup:
             if job.started:
                 return False
@@ -206,7 +207,7 @@ class ThreadLane:
         try:
             while (job := self._next()) is not None:
                 self._execute(job)
-                # Without this the thread would keep the last closure, and what it holds, alive while it is idle.
+                # An idle thread must not keep the last closure and its objects alive.
                 del job
         finally:
             with self._wakeup:
@@ -237,17 +238,17 @@ class ThreadLane:
                 finally:
                     job.finished_at = span.ended
         except BaseException as exc:
-            # Carried to the caller, who decides; the lane itself survives everything.
+            # The caller raises the error. The lane goes on.
             job.error = name_shortage(exc, f"{job.name} on {self.name}")
         self._current = None
         call_soon(job.loop, job.notify)
 
 
 class SimulatedLane:
-    """A lane without a thread: the closure runs inline, then its caller waits `cost` seconds of the loop's time.
+    """A lane without a thread. It runs a closure at once on the loop; the caller waits `cost` seconds of the loop's time.
 
-    Deterministic under the virtual clock, and a stand-in with real durations on any other loop. The effects of a
-    closure are visible from its start on, its result only after its cost.
+    On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible before the `cost`, its
+    result only afterwards.
     """
 
     def __init__(self, name: str, recorder: Recorder | None = None) -> None:
@@ -272,7 +273,6 @@ class SimulatedLane:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Take no more closures and wait for those that are queued. Closing twice is fine."""
         cancelled = None
         if self.state is LaneState.OPEN:
             self.state = LaneState.CLOSING
@@ -285,21 +285,14 @@ class SimulatedLane:
             raise cancelled
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`awake.now`); None while idle."""
         return self._current
 
     def statistics(self) -> dict[str, float]:
-        """`submitted` closures so far, `queued` and `running` now."""
-        return {
-            "submitted": float(self._submitted),
-            "queued": float(len(self._queue)),
-            "running": float(self._busy),
-        }
+        return {"submitted": float(self._submitted), "queued": float(len(self._queue)), "running": float(self._busy)}
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        """See `Lane.run`. Raises LifecycleError when the lane is not open."""
         if self.state is not LaneState.OPEN:
-            raise LifecycleError(f"lane {self.name!r} is {self.state.value}: it cannot run {name!r}")
+            raise LifecycleError(f"lane {self.name!r} is {self.state.value}, not open: it cannot run {name!r}")
         loop = asyncio.get_running_loop()
         self._submitted += 1
         submitted_at = 0.0 if self._recorder is None else self._recorder.clock()
@@ -309,16 +302,13 @@ class SimulatedLane:
         self._current = (name, awake.now())
         cancelled: asyncio.CancelledError | None = None
         try:
-            if self._recorder is None:
+            span = None if self._recorder is None else self._recorder.lane_busy(self.name, name, submitted=submitted_at)
+            with span or contextlib.nullcontext():
                 result, error = _call(fn)
                 cancelled = await self._spend(loop, cost)
-            else:
-                with self._recorder.lane_busy(self.name, name, submitted=submitted_at):
-                    result, error = _call(fn)
-                    cancelled = await self._spend(loop, cost)
         finally:
             self._current = None
-            self._pass_on()
+            self._grant_next()
         if cancelled is not None:
             raise cancelled from error
         if error is not None:
@@ -338,27 +328,29 @@ class SimulatedLane:
                 self._queue = [entry for entry in self._queue if entry[2] is not granted]
                 heapq.heapify(self._queue)
             else:
-                self._pass_on()  # the lane had just been handed to us
+                # The lane was granted to this caller before the cancellation arrived.
+                self._grant_next()
             raise
 
     async def _spend(self, loop: asyncio.AbstractEventLoop, cost: float) -> asyncio.CancelledError | None:
-        """Let `cost` seconds of loop time pass, whatever is cancelled meanwhile."""
+        """Wait `cost` seconds of loop time, also if the caller is cancelled. Returns the last cancellation, or None."""
         end = loop.time() + cost
-        over: asyncio.Future[bool] = loop.create_future()
-        timer = loop.call_at(end, _resolve, over, True) if cost > 0 else loop.call_soon(_resolve, over, True)
+        elapsed: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_at(end, _resolve, elapsed, True) if cost > 0 else loop.call_soon(_resolve, elapsed, True)
         try:
-            await over
+            await elapsed
         except asyncio.CancelledError as exc:
-            if not over.cancelled():
+            if not elapsed.cancelled():
                 return exc
+            # The cancellation has cancelled the future: wait for the remaining time on another one.
             timer.cancel()
-            rest: asyncio.Future[bool] = loop.create_future()
-            loop.call_at(end, _resolve, rest, True)
-            return await wait_shielded(rest) or exc
+            elapsed = loop.create_future()
+            loop.call_at(end, _resolve, elapsed, True)
+            return await wait_shielded(elapsed) or exc
         return None
 
-    def _pass_on(self) -> None:
-        """Hand the lane to the next waiting caller; it stays busy in between, so that nobody slips in."""
+    def _grant_next(self) -> None:
+        """Give the lane to the next waiting caller. `_busy` stays true meanwhile, so that no new caller gets the lane first."""
         while self._queue:
             granted = heapq.heappop(self._queue)[2]
             if not granted.done():
@@ -373,7 +365,7 @@ class SimulatedLane:
 def _call(fn: Callable[[], T]) -> tuple[Any, BaseException | None]:
     try:
         return fn(), None
-    except BaseException as exc:  # carried to the caller like on a thread
+    except BaseException as exc:  # the caller raises it
         return None, exc
 
 

@@ -1,8 +1,8 @@
-"""The sentry: a process beside the run, which ends it where no thread of it runs Python any more.
+"""The sentry: a second process that ends the run if no thread of the run executes Python any more.
 
-A program of its own (`sentry.py SECONDS NAME`), run by path. The watchdog writes to its standard input as long as it looks. What
-holds the interpreter's lock (a runaway regular expression does) stops the watchdog, too; and an alarm inside of the process would
-count time in which that was suspended. Here steps are counted, and only while the run is not stopped.
+The watchdog starts it as `sentry.py SECONDS NAME` and writes to its standard input at every check. A closure that holds the GIL (a
+runaway regular expression does) stops the watchdog too, and the sentry gets nothing. An alarm inside of the run would count
+suspensions; the sentry counts its own steps, and only while the run is not suspended.
 """
 
 import os
@@ -11,28 +11,29 @@ import signal
 import sys
 
 
-def main(seconds: float, name: str) -> None:
-    """Ends with the run, or once that was silent for so long: by ending it."""
-    run, step, silent = os.getppid(), min(1.0, seconds / 4), 0.0
-    while silent < seconds:
-        if select.select([0], [], [], step)[0]:
-            silent = 0.0
+def main(limit_s: float, name: str) -> None:
+    """Send SIGABRT to the parent process after `limit_s` without input. Returns when the parent ends or closes the input."""
+    run, step_s, silent_s = os.getppid(), min(1.0, limit_s / 4), 0.0
+    while silent_s < limit_s:
+        if select.select([0], [], [], step_s)[0]:
+            silent_s = 0.0
             if not os.read(0, 4096):
                 return
-        elif not _stopped(run):
-            silent += step
+        elif not _is_suspended(run):
+            silent_s += step_s
         if os.getppid() != run:
             return
-    said = f"{name}no thread has run Python for {silent:.0f} s: something holds the interpreter's lock"
-    print(f"\n=== asyncrl watchdog: {said}; ending the process by SIGABRT ===", file=sys.stderr, flush=True)
-    os.kill(run, signal.SIGABRT)  # `faulthandler` prints all stacks at it
+    reason = f"{name}no thread has run Python for {silent_s:.0f} s: something holds the interpreter's lock"
+    print(f"\n=== asyncrl watchdog: {reason}; ending the process by SIGABRT ===", file=sys.stderr, flush=True)
+    # On this signal `faulthandler` in the run prints all stacks.
+    os.kill(run, signal.SIGABRT)
 
 
-def _stopped(run: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     try:
-        with open(f"/proc/{run}/stat", encoding="utf-8") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return False
 
 

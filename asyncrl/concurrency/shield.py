@@ -1,4 +1,4 @@
-"""Waiting for something that cannot be cancelled, and waking a loop that may be gone."""
+"""Two helpers for asyncio: waiting in spite of cancellations, and calling into a loop that may be closed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import anyio
 
 
 async def wait_shielded(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
-    """Wait until `future` is done, whatever is cancelled meanwhile; the last cancellation that arrived, or None.
+    """Wait until `future` is done, also if the waiting task is cancelled. Returns the last cancellation, or None.
 
-    The caller owns `future` and raises what is returned. The anyio shield keeps an outer cancel scope from delivering
-    its cancellation again in every iteration of the loop; a native `Task.cancel` pierces that shield and is caught.
+    The caller raises the returned cancellation. The anyio shield stops an outer cancel scope from cancelling again in every
+    iteration. A native `Task.cancel` passes the shield and is caught below.
     """
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while not future.done():
             try:
-                # asyncio.wait leaves the future alone when the waiting task is cancelled.
+                # Unlike `await future`, asyncio.wait does not cancel the future together with the waiting task.
                 await asyncio.wait([future])
             except asyncio.CancelledError as exc:
                 cancelled = exc
@@ -27,7 +27,7 @@ async def wait_shielded(future: asyncio.Future[Any]) -> asyncio.CancelledError |
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
-    """`call_soon_threadsafe` on a loop that may have been closed: then nobody waits there any more."""
+    """`loop.call_soon_threadsafe`, or nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The counter of slots: how many groups may exist in the pipeline. It raises when it would go wrong."""
+"""Counts slots. A slot is the permission for one group to exist in the pipeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..errors import LedgerError
 
 
 class Slots:
-    """`total` permissions. Never waits: who waits for a slot, and in which order, is the ledger's business."""
+    """`total` slots, `held` of them in use. Its methods never wait; the ledger keeps the queue of waiting callers."""
 
     __slots__ = ("held", "total")
 
@@ -14,23 +14,23 @@ class Slots:
         if total < 1:
             raise ValueError(f"slots: total must be at least 1, found {total}")
         if not 0 <= held <= total:
-            raise LedgerError(f"slots: {held} held of {total} cannot be")
+            raise LedgerError(f"slots: held must be from 0 to {total}, found {held}")
         self.total = total
         self.held = held
 
     @property
     def free(self) -> int:
-        """How many `take` may be called now."""
+        """Number of slots that can be taken now."""
         return self.total - self.held
 
     def take(self) -> None:
-        """Raises LedgerError when none is free: ask `free` first, in the same step of the loop."""
+        """Take one slot. Errors: LedgerError if none is free. Check `free` first, without an `await` in between."""
         if self.held >= self.total:
-            raise LedgerError(f"slots: all {self.total} are held, none can be taken")
+            raise LedgerError(f"slots: all {self.total} are held, so none can be taken; check `free` first")
         self.held += 1
 
     def give(self, count: int = 1) -> None:
-        """Raises LedgerError, with the state unchanged, when more would come back than were taken."""
+        """Release `count` slots. Errors: LedgerError if fewer are held; the count of held slots stays unchanged."""
         if count < 0 or count > self.held:
-            raise LedgerError(f"slots: {count} given back but only {self.held} of {self.total} are held (over-release)")
+            raise LedgerError(f"slots: asked to release {count}, but only {self.held} are held (over-release)")
         self.held -= count

@@ -1,22 +1,20 @@
-"""The watchdog: an OS thread that notices when nothing moves, says who waits for whom, and ends the run.
+"""The watchdog is an OS thread. It ends a run that makes no progress, and names the task or closure that blocks the run.
 
-It speaks when the event loop or a lane is wedged, because it is neither. What it looks for:
+A blocked event loop or lane does not block this thread. An alarm is raised when
 
-  * the loop has not answered a ping for `loop_timeout_s`; the frame that holds it is named
-  * one closure has held a lane for `lane_timeout_s`; the closure and its frame are named
-  * nothing moved for as long as it may stand still now (`Standing`): the pumps for `stall_timeout_s`, a stage of the start or
-    the end for `stage_timeout_s`; who holds the others up is named, the waits are listed
+  * the loop has not answered a ping for `loop_timeout_s`; the alarm names the frame that blocks the loop
+  * one closure has run on a lane for `lane_timeout_s`; the alarm names the closure and its frame
+  * no counter of the current `ProgressLimit` has changed for `limit_s`; the alarm names the cause and lists the waits
   * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
 
-First it prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process has not ended
-in an orderly way within `abort_grace_s`, it ends it hard with exit code 4. With `hard_exit=False` (embedded in somebody
-else's process) it never ends the process.
+At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process still
+runs after `abort_grace_s`, the watchdog ends it with exit code 4. With `hard_exit=False`, for a process that embeds the run, it
+never ends the process.
 
-A closure that holds the GIL stops this thread too (a runaway regular expression does). For that case, with `hard_exit`,
-there is a process beside this one (`sentry.py`), by whose signal `faulthandler` prints all stacks and the process ends.
+A closure that holds the GIL (a runaway regular expression does) stops the watchdog's thread too. With `hard_exit` a second process
+handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
 
-All times are those in which this process ran (`awake.py`). No thread is started later than the first: there may be none to be had.
-The loop watches the thread in turn, and replaces one that has ended.
+All times leave out suspensions (`awake.py`). All threads start when the watchdog opens: the system may refuse threads later.
 """
 
 from __future__ import annotations
@@ -46,35 +44,37 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _DUMP_LIMIT_S = 2.0
-_TICK_S = 0.25  # how often the clock is read
+# Seconds between two readings of the clock, so that `awake.py` notices suspensions.
+_TICK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What has to move now, and how long it may stand still."""
+class ProgressLimit:
+    """How long the run may go on without progress now. Progress means that any of `counters` changes.
 
-    counters: tuple[Any, ...]  # some change whenever it moves
+    sentence: the alarm's first words, such as "nothing was generated". cause: returns who blocks the run, or None; then the
+    recorded waits decide. remote_cause: returns what this rank needs from another rank, or None.
+    """
+
+    counters: tuple[Any, ...]
     limit_s: float
-    # What did not happen if none of them changes: "nothing was generated".
     sentence: str
-    # Who holds it up, where that is not one who waits for another.
-    where: Callable[[], str | None] | None = None
-    elsewhere: Callable[[], str | None] | None = None  # what of another rank it waits for
+    cause: Callable[[], str | None] | None = None
+    remote_cause: Callable[[], str | None] | None = None
 
 
 class WatchdogState(Enum):
-    """The life of a watchdog: progress counts while it is watching."""
+    """The life of a watchdog: NEW, WATCHING, ENDING, CLOSED. While ENDING only the deadline is checked."""
 
     NEW = "new"
     WATCHING = "watching"
-    # The run was asked to end, or a shutdown was ordered: only the deadline counts.
     ENDING = "ending"
     CLOSED = "closed"
 
 
 @dataclass(slots=True)
-class _Since:
-    """How long a value has been the same, on the watchdog's own clock."""
+class _Unchanged:
+    """Measures how long a value has stayed the same."""
 
     value: Any = None
     since: float = 0.0
@@ -86,19 +86,19 @@ class _Since:
 
 
 class Watchdog:
-    """`async with Watchdog(...)` on the loop to be watched. Closing ends the watch, also one that counts down.
+    """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, also during its countdown.
 
-    Open it first and close it last, around the lanes and the supervisor: it must outlive what it watches, or a wedged
-    closure hangs the supervisor's exit unwatched. Lanes may be new when they are passed in.
+    Open it before the lanes and the supervisor, and close it after them. Otherwise nothing ends a supervisor whose exit waits for
+    a blocked closure. Lanes need not be open yet when they are passed in.
 
     config: intervals and timeouts in seconds (section `watchdog` of the configuration).
-    standing: what has to move now; None while standing still is right (an idle embedded run). Like `details` it is called on
-        the watchdog's thread, so it may only read.
-    on_stall: called once, on the loop, with the error that should end the run.
-    details: sentences for the dump, such as a ledger's `describe`.
-    silent: a few words for each other process that this one waits for and does not hear of; asked with a number of seconds, for
-        each that it has not heard of for longer than that, which ends the run as an event loop does that is silent for so long.
-    name: of this process, before what it says ("rank 1: ").
+    progress_limit: returns the limit that holds now, or None while no progress is expected (an idle embedded run). It is called on
+        the watchdog's thread and may only read, like `details` and `silent_ranks`.
+    on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
+    details: functions that return sentences for the dump, such as a ledger's `describe`.
+    silent_ranks: describes each rank that was silent for longer than its argument in seconds; such a rank is an alarm. With the
+        argument None it describes all silent ranks, for the text of another alarm.
+    name: a prefix for all output, such as "rank 1: ".
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class Watchdog:
         config: WatchdogConfig,
         *,
         recorder: Recorder,
-        standing: Callable[[], Standing | None],
+        progress_limit: Callable[[], ProgressLimit | None],
         on_stall: Callable[[StallError], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
-        silent: Callable[[float | None], list[str]] = lambda longest_s: [],
+        silent_ranks: Callable[[float | None], list[str]] = lambda longest_s: [],
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
         self.state = WatchdogState.NEW
         self._config = config
         self._recorder = recorder
-        self._standing = standing
-        self._silent = silent
+        self._progress_limit = progress_limit
+        self._silent_ranks = silent_ranks
         self._name = name
         self._on_stall = on_stall
         self._lanes = lanes
@@ -126,15 +126,16 @@ class Watchdog:
         self._hard_exit = hard_exit
         limits = (config.loop_timeout_s, config.lane_timeout_s, config.stall_timeout_s, config.stage_timeout_s)
         self._period = min(config.interval_s, *(limit / 4 for limit in (*limits, config.abort_grace_s)))
-        self._looked = 0.0  # when the thread last did; as all times, on `awake.now`
-        self._pinged = 0
-        self._answered = 0
+        # All times are `awake.now()`.
+        self._last_check = 0.0
+        self._last_ping = 0
+        self._last_answer = 0
         self._ping_sent = 0.0
-        self._progress_since = _Since()
-        self._lane_since: dict[str, _Since] = {}
+        self._progress = _Unchanged()
+        self._lane_closures: dict[str, _Unchanged] = {}
         self._deadline: float | None = None
-        self._why_ending = ""
-        self._lock = threading.Lock()  # guards state, _deadline, _why_ending
+        self._ending_reason = ""
+        self._lock = threading.Lock()  # guards state, _deadline, _ending_reason
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -153,24 +154,25 @@ class Watchdog:
             stack.callback(self.close)
             self._until_closed.enter_context(awake.on_loop(self._loop))
             self._writer = StandbyThread("asyncrl-watchdog-dump")
-            self._until_closed.callback(self._writer.end, 1.0)  # where it does not hang in a pipe
+            # At most a second: the writer may be blocked by a full pipe.
+            self._until_closed.callback(self._writer.end, 1.0)
             if self._hard_exit:
                 self._start_sentry()
             self._start_thread()
             stack.pop_all()
-        self._look_after_thread()
+        self._keep_thread_alive()
         return self
 
     def _start_sentry(self) -> None:
-        """Before the thread has looked once: from now on the GIL may be held for ever."""
-        longest = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
-        command = [sys.executable, "-I", "-S", sentry.__file__, str(longest), self._name]
+        limit_s = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
+        command = [sys.executable, "-I", "-S", sentry.__file__, str(limit_s), self._name]
         out = subprocess.DEVNULL if sys.__stderr__ is None else 2
         self._sentry = subprocess.Popen(command, 0, None, subprocess.PIPE, out, out, start_new_session=True)
         self._until_closed.enter_context(self._sentry)
         self._until_closed.callback(self._sentry.kill)
         if not faulthandler.is_enabled():
-            with contextlib.suppress(RuntimeError, ValueError, OSError):  # stderr is no file: no stacks, then
+            # Fails if stderr is no file. The sentry still ends the process, without stacks.
+            with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable(sys.__stderr__ or 2)
                 self._until_closed.callback(faulthandler.disable)
 
@@ -178,7 +180,7 @@ class Watchdog:
         self.close()
 
     def close(self) -> None:
-        """End the watch. Closing twice is fine."""
+        """Stop the watchdog. A second call does nothing."""
         with self._lock:
             self.state = WatchdogState.CLOSED
         self._stop.set()
@@ -187,135 +189,134 @@ class Watchdog:
         self._until_closed.close()
 
     def shutdown_deadline(self, reason: str) -> None:
-        """An ordered shutdown begins now: it has `abort_grace_s` until `close`. The first call counts."""
+        """Start the countdown of an ordered shutdown: `close` must follow within `abort_grace_s`. Later calls do nothing."""
         with self._lock:
-            if self.state is not WatchdogState.WATCHING:
-                return
-            self.state = WatchdogState.ENDING
-            self._why_ending = reason
-            self._deadline = awake.now() + self._config.abort_grace_s
+            if self.state is WatchdogState.WATCHING:
+                self._start_countdown(reason)
+
+    def _start_countdown(self, reason: str) -> None:
+        """The caller holds `_lock`."""
+        self.state = WatchdogState.ENDING
+        self._ending_reason = reason
+        self._deadline = awake.now() + self._config.abort_grace_s
 
     # -- the thread, and the loop that watches it ----------------------------------------------------------------------
 
     def _start_thread(self) -> None:
-        self._looked = awake.now()
+        self._last_check = awake.now()
         thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
         thread.start()
         self._thread = thread
 
-    def _look_after_thread(self) -> None:
+    def _keep_thread_alive(self) -> None:
         assert self._loop is not None and self._thread is not None
         if self._stop.is_set():
             return
         if not self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # no thread can be had now: at the next look
+            # If the system refuses a thread, the next call tries again.
+            with contextlib.suppress(RuntimeError):
                 self._start_thread()
-        self._loop.call_later(self._period, self._look_after_thread)
+        self._loop.call_later(self._period, self._keep_thread_alive)
 
     def _main(self) -> None:
         while not self._stop.wait(min(_TICK_S, self._period)):
-            if awake.now() - self._looked < self._period:
+            if awake.now() - self._last_check < self._period:
                 continue
-            self._looked = awake.now()
-            self._beat()
+            self._last_check = awake.now()
+            self._feed_sentry()
             try:
-                trouble = self._look()
+                problem = self._find_problem()
             except Exception as exc:
-                # A broken counter must end the run by name, not silence the watch.
-                trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
-            if trouble is not None:
-                self._raise_alarm(self._name + "; ".join([trouble, *self._silent(None)]))
+                # Without this a broken counter would end the thread, and nothing would watch the run.
+                problem = f"the watchdog's check failed: {type(exc).__name__}: {exc}"
+            if problem is not None:
+                self._raise_alarm(self._name + "; ".join([problem, *self._silent_ranks(None)]))
 
-    def _beat(self) -> None:
+    def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it was killed, or is being closed
-                if select.select([], [self._sentry.stdin], [], 0)[1]:  # else it is stopped, and the pipe is full
+            # The write fails if the sentry was killed. It would block if a suspended sentry has let the pipe fill up.
+            with contextlib.suppress(OSError, ValueError):
+                if select.select([], [self._sentry.stdin], [], 0)[1]:
                     self._sentry.stdin.write(b".")
 
-    def _look(self) -> str | None:
-        """One sentence about the first thing that is wrong, or None."""
+    def _find_problem(self) -> str | None:
         if self.state is WatchdogState.ENDING:
             if self._deadline is None or awake.now() < self._deadline:
                 return None
-            return f"shutdown ({self._why_ending}) did not end within {self._config.abort_grace_s:g} s"
-        # Other ranks before lanes: a lane that waits in a collective for a rank that stands still is not the cause.
+            return f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s"
+        # Ranks are checked before lanes: a lane may only be waiting, in a collective, for a silent rank.
         return (
-            self._look_at_loop()
-            or next(iter(self._silent(self._config.loop_timeout_s)), None)
-            or self._look_at_lanes()
-            or self._look_at_progress()
+            self._check_loop()
+            or next(iter(self._silent_ranks(self._config.loop_timeout_s)), None)
+            or self._check_lanes()
+            or self._check_progress()
         )
 
-    def _look_at_loop(self) -> str | None:
+    def _check_loop(self) -> str | None:
         assert self._loop is not None
         now = awake.now()
-        if self._answered == self._pinged:
-            self._pinged += 1
+        if self._last_answer == self._last_ping:
+            self._last_ping += 1
             self._ping_sent = now
             try:
-                self._loop.call_soon_threadsafe(self._answer, self._pinged)
+                self._loop.call_soon_threadsafe(self._answer, self._last_ping)
             except RuntimeError:
-                # The loop is closed: nobody will answer, and closing is up to its owner.
-                self._answered = self._pinged
+                # A closed loop never answers, which is no fault.
+                self._last_answer = self._last_ping
             return None
-        silent = now - self._ping_sent
-        if silent <= self._config.loop_timeout_s:
+        silent_s = now - self._ping_sent
+        if silent_s <= self._config.loop_timeout_s:
             return None
-        return f"the event loop has been silent for {silent:.1f} s in {self._frame_of(self._loop_thread)}"
+        return f"the event loop has been silent for {silent_s:.1f} s in {self._frame_of(self._loop_thread)}"
 
-    def _look_at_lanes(self) -> str | None:
+    def _check_lanes(self) -> str | None:
         now = awake.now()
         for lane in self._lanes:
             current = lane.current()
-            held = self._lane_since.setdefault(lane.name, _Since()).seconds(current, now)
-            if current is not None and held > self._config.lane_timeout_s:
-                where = self._frame_of(getattr(lane, "thread_id", None))
-                return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held:.1f} s in {where}"
+            held_s = self._lane_closures.setdefault(lane.name, _Unchanged()).seconds(current, now)
+            if current is not None and held_s > self._config.lane_timeout_s:
+                frame = self._frame_of(getattr(lane, "thread_id", None))
+                return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held_s:.1f} s in {frame}"
         return None
 
-    def _look_at_progress(self) -> str | None:
-        standing = self._standing()
-        # While standing still is right the time starts anew: an idle stretch is not charged to what comes after it.
-        value = object() if standing is None else (standing.sentence, standing.counters)
-        still = self._progress_since.seconds(value, awake.now())
-        if standing is None or still <= standing.limit_s:
+    def _check_progress(self) -> str | None:
+        limit = self._progress_limit()
+        # A new object differs from every other value, so idle time does not count.
+        value = object() if limit is None else (limit.sentence, limit.counters)
+        still_s = self._progress.seconds(value, awake.now())
+        if limit is None or still_s <= limit.limit_s:
             return None
-        held_up = None if standing.where is None else standing.where()
-        if held_up is None:
-            elsewhere = None if standing.elsewhere is None else standing.elsewhere()
-            held_up = culprit(self._recorder.active_waits(), self._recorder.clock(), elsewhere)
-        return f"{standing.sentence} for {still:.1f} s: {held_up}"
+        cause = None if limit.cause is None else limit.cause()
+        if cause is None:
+            remote_cause = None if limit.remote_cause is None else limit.remote_cause()
+            cause = culprit(self._recorder.active_waits(), self._recorder.clock(), remote_cause)
+        return f"{limit.sentence} for {still_s:.1f} s: {cause}"
 
-    def _answer(self, number: int) -> None:
-        self._answered = number
+    def _answer(self, ping: int) -> None:
+        self._last_answer = ping
 
     def _frame_of(self, thread_id: int | None) -> str:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code of ours"
 
-    def _raise_alarm(self, trouble: str) -> None:
-        last = self.state is WatchdogState.ENDING
-        ends = last and self._hard_exit
-        headline = trouble + ("; ending the process with exit code 4" if ends else "")
+    def _raise_alarm(self, problem: str) -> None:
+        deadline_passed = self.state is WatchdogState.ENDING
+        must_exit = deadline_passed and self._hard_exit
+        headline = problem + ("; ending the process with exit code 4" if must_exit else "")
         dump = Dump(headline, self._recorder, self._lanes, self._loop, self._loop_thread, self._details)
         assert self._writer is not None
         dump.emit(self._writer, _DUMP_LIMIT_S)
         if self._stop.is_set():
-            return  # the run ended in an orderly way while the dump was written
-        if ends:
-            # The only place that ends the process without cleaning up, and only here is it right: the run was asked to
-            # end and did not, so cleanup code is what hangs. Any exception or sys.exit would wait for the same thing.
+            return  # the run has ended in order meanwhile
+        if must_exit:
+            # The run did not end when asked, so its cleanup code hangs. An exception or sys.exit would wait for that code.
             os._exit(StallError.exit_code)
-        if last:
-            # Embedded: said once, and ending the process is for its owner.
+        if deadline_passed:
+            # The program that embeds the run decides about its process. This alarm is the last.
             self._stop.set()
         with self._lock:
             if self.state is WatchdogState.WATCHING:
-                self.state = WatchdogState.ENDING
-                self._why_ending = trouble
-                self._deadline = awake.now() + self._config.abort_grace_s
+                self._start_countdown(problem)
         assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._on_stall, StallError(trouble))
-        except RuntimeError:
-            # The loop is closed: there is nobody to tell, the deadline does the rest.
-            return
+        # Fails if the loop is closed. The deadline then ends the process.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_stall, StallError(problem))

@@ -78,7 +78,7 @@ class Watch:
 
     def _next(self) -> tuple[int, Reservation | None]:
         """The newest change and its books; no books where there is nothing new after a long time."""
-        key, away = announcement(self.awaited), awake.lost()
+        key, away = announcement(self.awaited), awake.suspended_s()
         try:
             self._store.wait([key], timedelta(seconds=_LOOK_AGAIN_S))
         except RuntimeError:
@@ -97,7 +97,7 @@ class Watch:
             made = int(by), float(at)
         if state["change"] < self.awaited:
             return self.awaited - 1, None
-        self._measure(*made, awake.lost() - away)
+        self._measure(*made, awake.suspended_s() - away)
         return state["change"], Reservation.from_state(state["books"])
 
     def _measure(self, by: int, at: float, away: float) -> None:

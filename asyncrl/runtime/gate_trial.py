@@ -238,7 +238,7 @@ class Trial:
         ended: list[tuple[GenerationRequest, Int64Array, Tensor]] = []
         decoded = 0
         while len(ended) < len(requests):
-            while core.behind:
+            while core.needs_prefill:
                 core.prefill()
             step = core.decode()
             decoded += bool(step.rows)

@@ -16,7 +16,7 @@ import torch
 
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.concurrency.watchdog import Standing
+from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost
 from asyncrl.pumps.graph import Graph
@@ -160,7 +160,7 @@ class OpenRun:
             history=self.journal.history[:],
         )
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> ProgressLimit | None:
         """Asked by the watchdog, on a thread of its own. Tokens count: an episode that samples for ever has a limit of its
         own (`rollout.timeout_s`), and a long one is no standstill."""
         limits = self.config.watchdog
@@ -169,14 +169,14 @@ class OpenRun:
             error = self.supervisor.failure
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
             sentence = f"what was cancelled when the training ended{why} has gone on"
-            return Standing((), limits.stage_timeout_s, sentence)
+            return ProgressLimit((), limits.stage_timeout_s, sentence)
         if not (self.graph.busy or self._at_a_version or self.graph.evaluations.progress):
             return None
         books = self.ports.ledger.statistics()
         ended = books.admitted, books.trained, books.dropped, books.failed
         counters = (*ended, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
-        return Standing(counters, limits.stall_timeout_s, sentence, elsewhere=self.ports.ledger.elsewhere)
+        return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.elsewhere)
 
     # -- steps and versions ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from asyncrl.concurrency.offload import where
-from asyncrl.concurrency.watchdog import Standing
+from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.telemetry.recorder import Recorder
 
@@ -59,12 +59,12 @@ class Stages:
         """A few words for each; `longest_s`: only for those that were silent for longer than that."""
         return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
 
-    def standing(self, limit_s: float) -> Standing | None:
+    def standing(self, limit_s: float) -> ProgressLimit | None:
         """None while the pumps run."""
         stage = self._now
         if not stage:
             return None
-        return Standing((self._moves,), limit_s, f"the run stands still at {stage!r}", where)
+        return ProgressLimit((self._moves,), limit_s, f"the run stands still at {stage!r}", where)
 
 
 class Listener(Protocol[T_in]):

@@ -27,9 +27,9 @@ from typing import Any, Self
 import numpy as np
 
 from asyncrl.concurrency.descriptors import none_left, way_out
-from asyncrl.concurrency.ending import left_behind
+from asyncrl.concurrency.ending import exit_blockers
 from asyncrl.concurrency.offload import offload, standing_by
-from asyncrl.concurrency.watchdog import Standing, Watchdog
+from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
 from asyncrl.errors import AsyncrlError, DataError, LifecycleError, StallError
@@ -119,7 +119,7 @@ class Runtime:
         self._state, self._task = _State.OPEN, asyncio.current_task()
         await self._stack.__aenter__()
         if not self._hard_exit:  # else the end of the process names them
-            self._stack.callback(_name_left, left_behind())
+            self._stack.callback(_name_left, exit_blockers())
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
             self._stack.enter_context(standing_by())
@@ -180,7 +180,7 @@ class Runtime:
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
         """Its questions come from a thread of its own, also while the run is being opened."""
 
-        def standing() -> Standing | None:
+        def standing() -> ProgressLimit | None:
             stage = self._stages.standing(settings.stage_timeout_s)
             return self._run.standing() if stage is None and self._run is not None else stage
 
@@ -188,10 +188,10 @@ class Runtime:
             settings,
             recorder=self.recorder,
             lanes=self._stages.lanes,
-            standing=standing,
+            progress_limit=standing,
             on_stall=self._end,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
-            silent=self._stages.silent_ranks,
+            silent_ranks=self._stages.silent_ranks,
             hard_exit=self._hard_exit,
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
@@ -446,5 +446,5 @@ class NotebookRuntime(Runtime):
 
 def _name_left(before: Mapping[Any, str]) -> None:
     """What was begun while the Runtime was open, in user code or a library, and holds the user's process now."""
-    if left := left_behind(before):
+    if left := exit_blockers(before):
         logger.warning("the Runtime is closed, and the process does not end before: %s", "; ".join(left.values()))

@@ -77,7 +77,7 @@ def test_a_prompt_is_prefilled_once_per_group() -> None:
     needed = 2.0 * body_parameters() * GROUPS * (PROMPT - 1)  # the last token of a prompt is the first that decodes
     shared, own = (decoding(GROUPS * MEMBERS, share=share) for share in (True, False))
     assert needed <= count(shared.prefill).product_flop <= MORE * needed
-    assert not shared.behind, "one closure was enough"
+    assert not shared.needs_prefill, "one closure was enough"
     assert count(own.prefill).product_flop > 7 * needed, "the guard sees prompts that run once per completion"
 
 
@@ -92,7 +92,7 @@ def test_a_decode_step_computes_what_is_needed(dtype: str) -> None:
 
 def decode_work(sequences: int, context: int) -> Work:
     core = decoding(sequences, context=context)
-    while core.behind:
+    while core.needs_prefill:
         core.prefill()
     core.decode()
     return count(core.decode)

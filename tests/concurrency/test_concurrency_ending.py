@@ -39,7 +39,7 @@ async def work():
 def command(arguments):
     with asyncio.Runner() as runner:
         {plant}
-        ending.over({ended}, 0.2, runner.get_loop())
+        ending.start_exit_deadline({ended}, 0.2, runner.get_loop())
     if ERROR == {ended}:
         raise ERROR
     return {ended}

@@ -19,7 +19,7 @@ import uvloop
 
 from asyncrl.concurrency import awake
 from asyncrl.concurrency.offload import offload, standing_by
-from asyncrl.concurrency.watchdog import Standing, Watchdog, WatchdogState
+from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import LifecycleError, StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -33,7 +33,7 @@ import anyio
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.offload import offload, standing_by
-from asyncrl.concurrency.watchdog import Standing, Watchdog
+from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -51,7 +51,7 @@ async def main():
     watchdog = Watchdog(
         WatchdogConfig(**timeouts_now), recorder=recorder, lanes=[lane], hard_exit=HARD,
         on_stall=supervisor.fail,
-        standing=lambda: Standing(progress, timeouts_now["stall_timeout_s"], "nothing was generated, scored or trained"),
+        progress_limit=lambda: ProgressLimit(progress, timeouts_now["stall_timeout_s"], "nothing was generated, scored or trained"),
         details=[lambda: "turn 7: 3 of 4 places claimed"],
     )
     async with watchdog, lane, supervisor:
@@ -265,15 +265,15 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
     work = False
     done = anyio.Event()
 
-    def on_stall(error: StallError) -> None:
+    def stop(error: StallError) -> None:
         heard.append(error)
         done.set()
 
     watchdog = Watchdog(
         short(),
         recorder=Recorder(nvtx=False),
-        standing=lambda: Standing((1, 2), 0.1, "nothing moved") if work else None,
-        on_stall=on_stall,
+        progress_limit=lambda: ProgressLimit((1, 2), 0.1, "nothing moved") if work else None,
+        on_stall=stop,
         hard_exit=False,
     )
     async with watchdog:
@@ -289,14 +289,14 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
 async def test_a_gap_in_which_the_process_computed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that holds the GIL for long is no suspension."""
     at, used = 1000.0, 5.0
-    for name, value in {"_read": at, "_used": (at, used), "_lost": 0.0}.items():
+    for name, value in {"_last_reading": at, "_cpu_reading": (at, used), "_suspended_s": 0.0}.items():
         monkeypatch.setattr(awake, name, value)
     monkeypatch.setattr(awake, "time", SimpleNamespace(monotonic=lambda: at, process_time=lambda: used))
     found = []
     with awake.on_loop(asyncio.get_running_loop()):
         for seconds, computed in [(0.9, 0.0), (10.0, 0.25), (10.0, 10.0), (0.1, 0.0)]:
             at, used = at + seconds, used + computed
-            found.append(awake.lost())
+            found.append(awake.suspended_s())
     assert found == pytest.approx([0.0, 8.75, 8.75, 8.75]) and awake.now() == pytest.approx(at - 8.75)
 
 
@@ -308,18 +308,18 @@ async def test_what_befalls_the_watchdog_ends_no_watch(
     heard: list[StallError] = []
     done, looks = anyio.Event(), itertools.count()
 
-    def standing() -> Standing:
+    def limit() -> ProgressLimit:
         if trouble == "its own thread ends" and next(looks) == 0:
             raise SystemExit
         if trouble == "a broken counter":
             raise ZeroDivisionError("oops")
-        return Standing((1, 2), 0.1, "nothing moved")
+        return ProgressLimit((1, 2), 0.1, "nothing moved")
 
-    def on_stall(error: StallError) -> None:
+    def stop(error: StallError) -> None:
         heard.append(error)
         done.set()
 
-    async with Watchdog(short(), recorder=Recorder(nvtx=False), standing=standing, on_stall=on_stall, hard_exit=False):
+    async with Watchdog(short(), recorder=Recorder(nvtx=False), progress_limit=limit, on_stall=stop, hard_exit=False):
         if trouble == "no thread can be had":
             monkeypatch.setattr(threading.Thread, "start", no_thread)
         with anyio.fail_after(10):
@@ -387,7 +387,7 @@ async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.Monke
     watchdog = Watchdog(
         short(abort_grace_s=0.05),
         recorder=Recorder(nvtx=False),
-        standing=lambda: Standing((0,), 30.0, "nothing moved"),
+        progress_limit=lambda: ProgressLimit((0,), 30.0, "nothing moved"),
         on_stall=lambda error: pytest.fail(str(error)),
         hard_exit=True,  # if closing did not end the countdown, this would end the test run
     )

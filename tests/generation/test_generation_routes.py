@@ -56,7 +56,7 @@ def steps(core: Core, count: int) -> list[int]:
     """Slots that ended."""
     ended: list[int] = []
     for _ in range(count):
-        while core.behind:
+        while core.needs_prefill:
             core.prefill()
         ended += core.decode().ended
     return ended

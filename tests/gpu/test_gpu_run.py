@@ -115,7 +115,7 @@ def test_decode_steps_that_are_replayed_are_the_eager_ones_under_each_version() 
         for seed in range(5):
             core.add(GenerationRequest(np.arange(2, 5 + 2 * seed, dtype=np.int32), sampling, seed=seed), ())
         for step in range(12):
-            while core.behind:
+            while core.needs_prefill:
                 core.prefill()
             core.decode()
             if step == 5:

@@ -148,7 +148,7 @@ def test_the_sampler_grows_past_the_original_context_with_the_trainer(config: An
     ]
     ended = {}
     while len(ended) < len(slots):
-        while core.behind:
+        while core.needs_prefill:
             core.prefill()
         for slot in core.decode().ended:
             ended[slot] = core.sequences.generation(slot, FinishReason.LENGTH)

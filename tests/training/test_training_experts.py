@@ -178,7 +178,7 @@ def sampled(core: TorchTrainer, lengths: tuple[int, ...]) -> Group:
     ]
     found: dict[int, Trajectory] = {}
     while len(found) < len(slots):
-        while engine.behind:
+        while engine.needs_prefill:
             engine.prefill()
         for slot in engine.decode().ended:
             generation = engine.sequences.generation(slot, FinishReason.LENGTH)

@@ -129,7 +129,7 @@ async def _run(end: str, token: str, notes: Path) -> None:
     quick = WatchdogConfig(
         interval_s=0.1, loop_timeout_s=0.5, lane_timeout_s=60, stall_timeout_s=600, abort_grace_s=0.5
     )
-    watchdog = Watchdog(quick, recorder=recorder, standing=lambda: None, on_stall=lambda error: None, hard_exit=True)
+    watchdog = Watchdog(quick, recorder=recorder, progress_limit=lambda: None, on_stall=lambda _: None, hard_exit=True)
     settings: dict[str, Any] = {"functions": f"{FILE}:breeds"}
     if end == "call times out":
         settings["timeout_s"] = 5.0

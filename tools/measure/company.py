@@ -52,7 +52,7 @@ def sample(policy: PolicyModel, asked: list[GenerationRequest], together: int) -
         while waiting and len(running) < together:
             number = waiting.pop(0)
             running[core.add(asked[number], ())] = number
-        while core.behind:
+        while core.needs_prefill:
             core.prefill()
         for slot in core.decode().ended:
             ended[running.pop(slot)] = core.sequences.generation(slot, FinishReason.LENGTH).token_ids

@@ -109,7 +109,7 @@ class Core:
     # -- between closures, on the loop --------------------------------------------------------------------------------
 
     @property
-    def behind(self) -> bool:
+    def needs_prefill(self) -> bool:
         """A running sequence needs prefill before it can decode."""
         columns = self.sequences
         rows = columns.rows
@@ -189,7 +189,7 @@ class Core:
         enter(self.policy)
         with torch.no_grad():
             version = self.sync()
-            if self.behind:
+            if self.needs_prefill:
                 return Decoded(0)
             columns = self.sequences
             slots = columns.rows.copy()

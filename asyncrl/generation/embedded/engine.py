@@ -161,7 +161,7 @@ class EmbeddedEngine(OwnedEngine):
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core
-        if core.behind:
+        if core.needs_prefill:
             with self.recorder.span("prefill", track=WHO, sequences=len(self._running)):
                 tokens = await self.lane.run(core.prefill, name="engine/prefill")
             self.recorder.count("engine/prefill_tokens", tokens)

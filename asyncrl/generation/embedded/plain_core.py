@@ -58,7 +58,7 @@ class PlainCore:
     # -- between closures, on the loop --------------------------------------------------------------------------------
 
     @property
-    def behind(self) -> bool:
+    def needs_prefill(self) -> bool:
         """A running sequence needs prefill before it can decode."""
         return bool(self._fresh)
 
@@ -117,7 +117,7 @@ class PlainCore:
         enter(self.policy)
         with torch.no_grad():
             version = self.sync()
-            if self.behind:
+            if self.needs_prefill:
                 return Decoded(0)
             columns = self.sequences
             slots = np.array([slot for cohort in self._cohorts for slot in cohort.slots], np.int64)
