@@ -276,16 +276,16 @@ async def test_a_sender_waits_until_the_last_tensor_over_there_is_gone(name: str
 @one_loop
 async def test_a_sender_that_cannot_wait_keeps_the_memory(name: str) -> None:
     process = child(QUEUE, name, "receive")
-    with pytest.raises(TransportError, match="the receiver did not let go of all"):
+    with pytest.raises(TransportError, match="the receiver did not release all"):
         async with share_device_queue(name, 2, 1 << 16, device="cpu", linger_s=0.01) as sender:
             await sender.put({"x": torch.full((3,), 7)})
             assert [await anyio.to_thread.run_sync(line, process) for _ in range(3)] == ["attached", "21", "closed"]
-    assert len(device_queue._kept) == 1
+    assert len(device_queue._mapped_slabs) == 1
     say(process)
     assert await anyio.to_thread.run_sync(line, process) == "[7, 7, 7]"
     assert await anyio.to_thread.run_sync(line, process) == "let go"
-    device_queue._sweep()
-    assert device_queue._kept == []
+    device_queue._free_unmapped_slabs()
+    assert device_queue._mapped_slabs == []
     say(process)
     assert finish(process) == 0 and names(name) == []
 

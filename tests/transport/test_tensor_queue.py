@@ -133,7 +133,7 @@ async def test_items_wait_for_a_receiver_and_a_second_one_is_refused(name: str) 
             sender.close()
             tasks.start_soon(later)
         # the block ended: the items were handed over first
-    with pytest.raises(TransportError, match="1 items were put and no receiver came"):
+    with pytest.raises(TransportError, match="1 items were put and no receiver attached"):
         async with share_queue(name, 2, 1 << 16, linger_s=0.01) as sender:
             await sender.put({"x": np.zeros(1)})
     with pytest.raises(RingDetached, match="nobody shares it"):

@@ -1,1 +1,1 @@
-"""Items in order, with credits: within a process, between two, and of a device. Start in `queue.py`: one contract."""
+"""Queues with credits: within a process, between processes, and on a device. Start in `queue.py`, which has the contract."""

@@ -7,21 +7,21 @@
                        with item:                                                  # no copy: views of the slab
                            train(item["tokens"])
 
-An item is a mapping of names to CUDA or CPU tensors or numpy arrays; what comes out lies on the slab's device. Beside the
-contract of `tensor_queue`:
+An item is a mapping of names to CUDA or CPU tensors or numpy arrays. Received tensors are on the slab's device. Rules
+beyond those of `tensor_queue.py`:
 
-* Nobody waits for the device: a put launches copies and records an event, a get makes the receiver's stream wait for it,
-  a release records another one, and the memory is written again behind that. (A put of CPU tensors does wait for its
-  copies: put what lies on the device.)
-* Streams: `put` reads its tensors behind the stream that is current where it is called, and that stream waits for the
-  copies: changing a tensor after `put` is safe. An item belongs to the stream that is current where `get` is called;
-  join other streams that look at it before its release (torch's own rule for freeing a tensor).
-* The memory is the sender's and dies with it. So a sender that leaves in good order waits, at most `linger_s`, until the
-  receiver closed and the last of its tensors is gone; a sender that must leave earlier keeps the slab, as long as
-  its process lives, until that happens. If its process dies, `get` raises `anyio.BrokenResourceError` at once, and
-  items that the receiver still has must not be looked at.
-* In one process nothing is opened: the receiver looks at the sender's memory.
-* `device="cpu"` is the same queue with shared memory behind it.
+* No call waits for the device, apart from a `put` of CPU tensors, which waits for its copies. `put` launches copies and
+  records an event. `get` makes the receiver's stream wait for that event. A release records another event, and later
+  writes into the same memory wait for the release's event.
+* Streams: `put` reads its tensors behind the stream that is current at the call, and that stream waits for the copies.
+  So a change of a tensor after `put` is safe. An item belongs to the stream that is current at `get`. If other streams
+  read the item, join these streams before the release (torch's own rule for freeing a tensor).
+* The memory belongs to the sender and ends with its process. So a sender that closes waits, at most `linger_s`, until
+  the receiver has closed and its last tensor is gone. After `linger_s` the sender's process keeps the slab until then.
+  If the process dies, `get` raises `anyio.BrokenResourceError` at once, and the receiver must not use its items any
+  more.
+* If sender and receiver are in one process, the receiver uses the sender's memory directly.
+* `device="cpu"` gives the same queue in shared memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -43,20 +42,14 @@ from .. import rendezvous
 from ..memory.device_memory import FENCE_BYTES, DeviceMemory
 from ..memory.handles import Handle, dtype_name
 from ..memory.slab import Slab, torch_dtype
-from .queue import wait_in
-from .tensor_queue import Received, TensorReceiver, TensorSender, attach, prepare, serve
-from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, item_message, number_of, release_message
+from .queue import wait_for_wake
+from .tensor_queue import Received, TensorReceiver, TensorSender, attach_receiver, prepare_name, run_sender
+from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, Piece, item_message, number_of, release_message
 
-_TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # of an item: its slot, the fence behind which it is written
-# Memory that a receiver in another process may still look at after its queue ended here, and the line that says so.
-_kept: list[tuple[socket.socket, DeviceMemory]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    values: torch.Tensor
-    dtype: str
-    offset: int
+_TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message: slot, fence after the writes
+# Memory of closed queues that receivers in other processes still map. The end of the socket means that the mapping is
+# gone.
+_mapped_slabs: list[tuple[socket.socket, DeviceMemory]] = []
 
 
 class _DeviceSender(TensorSender):
@@ -65,16 +58,16 @@ class _DeviceSender(TensorSender):
     def __init__(self, slab: Slab, capacity: int) -> None:
         super().__init__(slab, capacity)
         self._memory = slab.memory
-        self._slots: dict[int, int] = {}  # whose fences each outstanding item has
-        self._read: list[bytes] = []  # fences of releases whose memory may be written next
+        self._slots: dict[int, int] = {}  # number of an outstanding item -> slot of its fences
+        self._read_fences: list[bytes] = []  # of released items; later writes must wait for these fences
 
-    def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, _Piece], int]:
-        """Errors: TypeError for what is no tensor on the CPU or a CUDA device, ValueError for other numbers."""
-        pieces: dict[str, _Piece] = {}
+    def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
+        """As `TensorSender.lay_out`. Errors: TypeError for other values and devices; ValueError for unknown dtypes."""
+        pieces: dict[str, Piece] = {}
         size = 0
         for name, value in item.items():
             values = _as_tensor(name, value)
-            pieces[name] = _Piece(values, dtype_name(values.dtype), size)
+            pieces[name] = Piece(values, dtype_name(values.dtype), size)
             size += -(-values.nbytes // ALIGNMENT) * ALIGNMENT
         return pieces, max(size, ALIGNMENT)
 
@@ -84,7 +77,8 @@ class _DeviceSender(TensorSender):
             for name, piece in pieces.items()
         }
         slot = min(set(range(self.capacity)).difference(self._slots.values()))
-        message = item_message(self.puts, handles, most=LARGEST - _TAIL.size)  # before anything is launched
+        # Before the launches: an item with too many tensors is an error without side effects.
+        message = item_message(self.puts, handles, most=LARGEST - _TAIL.size)
         with self._memory.writing() as stream:
             self._wait_for_readers(stream)
             for name, piece in pieces.items():
@@ -95,39 +89,39 @@ class _DeviceSender(TensorSender):
         return message + _TAIL.pack(slot, fence)
 
     def _wait_for_readers(self, stream: Any) -> None:
-        while self._read:
+        while self._read_fences:
             try:
-                self._memory.wait(self._read[-1], stream)
-            except RuntimeError as error:  # the event went with the process that recorded it
-                self.gone = True
+                self._memory.wait(self._read_fences[-1], stream)
+            except RuntimeError as error:  # the event ended with its process
+                self.receiver_gone = True
                 raise anyio.BrokenResourceError from error
-            self._read.pop()
+            self._read_fences.pop()
 
     def on_message(self, message: bytes) -> None:
         if message == CLOSED:
-            self.gone = True
+            self.receiver_gone = True
             return
         if number_of(message) in self._outstanding:
-            self._read.append(message[-FENCE_BYTES:])
+            self._read_fences.append(message[-FENCE_BYTES:])
             del self._slots[number_of(message)]
         super().on_message(message)
 
-    async def wait_let_go(self) -> None:
-        while self._others_look:
-            await wait_in(self._waiters)
+    async def wait_unmapped(self) -> None:
+        while self._mapped_elsewhere:
+            await wait_for_wake(self._waiters)
 
     @property
-    def _others_look(self) -> bool:
-        return self._line is not None and self._line.open and not self.same_process
+    def _mapped_elsewhere(self) -> bool:
+        return self._socket is not None and self._socket.open and not self.same_process
 
-    def hang_up(self) -> None:
-        if self._others_look:
-            assert self._line is not None
-            connection = self._line.detach()
-            connection.shutdown(socket.SHUT_WR)  # the other side reads the end; its own end is still to come
-            _kept.append((connection, self._memory))
+    def disconnect(self) -> None:
+        if self._mapped_elsewhere:
+            assert self._socket is not None
+            connection = self._socket.detach()
+            connection.shutdown(socket.SHUT_WR)  # the receiver reads the end, but may still send
+            _mapped_slabs.append((connection, self._memory))
         del self._memory
-        super().hang_up()
+        super().disconnect()
 
 
 class _DeviceReceiver(TensorReceiver):
@@ -135,15 +129,16 @@ class _DeviceReceiver(TensorReceiver):
 
     def __init__(self, slab: Slab, connection: socket.socket) -> None:
         super().__init__(slab, connection)
-        self._bound: dict[int, tuple[int, Any]] = {}  # item -> its slot, and the stream it belongs to
-        self._ending: socket.socket | None = None
+        # Number of an item -> slot of its fences, and the stream that was current at `get`.
+        self._slots_and_streams: dict[int, tuple[int, Any]] = {}
+        self._half_closed: socket.socket | None = None
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
 
-    def look(self, handle: Handle, claim: object) -> torch.Tensor:
-        return self.slab.view(handle, keep=claim)
+    def open_tensor(self, handle: Handle, item_life: object) -> torch.Tensor:
+        return self.slab.view(handle, keep=item_life)
 
-    def take(self) -> Received:
-        self._exchange()  # a sender that died took the memory with it
+    def next_item(self) -> Received:
+        self._process_messages()  # after the death of the sender its memory must not be used
         if not self._items:
             raise anyio.BrokenResourceError
         number, handles, message = self._items[0]
@@ -152,56 +147,56 @@ class _DeviceReceiver(TensorReceiver):
         stream = memory.stream()
         try:
             memory.wait(fence, stream)
-        except RuntimeError as error:  # the event went with the process that recorded it
+        except RuntimeError as error:  # the event ended with its process
             self._broken = True
             self._items.clear()
             raise anyio.BrokenResourceError from error
-        self._bound[number] = slot, stream
+        self._slots_and_streams[number] = slot, stream
         received = Received(self, number, handles)
         self._items.popleft()
         return received
 
     def release(self, number: int) -> None:
-        slot, stream = self._bound.pop(number)
-        if self._line.open:
+        slot, stream = self._slots_and_streams.pop(number)
+        if self._socket.open:
             fence = self.slab.memory.record(2 * slot + 1, stream)
-            self._line.send(release_message(number) + fence)
+            self._socket.send(release_message(number) + fence)
 
-    def on_hang_up(self) -> None:
-        """What was not taken is gone with its memory. What was taken may still be looked at where the sender lives."""
+    def on_sender_end(self) -> None:
+        """After the sender's death, drop the items that `get` has not returned. A live sender keeps their memory."""
         if self._broken:
             self._items.clear()
         self._end()
 
-    def leave(self) -> None:
-        if self._line.open:
-            self._line.send(CLOSED)
+    def disconnect(self) -> None:
+        if self._socket.open:
+            self._socket.send(CLOSED)
             self._end()
         self._items.clear()
-        connection, self._ending = self._ending, None
+        connection, self._half_closed = self._half_closed, None
         if connection is not None:
             if self.slab.opened:
-                self.slab.memory.after(connection.close)  # hangs up when the last tensor is gone
+                self.slab.memory.after(connection.close)  # with the last tensor
             else:
                 connection.close()
 
     def _end(self) -> None:
         if self._same_process:
-            self._line.close()  # tensors keep the very memory that the sender has
-        elif self._line.open:
-            self._ending = self._line.detach()
+            self._socket.close()  # tensors refer to the sender's own memory object
+        elif self._socket.open:
+            self._half_closed = self._socket.detach()
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         torch_dtype(dtype_name(value.dtype))
-        plain = value if value.flags.writeable and all(step >= 0 for step in value.strides) else value.copy()
-        return torch.from_numpy(plain)
+        usable = value.flags.writeable and all(step >= 0 for step in value.strides)
+        return torch.from_numpy(value if usable else value.copy())
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"tensor {name!r} is a {type(value).__name__}; expected a torch tensor or a numpy array")
     if value.device.type not in ("cpu", "cuda") or value.layout != torch.strided:
         raise TypeError(
-            f"tensor {name!r} lies on {value.device} as {value.layout}; expected a dense one on CUDA or CPU"
+            f"tensor {name!r} lies on {value.device} with layout {value.layout}; expected a dense tensor on CUDA or CPU"
         )
     return value.detach()
 
@@ -215,33 +210,31 @@ async def share_device_queue(
     device: str | torch.device = "cuda",
     linger_s: float = 30.0,
 ) -> AsyncIterator[TensorSender]:
-    """The sending side: a slab `name` of `size` bytes on `device`, and its first send end.
+    """A context with the send end of a new queue: a slab `name` of `size` bytes on `device`.
 
-    At the end every item is handed over first, and the receiver has to close and let go of its tensors, all within
-    `linger_s`. Errors: as `share_queue`; PlatformError where the device has no IPC.
+    The end of the context waits at most `linger_s` seconds until a receiver has got all items, closed its end, and
+    dropped its tensors. Errors: as `share_queue`; PlatformError for a device without IPC.
     """
-    _sweep()
-    await prepare(name, capacity)
-    async with serve(Slab.create(name, size, device=device), _DeviceSender, capacity, linger_s) as sender:
+    _free_unmapped_slabs()
+    await prepare_name(name, capacity)
+    async with run_sender(Slab.create(name, size, device=device), _DeviceSender, capacity, linger_s) as sender:
         yield sender
 
 
 async def attach_device_queue(name: str, *, timeout_s: float = 30.0) -> TensorReceiver:
-    """The receive end of a queue that another process shares, or will share within `timeout_s`.
+    """The receive end of the queue `name` of another process. Waits at most `timeout_s` seconds for the queue.
 
-    Errors: as `attach_queue`; PlatformError where this process cannot open the slab's device.
+    Errors: as `attach_queue`; PlatformError if this process cannot open the slab's device.
     """
-    return await attach(_DeviceReceiver, name, timeout_s)
+    return await attach_receiver(_DeviceReceiver, name, timeout_s)
 
 
-def _sweep() -> None:
-    """Give back the memory of ended queues whose receivers have let go since."""
-    for entry in list(_kept):
+def _free_unmapped_slabs() -> None:
+    """Free the slabs of closed queues whose receivers have unmapped the memory since."""
+    for connection, memory in list(_mapped_slabs):
         with contextlib.suppress(BlockingIOError):
-            try:
-                while entry[0].recv(LARGEST):
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(LARGEST):
                     pass
-            except ConnectionResetError:
-                pass
-            entry[0].close()
-            _kept.remove(entry)
+            connection.close()
+            _mapped_slabs.remove((connection, memory))

@@ -1,17 +1,17 @@
-"""Queues: the one between two tasks of a process, and the contract of those between processes (`tensor_queue`).
+"""The queue between tasks of one process, and the contract of the queues between processes (`tensor_queue.py`).
 
     sender, receiver = open_queue("scored", capacity=16)
     producers:  async with sender: await sender.put(item)         consumers:  async for item in receiver: ...
 
-Guarantees
-* It ends by closing. When the send end is closed, the receivers get the items that are left and then the end
-  (`anyio.EndOfStream` from `get`, the end of `async for`). When the receive end is closed, `put` raises
-  `anyio.BrokenResourceError`. A closed end raises `anyio.ClosedResourceError`.
-* A cancelled `get` did not take. A cancelled `put` did not put between processes; in a process its item may have been taken
-  in the same moment, so nobody puts it again. In a process this holds for the cancel scopes of anyio, which do not interrupt
-  a task whose item was handed over. `asyncio.Task.cancel` does, and the item is lost: no task of a run is cancelled that way
-  by itself.
-* A queue in a process moves references, never bytes. Order is kept per producer.
+Contract
+* Closing an end ends the queue. After the send end is closed, the receivers get the remaining items. Then `get` raises
+  `anyio.EndOfStream`, and `async for` ends. After the receive end is closed, `put` raises `anyio.BrokenResourceError`.
+  A closed end raises `anyio.ClosedResourceError`.
+* A cancelled `get` has taken no item. Between processes, a cancelled `put` has put no item.
+* Within a process, the item of a cancelled `put` may have been taken at the same moment, so never put the item again.
+  Use cancel scopes of anyio, which do not interrupt a task that has just received an item. `asyncio.Task.cancel` does,
+  and the item is lost. So no task of a run is cancelled alone by `asyncio.Task.cancel`.
+* A queue within a process moves references, never bytes. The items of one producer keep their order.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> AbstractContextManager[object]:
-    """To be entered while this task waits for `what`, which `on` brings."""
+def record_wait(recorder: Recorder | None, what: str, on: str, cause: Cause) -> AbstractContextManager[object]:
+    """A context in which the recorder shows that the current task waits for `what` from `on`."""
     if recorder is None:
         return nullcontext()
     task = asyncio.current_task()
@@ -41,11 +41,11 @@ def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> Abst
 
 
 class QueueEnd(ABC):
-    """One end of a queue, in a process or between two: `async with` closes it."""
+    """One end of a queue, within a process or between two. `async with` closes the end."""
 
     @abstractmethod
     def close(self) -> None:
-        """End this side of the queue. Closing twice is fine."""
+        """Close this end of the queue. Closing twice is fine."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,7 +55,7 @@ class QueueEnd(ABC):
 
 
 class _LocalEnd(QueueEnd, Generic[T]):
-    """What both ends in a process share: the name, the gauge of the depth, and what the recorder shows of a wait."""
+    """Base of both ends within a process: the name, the gauge of the depth, and the recording of waits."""
 
     def __init__(
         self,
@@ -71,45 +71,45 @@ class _LocalEnd(QueueEnd, Generic[T]):
         if self._recorder is not None:
             self._recorder.gauge(f"queue/{self._name}/depth", self._stream.statistics().current_buffer_used)
 
-    def _waiting(self, what: str, on: str) -> AbstractContextManager[object]:
-        return waiting(self._recorder, what, f"{on} of queue {self._name}", "group")
+    def _record_wait(self, what: str, on: str) -> AbstractContextManager[object]:
+        return record_wait(self._recorder, what, f"{on} of queue {self._name}", "group")
 
     def close(self) -> None:
-        """As `QueueEnd.close`; one end serves all tasks of its side."""
+        """As `QueueEnd.close`. All tasks on this side share the end."""
         self._stream.close()
 
 
 class QueueSender(_LocalEnd[T]):
-    """The send end in a process. Every producer uses the same one; whoever opened the queue closes it after the last."""
+    """The send end within a process. All producers share the end; close it after the last producer has ended."""
 
     _stream: MemoryObjectSendStream[T]
 
     def put_nowait(self, item: T) -> None:
-        """Put the item, or raise anyio.WouldBlock. Other errors: those of the module docstring."""
+        """Put the item, or raise anyio.WouldBlock if the queue is full. Other errors: see the module."""
         self._stream.send_nowait(item)
         self._record_depth()
 
     async def put(self, item: T) -> None:
-        """Wait for room, then put the item. Does not yield where there is room. Errors: those of the module docstring."""
+        """Wait for room, then put the item. Does not yield to the loop if there is room. Errors: see the module."""
         try:
             self._stream.send_nowait(item)
         except anyio.WouldBlock:
-            with self._waiting("room", "the receiver"):
+            with self._record_wait("room", "the receiver"):
                 await self._stream.send(item)
         self._record_depth()
 
 
 class QueueReceiver(_LocalEnd[T]):
-    """The receive end in a process. Each item goes to one of the tasks that iterate over it."""
+    """The receive end within a process. Tasks that iterate over it share the items; each item goes to one task."""
 
     _stream: MemoryObjectReceiveStream[T]
 
     async def get(self) -> T:
-        """Wait for an item. Does not yield where there is one. Errors: those of the module docstring."""
+        """Wait for an item. Does not yield to the loop if an item is ready. Errors: see the module."""
         try:
             item = self._stream.receive_nowait()
         except anyio.WouldBlock:
-            with self._waiting("an item", "a sender"):
+            with self._record_wait("an item", "a sender"):
                 item = await self._stream.receive()
         self._record_depth()
         return item
@@ -125,15 +125,15 @@ class QueueReceiver(_LocalEnd[T]):
 
 
 def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tuple[QueueSender[T], QueueReceiver[T]]:
-    """Both ends of a new queue in this process for at most `capacity` >= 1 items."""
+    """Both ends of a new queue within this process, for at most `capacity` items. Errors: ValueError below 1."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     send, receive = anyio.create_memory_object_stream[T](capacity)
     return QueueSender(name, send, recorder), QueueReceiver(name, receive, recorder)
 
 
-async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:
-    """Wait to be woken; a wake-up that meets a cancelled waiter is passed on."""
+async def wait_for_wake(waiters: deque[asyncio.Future[None]]) -> None:
+    """Wait until `wake_one` or `wake_all` wakes this task. A cancelled task passes its wake-up to the next waiter."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiters.append(future)
     try:
@@ -148,7 +148,7 @@ async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:
 
 
 def wake_one(waiters: deque[asyncio.Future[None]]) -> None:
-    """The first that still waits."""
+    """Wake the task that has waited longest."""
     while waiters:
         future = waiters.popleft()
         if not future.done():

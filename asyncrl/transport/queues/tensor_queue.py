@@ -7,18 +7,18 @@
                        with item:                                                     # no copy: views of the slab
                            train(item["tokens"])
 
-An item is a mapping of names to numpy arrays. Beside the contract of the queue in process:
+An item is a mapping of names to numpy arrays. Rules beyond the contract of `queue.py`:
 
-* Credits: `capacity` counts items that were put and not yet released. An item is released at the end of its `with`, by
-  `release()`, or when the last of its arrays is collected; before that its memory is not used again. `put` waits for a
-  credit and for room in the slab, whichever is missing.
-* The sender's process owns the slab. A receiver may come later: what was put before waits for it. One receiving process
-  at a time; when it closes or dies, `put` raises `anyio.BrokenResourceError`.
-* If the sending process dies before it closed, the receiver gets what was put, then `anyio.BrokenResourceError`: an end
-  that nobody meant is not the end. (For records that must survive a death there is `record_ring`.)
-* A put copies on the caller's thread: a few milliseconds for ten megabytes.
+* Credits: at most `capacity` items may be put and not yet released. An item is released at the end of its `with`, by
+  `release()`, or when its last array is garbage-collected. Before the release its memory is not reused. `put` waits for
+  a credit and for room in the slab.
+* The sender's process owns the slab. A receiver may attach later and then gets all earlier items. The queue has at most
+  one receiving process. When that process closes its end or dies, `put` raises `anyio.BrokenResourceError`.
+* If the sending process dies before it closes its end, the receiver gets the remaining items and then
+  `anyio.BrokenResourceError`. (For records that must survive a death use `record_ring.py`.)
+* `put` copies on the calling thread. Ten megabytes take a few milliseconds.
 
-The same for tensors, on a CUDA device through CUDA IPC: `device_queue`.
+`device_queue.py` has the same queue for tensors on a CUDA device, through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .. import rendezvous
 from ..memory.handles import Handle
 from ..memory.segment import Segment, parts_of
 from ..memory.slab import Slab
-from .queue import QueueEnd, wait_in, wake_all
+from .queue import QueueEnd, wait_for_wake, wake_all
 from .tensor_wire import (
     DEVICE,
     END,
     HELLO,
     HOST,
-    Line,
+    MessageSocket,
     handles_of,
     hello_message,
     item_message,
@@ -57,12 +57,12 @@ from .tensor_wire import (
     release_message,
 )
 
-# The owner's event loop has at least this long to answer.
+# The least time in which the owner's event loop must answer a receiver.
 _ANSWER_S = 5.0
 
 
 class _TensorEnd(QueueEnd):
-    """What both ends have: the slab, and who waits."""
+    """Base of both ends: the slab, and the tasks that wait."""
 
     def __init__(self, slab: Slab, capacity: int) -> None:
         self.name, self.slab, self.capacity = slab.segment.name, slab, capacity
@@ -72,9 +72,9 @@ class _TensorEnd(QueueEnd):
 
 
 class TensorSender(_TensorEnd):
-    """The send end: see the module. Every producer uses the same one.
+    """The send end, see the module. All producers share the end.
 
-    What is special about shared memory, and otherwise on a device, is in the last four methods.
+    A queue on a device overrides the last four methods.
     """
 
     kind = HOST
@@ -82,30 +82,31 @@ class TensorSender(_TensorEnd):
     def __init__(self, slab: Slab, capacity: int) -> None:
         super().__init__(slab, capacity)
         self.puts = 0
-        self.gone = False  # nobody receives any more
-        self.same_process = False  # as the receiver
-        # Where each item lies that was put and not released, by its number.
+        self.receiver_gone = False
+        self.same_process = False  # whether sender and receiver are in one process
+        # The item's number -> the start of its block, for items that were put and not released.
         self._outstanding: dict[int, int] = {}
-        self._early: deque[bytes] = deque()  # before a receiver came
-        self._line: Line | None = None
+        self._unsent: deque[bytes] = deque()  # messages before a receiver attached
+        self._socket: MessageSocket | None = None
         self._listener: socket.socket | None = rendezvous.listen(slab.segment)
-        self._loop.add_reader(self._listener.fileno(), self._exchange)
+        self._loop.add_reader(self._listener.fileno(), self._process_messages)
 
     @property
     def depth(self) -> int:
-        """Items that were put and not released, as far as this side knows."""
+        """The number of items that were put, and whose release this process has not yet received."""
         return len(self._outstanding)
 
     @property
     def has_receiver(self) -> bool:
-        """Somebody attached, and has not left."""
-        return self._line is not None and not self.gone
+        """Whether a receiver is attached."""
+        return self._socket is not None and not self.receiver_gone
 
     def put_nowait(self, item: Mapping[str, Any]) -> None:
-        """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit; TypeError and
-        ValueError for what is no tensor; anyio.BrokenResourceError without a receiver; anyio.ClosedResourceError."""
+        """Put an item, or raise anyio.WouldBlock without a credit or room. Other errors: OutOfMemory for an item larger
+        than the slab; TypeError and ValueError for values that are no numbers; anyio.BrokenResourceError if the
+        receiver has ended; anyio.ClosedResourceError."""
         self._check_open()
-        self._exchange()
+        self._process_messages()
         self._check_open()
         pieces, size = self.lay_out(item)
         if len(self._outstanding) >= self.capacity:
@@ -126,86 +127,86 @@ class TensorSender(_TensorEnd):
         self._post(message)
 
     async def put(self, item: Mapping[str, Any]) -> None:
-        """Wait for a credit and for room, then put. A cancelled `put` did not put. Errors: as `put_nowait`, also while it
-        waits."""
+        """Wait for a credit and for room, then put. A cancelled `put` has put no item. Errors: as `put_nowait`, also
+        during the wait."""
         while True:
             try:
                 return self.put_nowait(item)
             except anyio.WouldBlock:
                 pass
-            await wait_in(self._waiters)
+            await wait_for_wake(self._waiters)
 
     def close(self) -> None:
-        """Let the receiver end once it has taken what was put. Closing twice is fine."""
+        """Close the send end. The receiver gets the remaining items and then the end. Closing twice is fine."""
         if not self.closed:
             self.closed = True
-            if not self.gone:
+            if not self.receiver_gone:
                 self._post(END)
             wake_all(self._waiters)
 
     async def wait_delivered(self) -> None:
-        """Until nothing is left that only this process knows of, or nobody is there to want it."""
-        while not (self.gone or (self._line is not None and not self._line.unsent and not self._early)):
-            await wait_in(self._waiters)
+        """Wait until a receiver has been sent all messages, or has ended."""
+        while not (self.receiver_gone or (self._socket is not None and not self._socket.unsent and not self._unsent)):
+            await wait_for_wake(self._waiters)
 
-    def hang_up(self) -> None:
-        """Let go of the receiver and of the memory; nobody can come any more."""
+    def disconnect(self) -> None:
+        """Disconnect the receiver, refuse new receivers, and close the slab."""
         self._close_listener()
-        if self._line is not None:
-            self._line.close()
-        self.gone = True
+        if self._socket is not None:
+            self._socket.close()
+        self.receiver_gone = True
         wake_all(self._waiters)
         self.slab.close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise anyio.ClosedResourceError
-        if self.gone:
+        if self.receiver_gone:
             raise anyio.BrokenResourceError
 
-    def _exchange(self) -> None:
-        """Whatever can move, without blocking: a receiver comes, credits come back, it goes."""
+    def _process_messages(self) -> None:
+        """Process, without blocking, a new receiver, its releases and its end."""
         if self._listener is not None:
             self._accept()
-        if self._line is None:
+        if self._socket is None:
             return
-        messages, over = self._line.receive()
+        messages, ended = self._socket.receive()
         for message in messages:
             self.on_message(message)
-        if over:
-            self.gone = True
-            self._line.close()
+        if ended:
+            self.receiver_gone = True
+            self._socket.close()
             for start in self._outstanding.values():
                 self.slab.free(start)
             self._outstanding.clear()
-        if messages or over:
-            # All of them: their items have different sizes, and the first one need not fit.
+        if messages or ended:
+            # Wake all waiters: items have different sizes, so a later waiter may fit where the first does not.
             wake_all(self._waiters)
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            connection, _ = self._listener.accept()
+            connection, _address = self._listener.accept()
         except BlockingIOError:
             return
         if not rendezvous.trusted(connection):
             connection.close()
             return
         self.same_process = rendezvous.peer(connection)[0] == os.getpid()
-        self._close_listener()  # one receiver: the next one finds that nobody listens
-        self._line = Line(self._loop, connection, self._exchange, lambda: wake_all(self._waiters))
-        while self._early:
-            self._line.send(self._early.popleft())
-        # Last: who was greeted has everything that was put before, whatever dies now.
-        self._line.send(hello_message(self.kind, self.capacity))
+        self._close_listener()  # a second receiver is refused
+        self._socket = MessageSocket(self._loop, connection, self._process_messages, lambda: wake_all(self._waiters))
+        while self._unsent:
+            self._socket.send(self._unsent.popleft())
+        # The greeting is last: a greeted receiver has all earlier items, even if this process dies now.
+        self._socket.send(hello_message(self.kind, self.capacity))
         wake_all(self._waiters)
 
     def _post(self, message: bytes) -> None:
-        """Send a message, or keep it until a receiver comes."""
-        if self._line is None:
-            self._early.append(message)
+        """Send a message, or keep the message until a receiver attaches."""
+        if self._socket is None:
+            self._unsent.append(message)
         else:
-            self._line.send(message)
+            self._socket.send(message)
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -213,14 +214,14 @@ class TensorSender(_TensorEnd):
             self._listener.close()
             self._listener = None
 
-    # -- what a queue on a device does in its own way
+    # -- overridden for a queue on a device
 
     def lay_out(self, item: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-        """The item's pieces with their places in a block, and the bytes of that block."""
+        """(the pieces of an item with their offsets, the bytes of the item's block)."""
         return lay_out(item)
 
     def fill(self, start: int, pieces: Mapping[str, Any]) -> bytes:
-        """Copy the pieces into the slab; the message that says where they lie."""
+        """Copy the pieces into the block at `start`. Returns the message with their handles."""
         handles = {}
         for name, piece in pieces.items():
             handle = self.slab.handle(start + piece.offset, piece.dtype, piece.values.shape)
@@ -229,28 +230,29 @@ class TensorSender(_TensorEnd):
         return item_message(self.puts, handles)
 
     def on_message(self, message: bytes) -> None:
-        """The receiver released an item."""
+        """Process the release of an item."""
         start = self._outstanding.pop(number_of(message), None)
         if start is not None:
             self.slab.free(start)
 
-    async def wait_let_go(self) -> None:
-        """Until the memory may go: shared memory stays for whoever has it mapped."""
+    async def wait_unmapped(self) -> None:
+        """Wait until the memory may be freed. Shared memory may be freed at once: mappings keep it."""
 
 
 class Received(Mapping[str, Any]):
-    """An item: arrays by name, views of shared memory that are the receiver's to read and write until the release.
+    """An item: arrays by tensor name. The arrays are views of shared memory, which the receiver may read and write.
 
-    `with item:` releases it at the end; do not look at its arrays after that.
+    The end of `with item:` releases the item. Do not use its arrays afterwards.
     """
 
     def __init__(self, receiver: TensorReceiver, number: int, handles: Mapping[str, Handle]) -> None:
-        claim = _Claim()
+        item_life = _ItemLife()
         self._receiver, self._number = receiver, number
-        self._arrays = {name: receiver.look(handle, claim) for name, handle in handles.items()}
-        self._finalizer = weakref.finalize(claim, receiver.release_later, number)
+        self._arrays = {name: receiver.open_tensor(handle, item_life) for name, handle in handles.items()}
+        self._finalizer = weakref.finalize(item_life, receiver.release_from_finalizer, number)
         self._finalizer.atexit = False
-        self._claim: _Claim | None = claim  # an item without arrays is released with the item itself
+        # Without arrays, this reference alone delays the release until the item is collected.
+        self._item_life: _ItemLife | None = item_life
 
     def __getitem__(self, name: str) -> Any:
         return self._arrays[name]
@@ -262,7 +264,7 @@ class Received(Mapping[str, Any]):
         return len(self._arrays)
 
     def release(self) -> None:
-        """The memory and the credit go back to the sender. Twice is fine."""
+        """Return memory and credit to the sender. A second release does nothing."""
         if self._finalizer.detach() is not None:
             self._receiver.release(self._number)
 
@@ -273,52 +275,52 @@ class Received(Mapping[str, Any]):
         self.release()
 
 
-class _Claim:
-    """Lives as long as an array of its item does."""
+class _ItemLife:
+    """Each array of an item refers to this object. Its finalizer releases the item."""
 
     __slots__ = ("__weakref__",)
 
 
 class TensorReceiver(_TensorEnd):
-    """The receive end: `async for` until the sender is closed. Each item goes to one of the tasks that iterate."""
+    """The receive end. Tasks that iterate over it share the items, until the sender is closed."""
 
     kind = HOST
 
     def __init__(self, slab: Slab, connection: socket.socket) -> None:
         super().__init__(slab, 0)
-        self.greeting: bytes | None = None  # what the sender's memory is; None: it has not answered
-        self._items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # and the message
+        self.greeting: bytes | None = None  # the kind of memory; None until the sender answers
+        self._items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # number, handles, message
         self._ended = self._broken = False
-        self._unreleased: deque[int] = deque()  # filled by the garbage collector
-        self._line = Line(self._loop, connection, self._exchange)
+        self._unreleased: deque[int] = deque()  # filled by finalizers
+        self._socket = MessageSocket(self._loop, connection, self._process_messages)
 
     async def wait_greeted(self) -> bool:
-        """Whether the sender answered; False where another receiver has it."""
-        while self.greeting is None and self._line.open:
-            await wait_in(self._waiters)
+        """Wait for the sender's greeting. Returns False if another receiver has the queue."""
+        while self.greeting is None and self._socket.open:
+            await wait_for_wake(self._waiters)
         return self.greeting is not None
 
     def get_nowait(self) -> Received:
-        """The next item, or anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item,
-        anyio.BrokenResourceError where the sender died, anyio.ClosedResourceError."""
+        """The next item, or raise anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item;
+        anyio.BrokenResourceError if the sender died; anyio.ClosedResourceError."""
         if self.closed:
             raise anyio.ClosedResourceError
         if not self._items:
-            self._exchange()
+            self._process_messages()
         if not self._items:
             if self._broken:
                 raise anyio.BrokenResourceError
             raise anyio.EndOfStream if self._ended else anyio.WouldBlock
-        return self.take()
+        return self.next_item()
 
     async def get(self) -> Received:
-        """Wait for an item. A cancelled `get` did not take. Errors: as `get_nowait`, also while it waits."""
+        """Wait for an item. A cancelled `get` has taken no item. Errors: as `get_nowait`, also during the wait."""
         while True:
             try:
                 return self.get_nowait()
             except anyio.WouldBlock:
                 pass
-            await wait_in(self._waiters)
+            await wait_for_wake(self._waiters)
 
     def __aiter__(self) -> TensorReceiver:
         return self
@@ -330,26 +332,26 @@ class TensorReceiver(_TensorEnd):
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """End the sender's puts; items left are dropped, and arrays that are still held keep the memory. Closing twice is fine."""
+        """Close the receive end; remaining items are lost. Arrays in use keep their memory. Closing twice is fine."""
         if not self.closed:
             self.closed = True
-            self.leave()
+            self.disconnect()
             self.slab.close()
             wake_all(self._waiters)
 
-    def release_later(self, number: int) -> None:
-        """From a finalizer: any thread, at any moment."""
+    def release_from_finalizer(self, number: int) -> None:
+        """Release an item from its finalizer, which may run on any thread at any time."""
         self._unreleased.append(number)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the connection ended with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the connection
             self._loop.call_soon_threadsafe(self._release_all)
 
     def _release_all(self) -> None:
         while self._unreleased:
             self.release(self._unreleased.popleft())
 
-    def _exchange(self) -> None:
-        """Take what came, without blocking."""
-        messages, over = self._line.receive()
+    def _process_messages(self) -> None:
+        """Process the received messages, without blocking."""
+        messages, ended = self._socket.receive()
         for message in messages:
             if message[:1] == HELLO:
                 self.capacity, self.greeting = number_of(message), kind_of(message)
@@ -357,52 +359,53 @@ class TensorReceiver(_TensorEnd):
                 self._ended = True
             else:
                 self._items.append((number_of(message), handles_of(message), message))
-        if over:
+        if ended:
             self._broken = not self._ended
-            self.on_hang_up()
-        if messages or over:
+            self.on_sender_end()
+        if messages or ended:
             wake_all(self._waiters)
 
-    # -- what a queue on a device does in its own way
+    # -- overridden for a queue on a device
 
-    def look(self, handle: Handle, claim: object) -> Any:
-        """The array or tensor that a handle names; it keeps `claim`."""
-        return self.slab.array(handle, keep=claim)
+    def open_tensor(self, handle: Handle, item_life: object) -> Any:
+        """The array of a handle. The array keeps `item_life` alive."""
+        return self.slab.array(handle, keep=item_life)
 
-    def take(self) -> Received:
-        """The next item, which is there."""
-        number, handles, _ = self._items.popleft()
+    def next_item(self) -> Received:
+        """Remove and return the first received item."""
+        number, handles, _message = self._items.popleft()
         return Received(self, number, handles)
 
     def release(self, number: int) -> None:
-        """Send the release of an item."""
-        if self._line.open:
-            self._line.send(release_message(number))
+        """Send the release of an item to the sender."""
+        if self._socket.open:
+            self._socket.send(release_message(number))
 
-    def on_hang_up(self) -> None:
-        """The sender is gone. Its memory stays as long as anybody has it mapped."""
-        self._line.close()
+    def on_sender_end(self) -> None:
+        """Close the socket after the sender's end. Received items stay valid, because mappings keep shared memory."""
+        self._socket.close()
 
-    def leave(self) -> None:
-        """Hang up on the sender."""
-        self._line.close()
+    def disconnect(self) -> None:
+        """Disconnect from the sender."""
+        self._socket.close()
 
 
 @asynccontextmanager
 async def share_queue(name: str, capacity: int, size: int, *, linger_s: float = 30.0) -> AsyncIterator[TensorSender]:
-    """The sending side: a slab `name` with `size` bytes of shared memory, and its send end.
+    """A context with the send end of a new queue: a slab `name` of `size` bytes in shared memory.
 
-    At the end every item that was put is handed over first: a receiver that has not come yet is waited for, at most
-    `linger_s`. After an error or a cancellation nobody waits. Errors: ArenaOwned where the name is in use, TransportError
-    where something else of that name is left, OutOfMemory; TransportError at the end where nobody came for the items.
+    The end of the context waits at most `linger_s` seconds until a receiver has attached and got all items. After an
+    error or a cancellation it does not wait.
+    Errors: ArenaOwned if the name is in use; TransportError if record rings of this name exist; OutOfMemory; at the end
+    TransportError if no receiver attached for the items.
     """
-    await prepare(name, capacity)
-    async with serve(Slab.create(name, size, device="cpu"), TensorSender, capacity, linger_s) as sender:
+    await prepare_name(name, capacity)
+    async with run_sender(Slab.create(name, size, device="cpu"), TensorSender, capacity, linger_s) as sender:
         yield sender
 
 
-async def prepare(name: str, capacity: int) -> None:
-    """Remove what a sender that was killed left. Errors: ArenaOwned; TransportError where records of a ring lie there."""
+async def prepare_name(name: str, capacity: int) -> None:
+    """Remove the slab of a killed sender. Errors: ArenaOwned; TransportError if record rings of this name exist."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     await offload(lambda: _remove_leftover(name), "shared memory")
@@ -417,50 +420,49 @@ def _remove_leftover(name: str) -> None:
     segment.close(unlink=not rings)
     if rings:
         raise TransportError(
-            f"queue {name!r}: {segment.path} is no queue's: {len(rings)} record rings belong to it, and nobody owns it now. "
-            f"Give the queue another name, start the run of those rings again, or remove it with `asyncrl shm clear {name}`"
+            f"queue {name!r}: {segment.path} is no queue's: {len(rings)} record rings belong to it and have no owner. Give the "
+            f"queue another name, start the run of those rings again, or remove it with `asyncrl shm clear {name}`"
         )
 
 
 @asynccontextmanager
-async def serve(slab: Slab, end: type[TensorSender], capacity: int, linger_s: float) -> AsyncIterator[TensorSender]:
-    """The life of a sending side, which takes the slab over, whatever memory it has. As `share_queue`."""
+async def run_sender(
+    slab: Slab, end_class: type[TensorSender], capacity: int, linger_s: float
+) -> AsyncIterator[TensorSender]:
+    """A context with the send end of a queue in the given slab, which the context closes. As `share_queue`."""
     try:
-        sender = end(slab, capacity)
+        sender = end_class(slab, capacity)
     except BaseException:
         slab.close()
         raise
     try:
         yield sender
         sender.close()
-        with anyio.move_on_after(linger_s) as patience:
+        with anyio.move_on_after(linger_s) as scope:
             if sender.puts:
                 await sender.wait_delivered()
-            await sender.wait_let_go()
-        if patience.cancelled_caught:
-            came = (
-                "the receiver did not let go of all"
-                if sender.has_receiver or sender.gone
-                else "no receiver came for them"
-            )
-            raise TransportError(f"queue {sender.name!r}: {sender.depth} items were put and {came} in {linger_s} s")
+            await sender.wait_unmapped()
+        if scope.cancelled_caught:
+            attached = sender.has_receiver or sender.receiver_gone
+            cause = "the receiver did not release all" if attached else "no receiver attached"
+            raise TransportError(f"queue {sender.name!r}: {sender.depth} items were put and {cause} in {linger_s} s")
     finally:
-        sender.hang_up()
+        sender.disconnect()
 
 
 async def attach_queue(name: str, *, timeout_s: float = 30.0) -> TensorReceiver:
-    """The receive end of a queue that another process shares, or will share within `timeout_s`.
+    """The receive end of the queue `name` of another process. Waits at most `timeout_s` seconds for the queue.
 
-    Errors: RingDetached where nobody shares it, or another receiver has it.
+    Errors: RingDetached if no process shares the queue, or another receiver has it.
     """
-    return await attach(TensorReceiver, name, timeout_s)
+    return await attach_receiver(TensorReceiver, name, timeout_s)
 
 
-async def attach(end: type[TensorReceiver], name: str, timeout_s: float) -> TensorReceiver:
-    """The receiving side of whatever memory. As `attach_queue`."""
+async def attach_receiver(end_class: type[TensorReceiver], name: str, timeout_s: float) -> TensorReceiver:
+    """As `attach_queue`, for an end of class `end_class`."""
     deadline = anyio.current_time() + timeout_s
     while True:
-        receiver = _connect(end, name)
+        receiver = _connect(end_class, name)
         if receiver is not None:
             try:
                 with anyio.fail_after(max(_ANSWER_S, deadline - anyio.current_time())):
@@ -470,38 +472,42 @@ async def attach(end: type[TensorReceiver], name: str, timeout_s: float) -> Tens
                     return receiver
             except TimeoutError:
                 receiver.close()
-                raise RingDetached(f"queue {name!r}: its owner does not answer; its event loop is blocked") from None
+                raise RingDetached(
+                    f"queue {name!r}: its owner does not answer; its event loop is blocked: keep blocking calls off the loop"
+                ) from None
             except BaseException:
                 receiver.close()
                 raise
             receiver.close()
         if anyio.current_time() >= deadline:
-            found = "nobody shares it, or another receiver has it" if receiver is None else "another receiver has it"
-            raise RingDetached(f"queue {name!r}: {found}; waited {timeout_s} s")
-        await anyio.sleep(0.02)  # there is no event for a name that begins to exist
+            cause = "nobody shares it, or another receiver has it" if receiver is None else "another receiver has it"
+            raise RingDetached(
+                f"queue {name!r}: {cause}; waited {timeout_s} s: start its sender, or close that receiver"
+            )
+        await anyio.sleep(0.02)  # the kernel has no event for a new name
 
 
 def _check_kind(receiver: TensorReceiver) -> None:
     if receiver.greeting != receiver.kind:
-        device = receiver.greeting == DEVICE
-        there, call = ("on a device", "attach_device_queue") if device else ("in shared memory", "attach_queue")
-        raise TransportError(f"queue {receiver.name!r}: its items lie {there}; receive them with `{call}`")
-    # A device that cannot be opened is an error here, not at the first item.
+        on_device = receiver.greeting == DEVICE
+        place, call = ("on a device", "attach_device_queue") if on_device else ("in shared memory", "attach_queue")
+        raise TransportError(f"queue {receiver.name!r}: its items lie {place}; receive them with `{call}`")
+    # Open the memory now: a device that cannot be opened is an error here, not at the first item.
     _ = receiver.slab.memory
 
 
-def _connect(end: type[TensorReceiver], name: str) -> TensorReceiver | None:
-    """None where nobody shares the name, or nobody listens any more."""
+def _connect(end_class: type[TensorReceiver], name: str) -> TensorReceiver | None:
+    """A new receive end; None if no process shares the name, or no sender accepts a receiver."""
     try:
         slab = Slab.attach(name)
     except FileNotFoundError:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        connection.connect(rendezvous.address(slab.segment))  # to a local socket: at once, or refused
+        connection.connect(rendezvous.address(slab.segment))  # a local socket connects at once or refuses
         if not rendezvous.trusted(connection):
-            raise ConnectionRefusedError  # somebody else's socket is nobody's
-        return end(slab, connection)
+            raise ConnectionRefusedError  # the socket belongs to another user
+        return end_class(slab, connection)
     except BaseException as error:
         connection.close()
         slab.close()

@@ -1,10 +1,10 @@
-"""What travels beside the slab for a tensor queue between processes: short messages over one AF_UNIX socket.
+"""The messages of a tensor queue between processes, over one AF_UNIX socket. The tensors themselves are in the slab.
 
-sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes      H, capacity, kind of memory
-receiver -> sender   R, number: the item was released, its memory and its credit go back
+sender -> receiver   I, number, (name, handle) of every tensor      E: no more items      H, capacity, kind of memory
+receiver -> sender   R, number: the item is released, and its memory and credit are free
 
-A slab on a device adds: to I the slot and the fence behind which the item is written, to R the fence behind which it was
-read, and C from a receiver that takes nothing more but may still look at what it has.
+For a slab on a device, I also has the slot of the item and the fence after its writes, and R has the fence after its
+reads. A receiver that closes sends C: it takes no more items, but may still read its tensors.
 """
 
 from __future__ import annotations
@@ -19,76 +19,76 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..memory.handles import Handle, dtype_name
 
-LARGEST = 65_536  # bytes of a message: some 400 tensors an item
+LARGEST = 65_536  # bytes of a message: about 400 tensors an item
 ALIGNMENT = 64
 HELLO, END, CLOSED = b"H", b"E", b"C"
-HOST, DEVICE = b"host", b"device"  # what a greeting says about the memory
+HOST, DEVICE = b"host", b"device"  # kinds of memory in a HELLO
 _NUMBER = struct.Struct("<cQ")
 _COUNT = struct.Struct("<H")
 _PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
 
 
 def item_message(number: int, handles: Mapping[str, Handle], most: int = LARGEST) -> bytes:
-    """Errors: ValueError for more tensors than one message of `most` bytes names."""
+    """The message of item `number`. Errors: ValueError if its handles need more than `most` bytes."""
     parts = [_NUMBER.pack(b"I", number), _COUNT.pack(len(handles))]
     for name, handle in handles.items():
         encoded, raw = name.encode(), handle.encode()
         parts += [_PART.pack(len(encoded), len(raw)), encoded, raw]
     message = b"".join(parts)
     if len(message) > most:
-        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {most}")
+        raise ValueError(f"an item needs {len(message)} bytes of handles; at most {most}: put fewer tensors in an item")
     return message
 
 
 def hello_message(kind: bytes, capacity: int) -> bytes:
-    """H: who reads this has got everything that was put before."""
+    """The greeting. The sender sends it after all earlier items, so a greeted receiver has every item put before."""
     return _NUMBER.pack(HELLO, capacity) + kind
 
 
 def kind_of(message: bytes) -> bytes:
-    """What H says of the memory."""
+    """The kind of memory in a greeting."""
     return message[_NUMBER.size :]
 
 
 def release_message(number: int) -> bytes:
-    """R: the item was released."""
+    """The message that the receiver has released item `number`."""
     return _NUMBER.pack(b"R", number)
 
 
 def number_of(message: bytes) -> int:
-    """Which item a message is about; of H, the capacity."""
+    """The number of the item in a message; in a greeting, the capacity."""
     return int(_NUMBER.unpack_from(message)[1])
 
 
 def handles_of(message: bytes) -> dict[str, Handle]:
-    """Errors: StaleHandle for bytes that are no handle."""
+    """The handles of an item message by tensor name. Errors: StaleHandle for bytes that are no handle."""
     [count], start = _COUNT.unpack_from(message, _NUMBER.size), _NUMBER.size + _COUNT.size
     handles = {}
     for _ in range(count):
-        name, raw = _PART.unpack_from(message, start)
+        name_bytes, handle_bytes = _PART.unpack_from(message, start)
         start += _PART.size
-        handles[message[start : start + name].decode()] = Handle.decode(message[start + name : start + name + raw])
-        start += name + raw
+        middle, end = start + name_bytes, start + name_bytes + handle_bytes
+        handles[message[start:middle].decode()] = Handle.decode(message[middle:end])
+        start = end
     return handles
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of an item, and where in the item's block it goes."""
+    """One numpy array or torch tensor of an item. `offset`: its first byte in the memory block of the item."""
 
-    values: npt.NDArray[Any]
+    values: Any
     dtype: str
     offset: int
 
 
 def lay_out(item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
-    """The tensors of an item one after the other, 64-byte aligned; and the bytes they take.
+    """(the tensors of an item with offsets that are multiples of 64, the bytes of the item's block).
 
-    Errors: TypeError for what is no numpy array, ValueError for arrays of objects.
+    Errors: TypeError for a value that is no numpy array, ValueError for an array of objects.
     """
     pieces: dict[str, Piece] = {}
     size = 0
@@ -100,8 +100,8 @@ def lay_out(item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
     return pieces, max(size, ALIGNMENT)
 
 
-class Line:
-    """One end of the connection: whole messages in and out, never blocking, in order."""
+class MessageSocket:
+    """A socket that sends and receives whole messages in order, without blocking."""
 
     def __init__(
         self,
@@ -110,49 +110,50 @@ class Line:
         on_readable: Callable[[], None],
         on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_sent`: what had to wait for the other side to read has gone out."""
+        """`on_readable`: called when messages or an end can be read. `on_sent`: called when the buffer of unsent
+        messages is empty again."""
         connection.setblocking(False)
         self._on_sent = on_sent
         self._loop = loop
         self._socket = connection
-        self._waiting: deque[bytes] = deque()
-        self._writing = False
-        self._reset = False
+        self._unsent: deque[bytes] = deque()
+        self._has_writer = False
+        self._reset_seen = False
         self.open = True
         loop.add_reader(connection.fileno(), on_readable)
 
     @property
     def unsent(self) -> int:
-        """Messages that wait for the other side to read."""
-        return len(self._waiting)
+        """The number of messages that wait until the receiver reads."""
+        return len(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Now, or as soon as the other side has read something. To a closed line: nothing (its reader hears of it)."""
-        self._waiting.append(message)
+        """Send now, or when the receiver has read earlier messages. After the other side's end, drop the message."""
+        self._unsent.append(message)
         self._flush()
 
     def _flush(self) -> None:
-        while self.open and self._waiting:
+        while self.open and self._unsent:
             try:
-                self._socket.send(self._waiting[0], socket.MSG_NOSIGNAL)
+                self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 break
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                     raise
-                self._waiting.clear()
+                self._unsent.clear()
                 return
-            self._waiting.popleft()
-        if self.open and bool(self._waiting) != self._writing:
-            self._writing = bool(self._waiting)
-            if self._writing:
+            self._unsent.popleft()
+        if self.open and bool(self._unsent) != self._has_writer:
+            self._has_writer = bool(self._unsent)
+            if self._has_writer:
                 self._loop.add_writer(self._socket.fileno(), self._flush)
             else:
                 self._loop.remove_writer(self._socket.fileno())
                 self._on_sent()
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """The messages that are here, and whether the other side has hung up after them."""
+        """(the messages that can be read now, whether the other side has closed after them)."""
         messages: list[bytes] = []
         while self.open:
             try:
@@ -160,11 +161,11 @@ class Line:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                # The other side closed while something of ours lay unread with it. The kernel says so once, before the
-                # messages that it sent earlier: those are still here.
-                if self._reset:
+                # The other side closed with unread messages of ours. The kernel reports the reset once, before earlier
+                # messages of the other side; so read on.
+                if self._reset_seen:
                     return messages, True
-                self._reset = True
+                self._reset_seen = True
                 continue
             if not message:
                 return messages, True
@@ -172,14 +173,14 @@ class Line:
         return messages, False
 
     def close(self) -> None:
-        """Hang up; what was not sent is dropped. Twice is fine."""
+        """Close the socket. Unsent messages are lost. Closing twice is fine."""
         if self.open:
             self.detach().close()
 
     def detach(self) -> socket.socket:
-        """The line ends here, but not for the other side: it does when the returned socket is closed."""
+        """Stop using the socket, and return it. For the other side the connection ends when the socket is closed."""
         self.open = False
         self._loop.remove_reader(self._socket.fileno())
-        if self._writing:
+        if self._has_writer:
             self._loop.remove_writer(self._socket.fileno())
         return self._socket

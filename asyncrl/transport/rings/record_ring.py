@@ -38,7 +38,7 @@ from ...errors import ArenaOwned, LifecycleError, OutOfMemory, RecordError, Segm
 from ...records.read import Record
 from .. import rendezvous
 from ..memory.segment import Segment, locked, new_part, parts_of, path_of
-from ..queues.queue import wait_in, waiting, wake_all, wake_one
+from ..queues.queue import record_wait, wait_for_wake, wake_all, wake_one
 from .link import Link, Reception
 from .ring import ring_bytes
 from .types import CameBefore, Damage, Delivery, RingSettings, RingStatistics
@@ -244,10 +244,10 @@ class RecordRing:
                 except anyio.ClosedResourceError:
                     raise ended from None
             if self.recorder is None:
-                await wait_in(self._getters)
+                await wait_for_wake(self._getters)
             else:
-                with waiting(self.recorder, "a record", f"a producer of ring {self.name}", "group"):
-                    await wait_in(self._getters)
+                with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", "group"):
+                    await wait_for_wake(self._getters)
 
     def publish_version(self, version: int) -> None:
         """Let every producer know the policy version."""
