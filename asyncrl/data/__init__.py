@@ -1,5 +1,5 @@
-"""From prompts to microbatches: rows of data, groups of trajectories as columns, packing. Numpy, no engine, no trainer.
+"""From rows of prompts to microbatches, in numpy: nothing here needs an engine or a trainer.
 
-Start reading in `prompts.py` (what is asked), `stash.py` and `store.py` (where groups wait until they are whole and trained) and
-`packing.py` (how they become the rows of a microbatch).
+Start reading in `prompts.py` (the stream of prompts). Members of a group wait in `stash.py` until the group is whole.
+Whole groups wait in `store.py` until they are trained. `packing.py` packs groups into microbatches.
 """

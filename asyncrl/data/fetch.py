@@ -1,7 +1,7 @@
-"""Reading rows and writing results on the ranks of a replica that work on the same rows.
+"""Reads rows for the ranks of a replica, and writes their results. All ranks of a replica work on the same rows.
 
-fetch       leader_broadcast: one rank reads, its siblings receive        independent: every rank reads
-write_back  one rank of the replica writes, whichever way it was read
+`fetch` has two policies: `leader_broadcast` (rank 0 of the replica reads and broadcasts) and `independent` (every rank
+reads). With either policy exactly one rank of the replica writes results: see `write_back`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Policy: TypeAlias = Literal["auto", "leader_broadcast", "independent"]
 
 
 class Source(Protocol):
-    """Where rows are read."""
+    """A store as `fetch` sees it: rows can be read."""
 
     def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
-        """The columns of the rows that `meta` names, in its order; its fields by default."""
+        """The columns `fields` (default: `meta.fields`) of the rows of `meta`, in the order of `meta.ids`."""
         ...
 
 
 class ColumnSink(Protocol):
-    """Where results are written."""
+    """A store as `write_back` sees it: columns can be written."""
 
     def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
-        """Write these columns of the rows `ids` of a partition; what names the rows from now on."""
+        """Write columns of the rows `ids` of a partition. Returns the metadata of these rows with the new fields."""
         ...
 
 
@@ -44,51 +44,52 @@ def fetch(
     group: ReplicaGroup | None = None,
     policy: Policy = "auto",
 ) -> Columns:
-    """The columns of these rows, the same on every rank of the replica.
+    """The columns `fields` (default: `meta.fields`) of the rows of `meta`, equal on every rank of the replica.
 
-    auto: leader_broadcast where the replica has siblings (`group`), else independent. Only ranks that read need a source.
-    Errors: LifecycleError for leader_broadcast without a group, or a reader without a source; DataError where the
-    siblings ask for different rows; what the source raises on the reader, FetchFailed on its siblings.
+    `auto` is leader_broadcast in a replica of several ranks, else independent. Only a rank that reads needs a source.
+    Errors: LifecycleError for leader_broadcast without a group, or a rank that reads without a source. DataError if the
+    ranks ask for different rows. If the source raises on the leader, the other ranks raise FetchFailed.
     """
     if policy == "leader_broadcast" and group is None:
-        raise LifecycleError("fetch: leader_broadcast needs the replica's group; this rank has none (use auto)")
+        raise LifecycleError("fetch: leader_broadcast needs the replica's group; this rank has none; use auto")
     if policy == "independent" or group is None or (policy == "auto" and group.size == 1):
         return _read(source, meta, fields)
-    asked = [meta.partition, list(meta.ids), list(fields or meta.fields)]
-    arrays, (found, order, objects) = group.share(lambda: _flatten(_read(source, meta, fields), asked))
-    if found != asked:
+    request = [meta.partition, list(meta.ids), list(fields or meta.fields)]
+    arrays, (leader_request, names, objects) = group.share(lambda: _flatten(_read(source, meta, fields), request))
+    if leader_request != request:
+        partition, ids, columns = leader_request
         raise DataError(
-            f"fetch: the siblings of a replica ask for different rows: the leader for {len(found[1])} of {found[0]!r} "
-            f"with {list(found[2])}, this rank for {len(asked[1])} of {asked[0]!r} with {list(asked[2])}"
+            f"fetch: the siblings of a replica ask for different rows: the leader for {len(ids)} rows of {partition!r} "
+            f"with the columns {columns}, this rank for {len(request[1])} rows of {request[0]!r} with {request[2]}; use one request"
         )
-    return {name: _column(name, arrays, objects) for name in order}
+    return {name: _unflatten(name, arrays, objects) for name in names}
 
 
 def write_back(
     sink: ColumnSink | None, meta: BatchMeta, columns: Mapping[str, Any], coordinates: Coordinates
 ) -> BatchMeta:
-    """More columns for these rows: every rank of a replica calls, the one at tp = cp = pp = 0 writes.
+    """Write more columns of the rows of `meta`. Every rank calls; only the rank at tp = cp = pp = 0 writes.
 
-    Returns the batch with these fields, on every rank. Errors: DataError, before anything is written and on every rank,
-    for columns that do not count up to the rows; LifecycleError for the writer without a sink.
+    Returns `meta` with the new fields, on every rank. Errors: DataError on every rank, before anything is written, for a
+    column whose length is not the number of rows. LifecycleError on the rank that writes, if `sink` is None.
     """
     for name, column in columns.items():
         split(column, len(meta), name)
     if coordinates.writes:
         if sink is None:
-            raise LifecycleError(f"write_back: {coordinates} writes for its replica and has no store")
+            raise LifecycleError(f"write_back: the rank at {coordinates} writes for its replica; give it a store")
         sink.put(meta.partition, meta.ids, columns)
     return meta.with_fields(*columns)
 
 
 def _read(source: Source | None, meta: BatchMeta, fields: Sequence[str] | None) -> Columns:
     if source is None:
-        raise LifecycleError("fetch: this rank has to read the rows and has no store")
+        raise LifecycleError("fetch: this rank has to read the rows; give it a store")
     return source.get(meta, fields)
 
 
-def _flatten(columns: Columns, asked: Any) -> tuple[Arrays, Any]:
-    """Plain arrays (a jagged column is two), and what is no array: which columns, and the objects."""
+def _flatten(columns: Columns, request: Any) -> tuple[Arrays, Any]:
+    """(arrays, (request, names of the columns, object columns as lists)). A jagged column gives two arrays."""
     arrays: Arrays = {}
     objects: dict[str, list[Any]] = {}
     for name, column in columns.items():
@@ -98,10 +99,10 @@ def _flatten(columns: Columns, asked: Any) -> tuple[Arrays, Any]:
             objects[name] = column.tolist()
         else:
             arrays[f"dense/{name}"] = column
-    return arrays, (asked, list(columns), objects)
+    return arrays, (request, list(columns), objects)
 
 
-def _column(name: str, arrays: Arrays, objects: Mapping[str, list[Any]]) -> Any:
+def _unflatten(name: str, arrays: Arrays, objects: Mapping[str, list[Any]]) -> Any:
     if f"values/{name}" in arrays:
         return Jagged(arrays[f"values/{name}"], arrays[f"offsets/{name}"])
     if name not in objects:

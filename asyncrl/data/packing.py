@@ -1,22 +1,21 @@
-"""Packing groups into microbatches of prefix trees.
+"""Packs groups into microbatches of prefix trees.
 
-    tree of a group: [prompt][completion 0][completion 1]...      packed: [tree][tree]...
+    tree of a group: [prompt][completion 0][completion 1]...      microbatch: [tree][tree]...
 
-A prompt stands once per microbatch that holds completions of its group. A completion keeps only the tokens that have to
-run forward: those up to the last scored one, without that last one itself, which is only predicted. (So the hidden state
-at `source` exists for every target, and nothing else is computed.) A fully masked completion needs no token at all; its
-sequence is still counted, because sequence normalisers count it.
+A microbatch with completions of a group holds the prompt of the group once. Each completion ends before its last scored
+token, because that token is only a target of the loss. A completion without scored tokens takes no room, but its sequence
+is counted: losses that divide by the number of sequences need the count.
 
-Where routes of experts were recorded, members share a prompt only where its routes are the same: another choice makes other
-keys and values, and a weight update between two prefills, or a member from outside, may bring one. The routes of the prompt's
-last token are not compared, if it has others: each member records them as it samples its first token, in batches of different
-sizes, whose rounding alone may choose another expert. A shared prompt has those of the first completion behind it.
+With recorded expert routes, members share a prompt only if the prompt's routes are equal: other experts make other keys and
+values. Routes can differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of
+the last prompt token are not compared, unless the prompt has only one token. Each member records these routes with its first
+sampled token, in batches of different sizes, and rounding alone may choose another expert. A shared prompt gets the routes of
+the first member behind it.
 
-Trees are laid out greedily: groups in the order given, completions longest first, a new microbatch when the budget is
-full. A completion that is longer than the budget gets a microbatch of its own. Which microbatch holds what changes no
-gradient.
+Groups are packed in the given order, completions longest first. A new microbatch is opened when the token budget is full. A
+completion that is longer than the budget gets a microbatch of its own. The assignment to microbatches changes no gradient.
 
-Shape legend as in `types`: T packed tokens, S scored tokens, B sequences, G members of a group, L tokens of a trajectory.
+Shapes: T packed tokens, S scored tokens, s scored tokens of one trajectory, G members of a group, L tokens of a trajectory.
 """
 
 from __future__ import annotations
@@ -34,37 +33,38 @@ from asyncrl.types import Group, Microbatch, Trajectory
 
 from .store import OLD, REFERENCE, Column
 
-Columns: TypeAlias = Mapping[str, Column]  # of a group
+GroupColumns: TypeAlias = Mapping[str, Column]
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedRow:
-    """One trajectory to be packed. `forward`: suffix tokens that run; `scored`: indices [s] into the trajectory."""
+    """One trajectory to be packed. `scored`: indices [s] of the scored tokens in the trajectory."""
 
     trajectory: Trajectory
     advantage: float
     scored: npt.NDArray[np.int64]
-    piece: slice | None  # `scored` as a slice, where it stands in one piece
-    forward: int
-    place: int  # in its group
-    columns: Columns
+    scored_slice: slice | None  # set if `scored` has no gaps
+    forward: int  # tokens behind the prompt that are packed
+    index: int  # in its group
+    columns: GroupColumns
 
 
 @dataclass(slots=True)
 class _Tree:
-    """A prompt and the completions that share it in one microbatch. `prefix` is empty where no token is scored."""
+    """A prompt and the completions that share it in one microbatch. `prefix` is empty if no completion has scored tokens."""
 
     prefix: npt.NDArray[Any]
-    # [L, layers, k] of the member that gave the prefix, where it has some.
+    # [L, layers, k]: recorded routes of the member whose prompt is the prefix.
     routes: npt.NDArray[Any] | None = None
     rows: list[_PackedRow] = field(default_factory=list)
 
-    def takes(self, row: _PackedRow, prefix: npt.NDArray[Any]) -> bool:
-        """Whether `row` can stand behind the prefix, or gives the first one."""
+    def can_add(self, row: _PackedRow, prefix: npt.NDArray[Any]) -> bool:
+        """Whether the tree has no prefix yet, or its prefix and routes equal those of `row`."""
         if not prefix.size or not self.prefix.size:
             return True
         if not np.array_equal(prefix, self.prefix):
-            return False  # an environment gave this member another prompt
+            # An environment may give each member another prompt.
+            return False
         routes = row.trajectory.routed_experts
         if routes is None or self.routes is None:
             return True
@@ -75,17 +75,17 @@ class _Tree:
 def pack_groups(
     groups: Sequence[tuple[Group, npt.ArrayLike]],
     tokens_per_microbatch: int,
-    columns: Sequence[Columns] | None = None,
+    columns: Sequence[GroupColumns] | None = None,
 ) -> list[Microbatch]:
-    """`groups`: (group, advantages [G] in member order). Every trajectory lands in exactly one microbatch.
+    """Microbatches of these groups. Each trajectory is in exactly one microbatch.
 
-    columns: of each group the columns that were written for it (`data/store.py`): `REFERENCE` and `OLD`, [G] of [s], become
-    `reference_logprobs` and `old_logprobs` where every group has them. What a token brings is copied once, to its place in
-    the microbatch.
+    groups: pairs of a group and its advantages [G], in member order.
+    columns: one mapping per group, with columns from `data/store.py`. `REFERENCE` and `OLD`, each G arrays [s], become
+    `reference_logprobs` and `old_logprobs` of a microbatch in which every scored row has the column.
 
-    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single prompt with one
-    completion is longer. Errors: DataError where advantages and members do not fit, or a prompt token is to be scored
-    that nothing predicts; ValueError for a budget below 1.
+    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a prompt with a single
+    completion is longer. Errors: DataError for a number of advantages other than G, or a scored prompt token. ValueError
+    for a budget below 1.
     """
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
@@ -95,7 +95,7 @@ def pack_groups(
         trees: list[_Tree] = []  # of this group, in the open microbatch
         for row in _rows(group, advantages, written):
             prefix = _prefix(row)
-            tree = next((each for each in trees if each.takes(row, prefix)), None)
+            tree = next((tree for tree in trees if tree.can_add(row, prefix)), None)
             cost = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
             if not microbatches or (cost and used + cost > tokens_per_microbatch):
                 microbatches.append([])
@@ -112,34 +112,34 @@ def pack_groups(
     return [_assemble(trees) for trees in microbatches]
 
 
-def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_PackedRow]:
-    """The group's trajectories, longest forward part first (equal lengths in member order)."""
+def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> list[_PackedRow]:
+    """The trajectories of the group, sorted by `forward`, longest first; ties in member order."""
     values = np.asarray(advantages, dtype=np.float64).reshape(-1)
     if values.size != len(group.trajectories):
         raise DataError(
-            f"group {group.group_id}: {values.size} advantages for {len(group.trajectories)} trajectories; one each"
+            f"group {group.group_id}: {values.size} advantages for {len(group.trajectories)} trajectories; give one each"
         )
     rows = []
-    for place, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):
+    for index, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):
         scored = np.flatnonzero(trajectory.mask)
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(
                 f"group {group.group_id}, member {trajectory.member}: token {int(scored[0])} has loss mask 1, but the "
-                f"prompt has {trajectory.prompt_length} tokens; only what follows a prompt can be trained"
+                f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set 0 in the prompt"
             )
         forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
-        rows.append(_PackedRow(trajectory, advantage, scored, _piece(scored), forward, place, columns))
+        rows.append(_PackedRow(trajectory, advantage, scored, _as_slice(scored), forward, index, columns))
     return sorted(rows, key=lambda row: -row.forward)
 
 
-def _piece(scored: npt.NDArray[np.int64]) -> slice | None:
+def _as_slice(scored: npt.NDArray[np.int64]) -> slice | None:
     if not scored.size or scored[-1] - scored[0] >= scored.size:
         return None
     return slice(int(scored[0]), int(scored[-1]) + 1)
 
 
 def _prefix(row: _PackedRow) -> npt.NDArray[Any]:
-    """A view of the prompt; nothing where no token is scored."""
+    """A view of the prompt, which is empty if the row has no scored token."""
     return row.trajectory.tokens[: row.trajectory.prompt_length if row.scored.size else 0]
 
 
@@ -154,28 +154,28 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
     cursor = scored = 0
     routes = _empty_routes(rows, packed)
 
-    def lay(trajectory: Trajectory, start: int, length: int) -> None:
+    def append(trajectory: Trajectory, start: int, length: int) -> None:
         nonlocal cursor
-        end, own = cursor + length, slice(start, start + length)
-        tokens[cursor:end] = trajectory.tokens[own]
+        end, source_slice = cursor + length, slice(start, start + length)
+        tokens[cursor:end] = trajectory.tokens[source_slice]
         positions[cursor:end] = np.arange(start, start + length)
         if routes is not None and trajectory.routed_experts is not None:
-            routes[cursor:end] = trajectory.routed_experts[own]
+            routes[cursor:end] = trajectory.routed_experts[source_slice]
         cursor = end
 
     for index, tree in enumerate(trees):
         prompt, prefix_start = tree.prefix.size, cursor
         prefixes.append((prefix_start, prompt))
         first = next((row for row in tree.rows if row.scored.size), tree.rows[0])
-        lay(first.trajectory, 0, prompt)
+        append(first.trajectory, 0, prompt)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
-            # Of the predicting token inside the suffix; -1: the last prompt token.
+            # The token before a scored token predicts it. An offset of -1 is the last prompt token.
             offset = row.scored - prompt - 1
             last = prefix_start + prompt - 1
             source[scored : scored + offset.size] = np.where(offset >= 0, cursor + offset, last)
             scored += offset.size
-            lay(row.trajectory, prompt, row.forward)
+            append(row.trajectory, prompt, row.forward)
     prefix_table = np.array(prefixes, np.int64).reshape(-1, 2)
     suffix_table = np.array(suffixes, np.int64).reshape(-1, 3)
     return Microbatch(
@@ -195,50 +195,52 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
         versions=_scored(rows, "versions", np.int32),
         group_ids=np.array([row.trajectory.group_id for row in rows], np.int64),
         members=np.array([row.trajectory.member for row in rows], np.int64),
-        old_logprobs=_written(rows, OLD),
-        reference_logprobs=_written(rows, REFERENCE),
+        old_logprobs=_stored_column(rows, OLD),
+        reference_logprobs=_stored_column(rows, REFERENCE),
         routes=routes,
     )
 
 
 def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] | None:
-    """[T, layers, k] of -1, where a row has routes. Errors: DataError where rows are of different models."""
-    found = [row.trajectory.routed_experts for row in rows if row.trajectory.routed_experts is not None]
-    if not found:
+    """[T, layers, k] filled with `MISSING`, or None without routes. Errors: DataError if rows differ in layers or k."""
+    recorded = [row.trajectory.routed_experts for row in rows if row.trajectory.routed_experts is not None]
+    if not recorded:
         return None
-    shapes = sorted({routes.shape[1:] for routes in found})
+    shapes = sorted({routes.shape[1:] for routes in recorded})
     if len(shapes) > 1:
-        raise DataError(f"routes of one model have one shape behind the tokens; found {shapes}")
-    return np.full((packed, *shapes[0]), MISSING, np.result_type(*found))
+        raise DataError(f"routes must have one shape [tokens, layers, k] in all rows; found {shapes} for layers and k")
+    return np.full((packed, *shapes[0]), MISSING, np.result_type(*recorded))
 
 
 def _scored(rows: Sequence[_PackedRow], name: str, dtype: Any) -> npt.NDArray[Any]:
-    """[S]: the scored tokens' part of a per-token column, each number copied once."""
+    """[S]: the values of a per-token field of the trajectories at the scored tokens."""
     joined = np.empty(sum(row.scored.size for row in rows), dtype)
     start = 0
     for row in rows:
         column, part = getattr(row.trajectory, name), joined[start : start + row.scored.size]
-        if row.piece is not None:
-            # Unlike what follows this keeps the GIL for a short row: to get it back from a lane that trains takes up to
-            # 5 ms, on the thread of the event loop.
-            part[:] = column[row.piece]
+        if row.scored_slice is not None:
+            # A copy of a short slice does not release the GIL, but np.take does. To get the GIL back from a thread
+            # that trains takes up to 5 ms, and this code runs on the thread of the event loop.
+            part[:] = column[row.scored_slice]
         elif column.dtype == part.dtype:
-            np.take(column, row.scored, out=part, mode="clip")  # any other mode would buffer
+            # Any other mode allocates a buffer.
+            np.take(column, row.scored, out=part, mode="clip")
         else:
             part[:] = column[row.scored]
         start += part.size
     return joined
 
 
-def _written(rows: Sequence[_PackedRow], name: str) -> npt.NDArray[np.float32] | None:
-    """[S] of a written column; None where a row that has scored tokens lacks it."""
+def _stored_column(rows: Sequence[_PackedRow], name: str) -> npt.NDArray[np.float32] | None:
+    """[S]: a column of the store. None if a row with scored tokens lacks the column."""
     scored = [row for row in rows if row.scored.size]
     if not scored or any(name not in row.columns for row in scored):
         return None
     for row in scored:
-        if len(row.columns[name][row.place]) != row.scored.size:
+        values = row.columns[name][row.index]
+        if len(values) != row.scored.size:
             raise DataError(
-                f"group {row.trajectory.group_id}, member {row.trajectory.member}: {len(row.columns[name][row.place])} values "
-                f"of {name} for {row.scored.size} scored tokens; one each"
+                f"group {row.trajectory.group_id}, member {row.trajectory.member}: {len(values)} values of {name} "
+                f"for {row.scored.size} scored tokens; write one value per scored token"
             )
-    return np.concatenate([row.columns[name][row.place] for row in scored]).astype(np.float32, copy=False)
+    return np.concatenate([row.columns[name][row.index] for row in scored]).astype(np.float32, copy=False)

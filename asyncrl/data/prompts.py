@@ -1,16 +1,16 @@
 """The prompts of a run: an endless, deterministic stream of rows that can be saved and resumed.
 
-    ordinal (= group id) = epoch x rows + position      row = order(seed, epoch)[position]
-    a prompt that is played again:   group id = ordinal + attempt x REROLLS, same row, random numbers of its own
+    ordinal  = epoch x rows + position           row = order(seed, epoch)[position]
+    group id = ordinal + attempt x REROLLS       attempt: 0, and 1 more for each time the prompt is played again
 
 Guarantees
-- the same group id always means the same row: whoever asks, in which order, before or after a resume;
-- rank r of w gets the ordinals r, r + w, r + 2 w, ...; together the ranks get each exactly once;
-- a row that is skipped for its length keeps its ordinal: nothing after it moves;
-- `next()` and `prompt_for()` touch one row and tokenize at most that one (more only to pass over skipped rows).
+- A group id always means the same row, on every rank, in every order of calls, and after a resume.
+- Rank r of w ranks gets the ordinals r, r + w, r + 2 w, ... Together the ranks get each ordinal exactly once.
+- A row that is skipped for its length keeps its ordinal, so a skipped row moves no other row.
+- `next()` and `prompt_for()` tokenize at most one row. Only `next()` tokenizes more, if rows are skipped.
 
-The order of an epoch is a keyed permutation that is evaluated point by point, so an epoch of millions of rows starts
-without sorting anything on the event loop, and any group id of any epoch finds its row without stored state.
+The order of an epoch is a keyed permutation, and each position of the permutation is computed by itself. So an epoch of
+millions of rows starts without a sort on the event loop, and the row of a group id needs no stored state.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from .prompts_files import ListRows, PromptRows, Row, digest, open_rows
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-# From here on: ids of groups that no prompt of the stream names.
+# Groups that are not made from a prompt of the stream have ids from here on.
 EMBEDDED_GROUPS = 1 << 40
-# Far above every ordinal, and above the ids that an embedding program gets.
+# Far above every ordinal, and above the ids of groups of an embedding program.
 REROLLS = 1 << 44
-MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
+MAX_FAILED = 4096  # failed prompts in the queue; a new one evicts the oldest
 _MASK = (1 << 64) - 1
-# Of which the longest prompt is told: about a second of tokenizing.
+# Limits of the sample for `PromptSource.longest`: about a second of tokenizing.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000
-# The same of rows that code makes anew at each access, which may take it milliseconds a row.
-_SAMPLE_MADE = 200
-# 16 MB of token ids; later rows are tokenized again each epoch.
+# The same limit for rows that user code generates at each access, at up to milliseconds a row.
+_SAMPLE_GENERATED_ROWS = 200
+# 16 MB of token ids. Rows beyond this limit are tokenized again in each epoch.
 _CACHED_TOKENS = 4_000_000
 
 
 def attempt_of(group_id: int) -> int:
-    """0 for the first time a prompt is played, then 1, 2, ..."""
+    """How often the prompt of this group was played before: 0, 1, 2, ..."""
     return group_id // REROLLS
 
 
 def is_prompt(group_id: int) -> bool:
-    """A group of the prompt stream; not one that came from outside, or that an embedding program made."""
+    """Whether the group is made from a prompt of the stream: not by an outside producer or an embedding program."""
     return group_id % REROLLS < EMBEDDED_GROUPS
 
 
-def handed_out(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """The `state_dict` of a cursor that has handed out these, too, since it was taken."""
-    taken = set(group_ids)
-    fresh = [group_id for group_id in taken if group_id < EMBEDDED_GROUPS]
+def with_handed_out(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
+    """A `state_dict` of a `PromptSource`, changed as if `next()` had also returned the prompts of these groups."""
+    used = set(group_ids)
+    first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
         **state,
-        "position": max([state["position"], *(group_id + state["world_size"] for group_id in fresh)]),
-        "again": [group_id for group_id in state["again"] if group_id not in taken],
-        "failed": [group_id for group_id in state.get("failed", ()) if group_id not in taken],
+        "position": max([state["position"], *(group_id + state["world_size"] for group_id in first_attempts)]),
+        "again": [group_id for group_id in state["again"] if group_id not in used],
+        "failed": [group_id for group_id in state.get("failed", ()) if group_id not in used],
     }
 
 
 class EpochOrder:
     """A permutation of `range(rows)` keyed by (seed, epoch): swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012).
 
-    Round i pairs x with `k_i - x mod n` and swaps the pair if a keyed bit of its larger member says so; each round is
-    its own inverse, so the whole is a permutation for any n. 6 log2(n) rounds mix well. No numpy random stream is used:
-    those may change between versions, and a resumed run must find the same rows.
+    Round i pairs x with `(k_i - x) mod n`. A keyed bit of the larger member of a pair decides whether the pair is swapped.
+    Each round is its own inverse, so all rounds together are a permutation for any n. 6 log2(n) rounds mix well.
+    A random stream of numpy may change between versions of numpy, and a resumed run must find the same rows.
     """
 
     def __init__(self, rows: int, seed: int, epoch: int) -> None:
@@ -88,7 +88,7 @@ class EpochOrder:
 
 
 class PromptSource:
-    """The cursor over the prompts of one rank. Owned by one task; no method waits."""
+    """The cursor of one rank over the prompts. Not thread-safe: one task owns the source. No method awaits."""
 
     def __init__(
         self,
@@ -101,21 +101,21 @@ class PromptSource:
         world_size: int = 1,
         max_epochs: float | None = None,
     ) -> None:
-        """Errors: `DataError` where there are no rows, or the first one lacks the prompt column."""
+        """Errors: `DataError` if there are no rows, the first row lacks the prompt column, or `rank` is out of range."""
         if not 0 <= rank < world_size:
             raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
         self.config = config or DataConfig()
-        self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # what is no list
+        self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # a PromptRows
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._encoder = PromptEncoder(tokenizer, self.config)
-        self._encoded = 0  # rows
+        self._encoded_rows = 0
         if not len(self._rows):
-            raise DataError(f"{self._rows.source} holds no rows")
+            raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
         self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
         self._position = rank  # the next ordinal
-        self._again: list[int] = []  # group ids to hand out once more, ascending
-        self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # group ids of the next attempts, oldest first
+        self._again: list[int] = []  # group ids to hand out again, ascending
+        self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first
         self._orders: dict[int, EpochOrder] = {}
         self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, tokens before the cut)
         self._cached_tokens = 0
@@ -124,137 +124,137 @@ class PromptSource:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], tokenizer: Any, config: DataConfig | None = None, **rest: Any
+        cls, path: str | os.PathLike[str], tokenizer: Any, config: DataConfig | None = None, **options: Any
     ) -> PromptSource:
-        """A source over a file or directory (`open_rows`); `rest` as for the constructor."""
-        return cls(open_rows(path), tokenizer, config, **rest)
+        """A source of the rows of a file or directory (`open_rows`). `options` are those of the constructor."""
+        return cls(open_rows(path), tokenizer, config, **options)
 
     def __len__(self) -> int:
-        """Rows of one epoch, over all ranks, skipped ones included."""
+        """Rows of one epoch, over all ranks, including skipped rows."""
         return len(self._rows)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next fresh prompt, counted from 0."""
+        """The epoch of the next new prompt, counted from 0."""
         return self._position // len(self._rows)
 
     @property
     def exhausted(self) -> bool:
-        """True where `next()` can only answer None (skipped rows at the very end apart)."""
+        """True if `next()` can only return None. False while rows remain, even if `next()` would skip all of them."""
         return not self._again and self._end is not None and self._position >= self._end
 
     def next(self) -> Prompt | None:
-        """The next prompt, given-back ones first; None after `max_epochs`.
+        """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
 
-        Errors: `DataError` for an unusable row (with its number), an over-long one under `refuse`, and where every row
-        of an epoch is skipped.
+        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or an epoch in
+        which every row is skipped.
         """
         while self._again:
             prompt = self.prompt_for(self._again[0])
-            del self._again[0]  # only now: a row that cannot be read stays ours
+            del self._again[0]  # not earlier: an unreadable row must stay
             if prompt is not None:
                 self._counts["redelivered"] += 1
                 return prompt
-        passed = 0
+        skipped = 0
         while self._end is None or self._position < self._end:
-            fresh, length = self._make(self._position)
+            prompt, length = self._make(self._position)
             self._position += self._world_size
-            if fresh is not None:
+            if prompt is not None:
                 self._counts["delivered"] += 1
                 self._counts["cut"] += length > self.config.max_prompt_tokens
-                return fresh
+                return prompt
             self._counts["skipped"] += 1
-            passed += 1
-            if passed >= len(self._rows):
+            skipped += 1
+            if skipped >= len(self._rows):
                 raise DataError(
                     f"every prompt of {self._rows.source} is longer than data.max_prompt_tokens = "
-                    f"{self.config.max_prompt_tokens} and is skipped; raise it, or use data.overlong=cut"
+                    f"{self.config.max_prompt_tokens} and is skipped; raise data.max_prompt_tokens, or set data.overlong=cut"
                 )
         return None
 
     def prompt_for(self, group_id: int) -> Prompt | None:
-        """The prompt of any group id, delivered or not; None where its row is skipped for its length. Errors: `DataError`."""
+        """The prompt of a group id, or None if its row is skipped for its length. Errors: `DataError`, as `next()`."""
         if group_id < 0:
-            raise DataError(f"group id {group_id} is not one of the prompts; expected 0 or more")
+            raise DataError(f"group id {group_id} has no prompt; expected 0 or more")
         return self._make(group_id)[0]
 
     def requeue(self, group_ids: Iterable[int]) -> None:
-        """Hand these out again before anything new, in the order of the stream. Giving one back twice changes nothing.
+        """Let `next()` return these prompts again, before new prompts, in ascending order. Repeated ids count once.
 
-        Errors: `DataError` for an id of this rank that was never handed out.
+        Errors: `DataError` for an id of this rank that `next()` has not reached.
         """
-        wanted = sorted({*self._again, *group_ids})
-        for group_id in wanted:
+        again = sorted({*self._again, *group_ids})
+        for group_id in again:
             ordinal = group_id % REROLLS
             if group_id < 0 or (ordinal % self._world_size == self._rank and ordinal >= self._position):
-                raise DataError(f"group id {group_id} was never handed out; the next new one is {self._position}")
-        self._again = wanted
+                raise DataError(f"group id {group_id} was never handed out; the next new group id is {self._position}")
+        self._again = again
 
-    def failed(self, group_id: int, attempts: int) -> bool:
-        """Every completion of this prompt failed: it waits for `reroll`. False: it had `attempts` more, or waits already."""
-        again = group_id + REROLLS
-        if attempt_of(again) > attempts or again in self._failed or again in self._again:
+    def add_failed(self, group_id: int, attempts: int) -> bool:
+        """Queue a failed prompt for `reroll`. False if the prompt is queued already or has no `attempts` left."""
+        next_id = group_id + REROLLS
+        if attempt_of(next_id) > attempts or next_id in self._failed or next_id in self._again:
             return False
-        self._failed.append(again)
+        self._failed.append(next_id)
         return True
 
     @property
-    def failing(self) -> int:
-        """Failed prompts that wait for `reroll`, at most `MAX_FAILED`."""
+    def failed_count(self) -> int:
+        """Failed prompts in the queue for `reroll`, at most `MAX_FAILED`."""
         return len(self._failed)
 
     def reroll(self, count: int) -> list[int]:
-        """Hand out up to `count` of the failed prompts again, before anything new, under the group ids that come back."""
+        """Let `next()` return up to `count` failed prompts again, before new prompts. Returns their new group ids."""
         group_ids = [self._failed.popleft() for _ in range(min(count, len(self._failed)))]
         self.requeue(group_ids)
         return group_ids
 
     def check_all(self) -> dict[str, int]:
-        """Tokenize every row once and refuse now what `next()` would refuse in the middle of a run; `statistics()`.
+        """Tokenize every row, to raise before the run all errors of `next()`. Returns `statistics()` and `overlong_rows`.
 
-        Blocks for the whole data set: call it from a worker thread before the first `next()`. Counts nothing.
+        Blocks until every row is tokenized: call this method in a worker thread, before the first `next()`.
         """
         overlong = 0
         for index in range(len(self._rows)):
             overlong += self._encode(index)[1] > self.config.max_prompt_tokens
         return {**self.statistics(), "overlong_rows": overlong}
 
-    def check_forms(self, most: int) -> None:
-        """Of the first `most` rows, without the tokenizer: that the prompt is there, a text or messages. Errors: `DataError`."""
-        for index in range(min(len(self._rows), most)):
+    def check_first_rows(self, count: int) -> None:
+        """Errors: `DataError` if one of the first `count` rows has no well-formed prompt. Tokenizes nothing."""
+        for index in range(min(len(self._rows), count)):
             prompt = self._row(index)[self.config.prompt_column]
             try:
                 check_prompt(read_prompt(prompt, self.config))
             except DataError as error:
-                raise DataError(f"{self._place(index)}: {error}") from error
+                raise DataError(f"{self._label(index)}: {error}") from error
 
     def notes(self) -> list[str]:
-        """What people should know of the prompts that were tokenized until now: `check_all` or `longest` come before it."""
-        found = [
-            f"{count:,} of {self._encoded:,} prompts of {self._rows.source} {NOTES[name]}"
+        """Warnings for the user about the prompts that were tokenized so far: call `check_all` or `longest` first."""
+        notes = [
+            f"{count:,} of {self._encoded_rows:,} prompts of {self._rows.source} {NOTES[name]}"
             for name, count in self._encoder.notes.items()
             if count
         ]
-        return [*self._encoder.warnings, *found]
+        return [*self._encoder.warnings, *notes]
 
     def longest(self) -> tuple[int, int]:
-        """(tokens of the longest prompt after the cut, rows that were looked at): all of them, or a sample where there are
-        many. Depends on the data alone. Counts nothing; blocks as `check_all` does. Errors: `DataError`, as `next()`."""
+        """(tokens of the longest prompt after the cut, rows in the sample). A small data set is its own sample.
+
+        The sample depends on the data alone. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
-        most, seen, total = 0, 0, 0
-        made = isinstance(self._rows, IndexedRows) and not self._rows.is_stored
-        for place in range(min(len(self._rows), _SAMPLE_MADE if made else _SAMPLE_ROWS)):
-            ids, length = self._encode(order[place])
+        longest, rows, tokens = 0, 0, 0
+        generated = isinstance(self._rows, IndexedRows) and not self._rows.is_stored
+        for position in range(min(len(self._rows), _SAMPLE_GENERATED_ROWS if generated else _SAMPLE_ROWS)):
+            ids, length = self._encode(order[position])
             if length <= self.config.max_prompt_tokens or self.config.overlong != "skip":
-                most = max(most, int(ids.size))
-            seen, total = seen + 1, total + length
-            if total > _SAMPLE_TOKENS:
+                longest = max(longest, int(ids.size))
+            rows, tokens = rows + 1, tokens + length
+            if tokens > _SAMPLE_TOKENS:
                 break
-        return most, seen
+        return longest, rows
 
     def statistics(self) -> dict[str, int]:
-        """`rows`, `epoch`, `position` (next ordinal), `delivered`, `redelivered`, `cut`, `skipped`, `waiting` (to be
-        handed out again)."""
+        """Counts. `position` is the ordinal of the next new prompt, `waiting` the number of prompts to return again."""
         return {
             "rows": len(self._rows),
             "epoch": self.epoch,
@@ -264,7 +264,7 @@ class PromptSource:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON. Prompts that are under way are not in it: the caller gives them to `requeue`."""
+        """Plain values, for JSON. Prompts in flight are not included: after a resume the caller gives their ids to `requeue`."""
         return {
             "position": self._position,
             "again": list(self._again),
@@ -279,9 +279,9 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. Errors: `DataError` where group ids would name other rows than they did."""
+        """Continue from a `state_dict()`. Errors: `DataError` if a group id would mean another row than before."""
         now = self.state_dict()
-        for key, meaning in (
+        for key, label in (
             ("rows", "number of rows"),
             ("digest", "fingerprint of the prompts"),
             ("seed", "seed"),
@@ -291,9 +291,8 @@ class PromptSource:
         ):
             if state[key] != now[key]:
                 raise DataError(
-                    f"cannot go on in {self._rows.source}: its {meaning} was {state[key]} and is {now[key]}, so "
-                    "group ids would "
-                    "name other rows; put back what it was, or start a new run"
+                    f"cannot resume in {self._rows.source}: its {label} was {state[key]} and is {now[key]}, so group ids "
+                    "would mean other rows; restore the old value, or start a new run"
                 )
         self._position = int(state["position"])
         self._again = sorted(int(group_id) for group_id in state["again"])
@@ -306,13 +305,13 @@ class PromptSource:
         if not self.config.shuffle:
             return position, epoch
         if epoch not in self._orders:
-            if len(self._orders) >= 4:  # group ids in flight lie in one epoch or two
+            if len(self._orders) >= 4:  # groups in flight belong to one epoch or two
                 del self._orders[min(self._orders)]
             self._orders[epoch] = EpochOrder(len(self._rows), self._seed, epoch)
         return self._orders[epoch][position], epoch
 
     def _make(self, group_id: int) -> tuple[Prompt | None, int]:
-        """(prompt, tokens before the cut) of a group id; no prompt where its row is skipped."""
+        """(prompt, tokens before the cut) of a group id. The prompt is None if its row is skipped."""
         index, epoch = self._row_of(group_id % REROLLS)
         ids, length = self._encode(index)
         if length > self.config.max_prompt_tokens and self.config.overlong == "skip":
@@ -324,14 +323,14 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row, which has a prompt. Ask once: code may make it anew at each access."""
+        """A row with a checked prompt column. Call this once per use: user code may generate the row at each access."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row:
             raise DataError(
-                f"{self._place(index)} has no column {column!r}; found {', '.join(map(str, row)) or 'none'}; "
+                f"{self._label(index)} has no column {column!r}; found {', '.join(map(str, row)) or 'none'}; "
                 "set data.prompt_column to the column with the prompts"
             )
-        check_unicode(row, self._place(index))
+        check_unicode(row, self._label(index))
         return row
 
     def _encode(self, index: int) -> tuple[Int32Array, int]:
@@ -342,28 +341,28 @@ class PromptSource:
         try:
             ids = self._encoder.encode(row[config.prompt_column], row)
         except DataError as error:
-            raise DataError(f"{self._place(index)}: {error}") from error
-        self._encoded += 1
+            raise DataError(f"{self._label(index)}: {error}") from error
+        self._encoded_rows += 1
         length = int(ids.size)
         if length > config.max_prompt_tokens:
             if config.overlong == "refuse":
                 raise DataError(
-                    f"{self._place(index)}: the prompt has {length} tokens; data.max_prompt_tokens is "
-                    f"{config.max_prompt_tokens}; raise it, or set data.overlong to cut or skip"
+                    f"{self._label(index)}: the prompt has {length} tokens; data.max_prompt_tokens is "
+                    f"{config.max_prompt_tokens}; raise the setting, or set data.overlong to cut or skip"
                 )
             ids = ids[-config.max_prompt_tokens :].copy()
-        ids.flags.writeable = False  # shared by every epoch
+        ids.flags.writeable = False  # all epochs share the array
         if self._cached_tokens + ids.size <= _CACHED_TOKENS:
             self._cached_tokens += int(ids.size)
             self._cache[index] = (ids, length)
         return ids, length
 
-    def _place(self, index: int) -> str:
+    def _label(self, index: int) -> str:
         return f"{self._rows.source} row {index + 1}"
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): 64 bits in, 64 well-mixed bits out."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): 64 bits in, 64 bits out."""
     value = (value + 0x9E37_79B9_7F4A_7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK

@@ -1,18 +1,17 @@
-"""The replay buffer: groups with a strong learning signal, kept to take the place of groups that have none.
+"""The replay buffer keeps groups with a strong learning signal. They replace groups without a signal in later steps.
 
-    priority of a group = sum |advantage| x sum over components of std(component)        0: never stored
+    priority of a group = sum |advantage| x sum over reward components of std(component)
 
 Guarantees
-* at most `max_groups` groups; a full buffer replaces its weakest one, and only by a strictly stronger one;
-* a group is handed out with the tokens, the sampler's log-probs and the versions it was sampled with: old log-probs and
-  importance ratios are computed anew from those, together, when it is trained again;
-* never one that holds a token older than `max_age` versions at the time of its training; such groups are thrown away;
-* what a draw gives depends on (seed, key) and the content alone, so a resumed run draws what it would have drawn.
+* A group of priority 0 is not stored. The buffer holds at most `max_groups` groups. A full buffer replaces its group of the
+  lowest priority, and only by a group of a higher priority.
+* `draw` returns a group with the tokens, log-probs and versions of its sampling. The trainer computes old log-probs and
+  importance ratios of a replayed group from these values again.
+* `draw` evicts groups with a token that is more than `max_age` versions old.
+* A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
-Against axolotl's buffer: prompts are not padded, so nothing is misaligned; a step never stores a group before its own
-draws; one step gets a group once; the age is bounded. Texts and columns are not kept: nothing trains on them.
-
-Used from the loop's thread; `encode` of a `snapshot()` belongs into a thread. No method waits.
+Texts and columns of a group are not kept, because training does not need them.
+All methods are for the thread of the event loop, and none awaits. `encode(snapshot())` is slow: call it in a worker thread.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from asyncrl.errors import DataError
 from asyncrl.records.check import SILENT
 from asyncrl.types import FinishReason, Group, Prompt, RoutesArray, Ticket, Trajectory
 
-from .store import copied
+from .store import copy_arrays
 
-SMALLEST = 1e-8  # of a priority, where groups are drawn in proportion to it
+MIN_WEIGHT = 1e-8  # of a group in a draw
 _COLUMNS: dict[str, npt.DTypeLike] = {
     "tokens": "<i4",
     "mask": "|b1",
@@ -51,28 +50,29 @@ class Stored:
 
 
 def priority(group: Group, advantages: npt.ArrayLike) -> float:
-    """See the module docstring. The std is unbiased over the members to which the component applies."""
+    """The priority by the formula above. The std of a component is unbiased, over the members that have the component."""
     total = float(np.abs(np.asarray(advantages, dtype=np.float64)).sum())
     names = {name for t in group.trajectories for name in t.components}
     columns = [[t.components.get(name) for t in group.trajectories] for name in sorted(names)]
     spread = 0.0
+    # Without components the reward itself is the only column.
     for column in columns or [[t.reward for t in group.trajectories]]:
-        known = np.array([value for value in column if value is not None], dtype=np.float64)
-        if known.size >= 2 and np.ptp(known) > 0:
-            spread += float(known.std(ddof=1))
+        values = np.array([value for value in column if value is not None], dtype=np.float64)
+        if values.size >= 2 and np.ptp(values) > 0:
+            spread += float(values.std(ddof=1))
     return total * spread
 
 
 class ReplayBuffer:
-    """See the module docstring."""
+    """At most `max_groups` groups of a high priority: see the module docstring."""
 
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
-        """`max_groups` 1 or more; `max_age` in policy versions, at the time of training."""
+        """`max_age`: policy versions between the oldest token of a group and its next training. Errors: ValueError."""
         if max_groups < 1 or max_age < 0:
             raise ValueError(f"replay: max_groups {max_groups} must be at least 1 and max_age {max_age} at least 0")
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed
-        self._stored: dict[int, Stored] = {}  # by group id, in the order of their arrival
-        self.evicted = 0  # for their age
+        self._stored: dict[int, Stored] = {}  # by group id, oldest first
+        self.evicted = 0  # groups that were too old
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -81,7 +81,7 @@ class ReplayBuffer:
         return group_id in self._stored
 
     def add(self, group: Group, advantages: npt.ArrayLike) -> bool:
-        """Offer a trained group. False: without a signal, or not stronger than the weakest of a full buffer."""
+        """Store a trained group. False: its priority is 0, no token is scored, or a full buffer has no lower priority."""
         value = priority(group, advantages)
         if value <= 0 or not any(t.mask.any() for t in group.trajectories):
             return False
@@ -94,21 +94,21 @@ class ReplayBuffer:
         return True
 
     def draw(self, version: int, key: Sequence[int], without: Collection[int] = ()) -> Group | None:
-        """One group, in proportion to its priority, that may still be trained at `version`. It stays in the buffer.
+        """A random group, weighted by priority, which the trainer may train at `version`. The group stays in the buffer.
 
-        `key`: numbers >= 0 that name the draw. `without`: group ids that the step has already. None: there is none.
+        `key`: numbers >= 0, different for each draw. `without`: group ids that are not drawn. None: no group is left.
         """
         self.evict(version)
         candidates = [stored for group_id, stored in self._stored.items() if group_id not in without]
         if not candidates:
             return None
-        weights = np.maximum([stored.priority for stored in candidates], SMALLEST)
-        place = np.random.default_rng([self._seed, *key]).random() * weights.sum()
-        index = int(np.searchsorted(np.cumsum(weights), place, side="right"))
+        weights = np.maximum([stored.priority for stored in candidates], MIN_WEIGHT)
+        point = np.random.default_rng([self._seed, *key]).random() * weights.sum()
+        index = int(np.searchsorted(np.cumsum(weights), point, side="right"))
         return candidates[min(index, len(candidates) - 1)].group
 
     def evict(self, version: int) -> int:
-        """Throw away what would be older than `max_age` at `version`. How many that were."""
+        """Remove groups with a token older than `max_age` at `version`. Returns the number of removed groups."""
         old = [g for g, stored in self._stored.items() if version - stored.group.oldest_version > self._max_age]
         for group_id in old:
             del self._stored[group_id]
@@ -116,18 +116,18 @@ class ReplayBuffer:
         return len(old)
 
     def snapshot(self) -> tuple[Stored, ...]:
-        """The content at this moment; nothing in it changes afterwards."""
+        """The groups in the buffer, as an immutable copy that any thread may read."""
         return tuple(self._stored.values())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `encode`; the strongest ones where the buffer is smaller now. Errors: DataError."""
+        """Replace the content by an `encode`d one. If the buffer is smaller now, low priorities are dropped. Errors: DataError."""
         stored = decode(state)
-        strongest = sorted(range(len(stored)), key=lambda place: -stored[place].priority)[: self._max_groups]
-        self._stored = {stored[place].group.group_id: stored[place] for place in sorted(strongest)}
+        strongest = sorted(range(len(stored)), key=lambda index: -stored[index].priority)[: self._max_groups]
+        self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}
 
 
 def encode(stored: Sequence[Stored]) -> dict[str, Any]:
-    """JSON types alone: scalars as lists, per-token columns of all trajectories joined, compressed, in base64."""
+    """A JSON value. Per-token columns of all trajectories are concatenated, compressed by zlib and encoded in base64."""
     rows = [t for s in stored for t in s.group.trajectories]
     columns = {}
     for name, dtype in _COLUMNS.items():
@@ -158,12 +158,12 @@ def encode(stored: Sequence[Stored]) -> dict[str, Any]:
             for t in rows
         ],
         "columns": columns,
-        "routes": [None if t.routed_experts is None else _packed(t.routed_experts) for t in rows],
+        "routes": [None if t.routed_experts is None else _pack(t.routed_experts) for t in rows],
     }
 
 
 def decode(state: Mapping[str, Any]) -> list[Stored]:
-    """Errors: DataError where the parts do not fit together."""
+    """The inverse of `encode`. Errors: DataError for a damaged or incomplete value."""
     try:
         lengths = np.array(state["lengths"], dtype=np.int64)
         columns = {
@@ -171,37 +171,40 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
             for name, dtype in _COLUMNS.items()
         }
         if any(column.size != lengths.sum() for column in columns.values()) or sum(state["sizes"]) != lengths.size:
-            raise ValueError("columns and lengths differ")
+            raise ValueError("the columns have another number of tokens than `lengths`, or `sizes` another sum of rows")
         starts = np.cumsum(lengths) - lengths
         stored, row = [], 0
         for (group_id, admitted, deadline, epoch, value), size in zip(state["groups"], state["sizes"], strict=True):
             trajectories = []
             for member in range(size):
-                place = slice(int(starts[row]), int(starts[row] + lengths[row]))
-                parts: dict[str, Any] = {name: column[place].copy() for name, column in columns.items()}
-                parts["routed_experts"] = _unpacked(state.get("routes", {row: None})[row])
-                trajectories.append(_trajectory(group_id, member, size, state["members"][row], parts))
+                tokens = slice(int(starts[row]), int(starts[row] + lengths[row]))
+                arrays: dict[str, Any] = {name: column[tokens].copy() for name, column in columns.items()}
+                # Buffers of old checkpoints have no routes.
+                arrays["routed_experts"] = _unpack(state["routes"][row]) if "routes" in state else None
+                trajectories.append(_trajectory(group_id, member, size, state["members"][row], arrays))
                 row += 1
             first = trajectories[0]
             prompt = Prompt(group_id, first.tokens[: first.prompt_length], "", {}, epoch)
             stored.append(Stored(Group(Ticket(group_id, admitted, deadline), prompt, tuple(trajectories)), value))
         return stored
     except (KeyError, IndexError, ValueError, TypeError, zlib.error) as error:
-        raise DataError(f"the saved replay buffer cannot be read: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the saved replay buffer is damaged: {type(error).__name__}: {error}; resume from another checkpoint"
+        ) from error
 
 
-def _packed(routes: RoutesArray) -> list[Any]:
+def _pack(routes: RoutesArray) -> list[Any]:
     return [routes.dtype.str, list(routes.shape), base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()]
 
 
-def _unpacked(packed: Sequence[Any] | None) -> RoutesArray | None:
+def _unpack(packed: Sequence[Any] | None) -> RoutesArray | None:
     if packed is None:
         return None
-    kind, shape, text = packed
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), kind).reshape(shape).copy()
+    dtype, shape, text = packed
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape).copy()
 
 
-def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], parts: dict[str, Any]) -> Trajectory:
+def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], arrays: dict[str, Any]) -> Trajectory:
     prompt_length, temperature, reason, reward, components, silent = scalars
     return Trajectory(
         group_id=group_id,
@@ -213,19 +216,14 @@ def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], p
         reward=reward,
         components=components,
         metadata={SILENT: True} if silent else {},
-        **parts,
+        **arrays,
     )
 
 
 def _stripped(group: Group) -> Group:
-    """Without texts, columns and metadata: what a checkpoint would give back. Copies: the rows it came from are freed."""
+    """A copy of the group as a checkpoint would restore the group. Arrays are copied, so the store can free its rows."""
     trajectories = tuple(
-        replace(
-            t,
-            completion="",
-            metadata={SILENT: True} if t.metadata.get(SILENT) else {},
-            **copied(t),
-        )
+        replace(t, completion="", metadata={SILENT: True} if t.metadata.get(SILENT) else {}, **copy_arrays(t))
         for t in group.trajectories
     )
     first = trajectories[0]

@@ -1,16 +1,17 @@
-"""Splitting a batch over ranks into equally many microbatches of equal work, and putting the results back in order.
+"""Splits a batch into microbatches of about equal work, equally many for each rank, and restores the order of results.
 
     batch --pack_bins--> bins of sequences --shard--> rank 0: microbatch 0, 1, ...      every rank: the same number
                                                       rank 1: microbatch 0, 1, ...
-    results of all ranks, end to end --restore(inverse)--> rows in the batch's order
+    results of all ranks, concatenated --restore--> results in the order of the batch
 
-Why equal counts: with sharded parameters every microbatch is a collective. A rank with one fewer enters the collective
-that ends the step while the others wait in that of a microbatch, and all hang until the watchdog.
+All ranks must have the same number of microbatches. With sharded parameters every microbatch runs a collective. A rank with
+fewer microbatches would start the collective at the end of the step while other ranks wait in the collective of a
+microbatch. All ranks would then hang until the watchdog ends the run.
 
-Guarantees: every row is in exactly one microbatch of one rank; all ranks have the same number of microbatches; no
-microbatch holds more tokens than its capacity; the length to pad to is that of the whole batch, the same on all ranks.
+Guarantees: Every row is in exactly one microbatch of one rank. No microbatch has more tokens than its capacity. All ranks
+pad to the same length, which fits the longest row of the batch.
 
-Shape legend: N rows of a batch, R ranks, K microbatches a rank.
+Shapes: N rows of a batch, K microbatches of a rank.
 """
 
 from __future__ import annotations
@@ -34,34 +35,31 @@ Packer: TypeAlias = Literal["balanced", "first_fit", "in_order"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows of one rank, microbatch after microbatch. `microbatches` [K]: (start, stop) rows of `meta`."""
+    """The rows of one rank in the order of its microbatches. `microbatches` [K]: (start, stop) rows of `meta`."""
 
     meta: BatchMeta
     microbatches: tuple[tuple[int, int], ...]
-    tokens: tuple[int, ...]  # [K] what counts against the capacity
+    tokens: tuple[int, ...]  # [K] tokens that count against the capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """`inverse` [N] gathers: row i of the batch is row inverse[i] of the shards' rows laid end to end."""
+    """One shard per rank. Row i of the batch is row `inverse[i]` ([N]) of the concatenated shards."""
 
     shards: tuple[Shard, ...]
     inverse: Int64Array
     pad_to: int
 
-    def restore(self, parts: Sequence[Sequence[T]]) -> list[T]:
-        """Per-row results of every rank (rank by rank, rows as in its shard), in the order of the batch.
+    def restore(self, results: Sequence[Sequence[T]]) -> list[T]:
+        """Results in the order of the batch. `results`: for each rank one result per row of its shard.
 
-        Errors: DataError where a rank brings another number of rows than its shard has.
+        Errors: DataError if a rank has another number of results than its shard has rows.
         """
-        for rank, (part, shard) in enumerate(zip(parts, self.shards, strict=True)):
-            if len(part) != len(shard.meta):
-                raise DataError(f"rank {rank} brought {len(part)} rows back; its shard has {len(shard.meta)}")
-        rows = [row for part in parts for row in part]
-        return [rows[i] for i in self.inverse.tolist()]
-
-
-# -- bins ----------------------------------------------------------------------------------------------------------
+        for rank, (rank_results, shard) in enumerate(zip(results, self.shards, strict=True)):
+            if len(rank_results) != len(shard.meta):
+                raise DataError(f"rank {rank} brought {len(rank_results)} rows back; its shard has {len(shard.meta)}")
+        joined = [result for rank_results in results for result in rank_results]
+        return [joined[i] for i in self.inverse.tolist()]
 
 
 def pack_bins(
@@ -74,24 +72,25 @@ def pack_bins(
     bins_multiple: int = 1,
     allow_empty: bool = False,
 ) -> Bins:
-    """Bins of at most `capacity` tokens that hold every index of `lengths` exactly once.
+    """Bins of at most `capacity` tokens. Every index of `lengths` is in exactly one bin.
 
-    packer: `balanced` fills as few bins as first-fit decreasing needs and levels them (longest first, into the emptiest
-    bin; where that does not fit, first-fit's bins stay); `first_fit` does not level; `in_order` keeps the order and
-    starts a new bin when one is full. round_to: each length counts rounded up to this multiple.
-    min_bins, bins_multiple: the number of bins is raised to both, by taking sequences out of the fullest bins.
-    allow_empty: bins may stay empty where there are too few sequences (a rank then runs a microbatch of weight 0).
+    packer: `first_fit` is first-fit decreasing. `balanced` spreads the sequences evenly over as many bins as `first_fit`
+    needs, or falls back to `first_fit`. `in_order` keeps the order, and opens a new bin when the last bin is full.
+    round_to: each length is rounded up to a multiple of this number.
+    min_bins, bins_multiple: the number of bins is at least `min_bins`, and a multiple of `bins_multiple`.
+    allow_empty: bins may be empty if there are too few sequences (a rank runs an empty bin as a microbatch of weight 0).
     Errors: DataError for a sequence longer than `capacity`, or too few sequences for the bins.
     """
     if min(capacity, round_to, min_bins, bins_multiple) < 1:
         raise DataError(
-            f"capacity {capacity}, round_to {round_to}, min_bins {min_bins} and bins_multiple {bins_multiple} are at least 1"
+            "capacity, round_to, min_bins and bins_multiple must be at least 1; found "
+            f"{capacity}, {round_to}, {min_bins} and {bins_multiple}"
         )
     sizes = [-(-int(length) // round_to) * round_to for length in lengths]
     if sizes and max(sizes) > capacity:
-        worst = int(np.argmax(sizes))
+        longest = int(np.argmax(sizes))
         raise DataError(
-            f"sequence {worst} has {lengths[worst]} tokens ({sizes[worst]} rounded up); a microbatch holds {capacity}: "
+            f"sequence {longest} has {lengths[longest]} tokens ({sizes[longest]} rounded up); a microbatch holds {capacity}: "
             "raise the tokens per microbatch, or shorten the sequence"
         )
     bins = _in_order(sizes, capacity) if packer == "in_order" else _first_fit(sizes, capacity)
@@ -99,7 +98,7 @@ def pack_bins(
     count = -(-count // bins_multiple) * bins_multiple
     if len(sizes) < count and not allow_empty:
         raise DataError(
-            f"{len(sizes)} sequences cannot fill {count} bins (a multiple of {bins_multiple}), one each at least"
+            f"{len(sizes)} sequences cannot fill {count} bins (a multiple of {bins_multiple}); use more sequences or fewer bins"
         )
     if packer == "balanced":
         bins = _level(sizes, capacity, count) or bins
@@ -122,37 +121,37 @@ def _first_fit(sizes: list[int], capacity: int) -> Bins:
     bins: Bins = []
     room: list[int] = []
     for index in _longest_first(sizes):
-        place = next((i for i, free in enumerate(room) if free >= sizes[index]), None)
-        if place is None:
-            place = len(bins)
+        bin_index = next((i for i, free in enumerate(room) if free >= sizes[index]), None)
+        if bin_index is None:
+            bin_index = len(bins)
             bins.append([])
             room.append(capacity)
-        bins[place].append(index)
-        room[place] -= sizes[index]
+        bins[bin_index].append(index)
+        room[bin_index] -= sizes[index]
     return bins
 
 
 def _level(sizes: list[int], capacity: int, count: int) -> Bins | None:
-    """Longest first into the emptiest of `count` bins (of equally empty ones, that with fewer sequences), if that fits."""
+    """Put sequences, longest first, into the emptiest of `count` bins (ties: the fewest sequences). None if one is too long."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0] * count
     for index in _longest_first(sizes):
-        place = min(range(count), key=lambda i: (loads[i], len(bins[i])))
-        if loads[place] + sizes[index] > capacity:
+        emptiest = min(range(count), key=lambda i: (loads[i], len(bins[i])))
+        if loads[emptiest] + sizes[index] > capacity:
             return None
-        bins[place].append(index)
-        loads[place] += sizes[index]
+        bins[emptiest].append(index)
+        loads[emptiest] += sizes[index]
     return bins
 
 
 def _raise_count(bins: Bins, sizes: list[int], count: int) -> Bins:
-    """More bins, by moving the shortest sequence of the fullest bin that can spare one; empty ones where none can."""
+    """Add bins. Each new bin gets the shortest sequence of the fullest bin with two sequences, or stays empty without one."""
     while len(bins) < count:
-        spare = [i for i, members in enumerate(bins) if len(members) > 1]
-        if not spare:
+        candidates = [i for i, members in enumerate(bins) if len(members) > 1]
+        if not candidates:
             bins.append([])
             continue
-        fullest = max(spare, key=lambda i: sum(sizes[index] for index in bins[i]))
+        fullest = max(candidates, key=lambda i: sum(sizes[index] for index in bins[i]))
         moved = min(bins[fullest], key=lambda index: sizes[index])
         bins[fullest].remove(moved)
         bins.append([moved])
@@ -161,9 +160,6 @@ def _raise_count(bins: Bins, sizes: list[int], count: int) -> Bins:
 
 def _longest_first(sizes: list[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda index: -sizes[index])
-
-
-# -- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def shard_packed(
@@ -175,10 +171,10 @@ def shard_packed(
     round_to: int = 1,
     allow_empty: bool = False,
 ) -> Sharding:
-    """Sequence packing: every microbatch is a bin of `pack_bins`, their number a multiple of the ranks.
+    """Sequence packing: every microbatch is a bin of `pack_bins`. The number of bins is a multiple of `ranks`.
 
-    Bins are dealt fullest first, a round of `ranks` bins at a time, the fullest of a round to the rank that has least so
-    far: in every round all ranks work about as long, and in the whole step too. Errors: DataError.
+    Bins are sorted by tokens and assigned in rounds of `ranks` bins. In each round the rank with the fewest tokens gets the
+    fullest bin, so all ranks have about equal work in each round and in the step. Errors: DataError.
     """
     lengths = _lengths(meta, ranks)
     bins = pack_bins(
@@ -191,74 +187,77 @@ def shard_packed(
         allow_empty=allow_empty,
     )
     loads = [sum(-(-lengths[i] // round_to) * round_to for i in members) for members in bins]
-    order = sorted(range(len(bins)), key=lambda i: -loads[i]) if packer != "in_order" else list(range(len(bins)))
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    order = list(range(len(bins)))
+    if packer != "in_order":
+        order.sort(key=lambda i: -loads[i])
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, len(order), ranks):
-        totals = [sum(loads[i] for i in mine) for mine in dealt]
-        emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
-        for bin_index, rank in zip(order[start : start + ranks], emptiest, strict=True):
-            dealt[rank].append(bin_index)
-    return _build(
-        meta, [[bins[i] for i in mine] for mine in dealt], [[loads[i] for i in mine] for mine in dealt], round_to
-    )
+        totals = [sum(loads[i] for i in rank_bins) for rank_bins in assigned]
+        emptiest_first = sorted(range(ranks), key=lambda rank: totals[rank])
+        for bin_index, rank in zip(order[start : start + ranks], emptiest_first, strict=True):
+            assigned[rank].append(bin_index)
+    bins_by_rank = [[bins[i] for i in rank_bins] for rank_bins in assigned]
+    return _build(meta, bins_by_rank, [[loads[i] for i in rank_bins] for rank_bins in assigned], round_to)
 
 
 def shard_padded(meta: BatchMeta, ranks: int, capacity: int, *, round_to: int = 1) -> Sharding:
-    """Dynamic batching of padded rows: sorted by length and dealt over the ranks, so that rows of one microbatch are of
-    about one length. Where a microbatch ends is decided by the longest row of any rank: the same place on all of them.
+    """Dynamic batching of padded rows. Rows are sorted by length, so rows of one microbatch have about equal lengths.
 
-    A microbatch costs rows x longest row. Errors: DataError unless the rows are a multiple of the ranks and each fits.
+    A microbatch costs (number of rows) x (longest row). The longest row of all ranks decides where a microbatch ends, so all
+    ranks get the same number of microbatches. Errors: DataError for a number of rows that is no multiple of `ranks`, or a
+    row longer than `capacity`.
     """
     lengths = _lengths(meta, ranks)
     if len(lengths) % ranks:
-        raise DataError(f"{len(lengths)} rows do not divide evenly over {ranks} ranks")
+        raise DataError(f"{len(lengths)} rows do not divide evenly over {ranks} ranks; use a multiple of {ranks}")
     sizes = [-(-length // round_to) * round_to for length in lengths]
     if max(sizes) > capacity:
-        raise DataError(f"a row has {max(sizes)} tokens (rounded up to {round_to}); a microbatch holds {capacity}")
+        raise DataError(f"a row has {max(sizes)} tokens (rounded up to {round_to}); raise the capacity of {capacity}")
     order = sorted(range(len(sizes)), key=lambda index: sizes[index])
     cuts, start = [0], 0
-    for place in range(len(order) // ranks):
-        longest = sizes[order[place * ranks + ranks - 1]]
-        if (place - start + 1) * longest > capacity:
-            cuts.append(place)
-            start = place
-    cuts.append(len(order) // ranks)
-    mine = [order[rank::ranks] for rank in range(ranks)]
+    rows_per_rank = len(order) // ranks
+    for row in range(rows_per_rank):
+        longest = sizes[order[row * ranks + ranks - 1]]
+        if (row - start + 1) * longest > capacity:
+            cuts.append(row)
+            start = row
+    cuts.append(rows_per_rank)
     bounds = list(itertools.pairwise(cuts))
-    bins = [[rows[a:b] for a, b in bounds] for rows in mine]
-    loads = [[len(rows) * max(sizes[i] for i in rows) for rows in of_rank] for of_rank in bins]
+    rows_by_rank = [order[rank::ranks] for rank in range(ranks)]
+    bins = [[rows[start:stop] for start, stop in bounds] for rows in rows_by_rank]
+    loads = [[len(rows) * max(sizes[i] for i in rows) for rows in rank_bins] for rank_bins in bins]
     return _build(meta, bins, loads, round_to)
 
 
 def shard_rows(meta: BatchMeta, ranks: int) -> Sharding:
-    """Equally many rows a rank, consecutive ones, in one microbatch. Errors: DataError unless they divide evenly."""
+    """One microbatch of consecutive rows per rank. Errors: DataError if the number of rows is no multiple of `ranks`."""
     lengths = _lengths(meta, ranks)
     if len(lengths) % ranks:
-        raise DataError(f"{len(lengths)} rows do not divide evenly over {ranks} ranks")
-    each = len(lengths) // ranks
-    rows = [[list(range(rank * each, (rank + 1) * each))] for rank in range(ranks)]
-    return _build(meta, rows, [[sum(lengths[i] for i in bins[0])] for bins in rows], 1)
+        raise DataError(f"{len(lengths)} rows do not divide evenly over {ranks} ranks; use a multiple of {ranks}")
+    count = len(lengths) // ranks
+    bins = [[list(range(rank * count, (rank + 1) * count))] for rank in range(ranks)]
+    return _build(meta, bins, [[sum(lengths[i] for i in rank_bins[0])] for rank_bins in bins], 1)
 
 
 def _lengths(meta: BatchMeta, ranks: int) -> tuple[int, ...]:
     if ranks < 1:
-        raise DataError(f"a batch is sharded over at least 1 rank, found {ranks}")
+        raise DataError(f"sharding needs at least 1 rank, found {ranks}")
     if not len(meta):
-        raise DataError(f"batch of {meta.partition!r}: no rows to shard")
+        raise DataError(f"batch of {meta.partition!r}: no rows to shard; expected at least one")
     if meta.lengths is None:
-        raise DataError(f"batch of {meta.partition!r}: sharding needs the lengths of its rows")
+        raise DataError(f"batch of {meta.partition!r}: sharding needs the lengths of its rows; set lengths")
     return meta.lengths
 
 
 def _build(meta: BatchMeta, bins: list[Bins], loads: list[list[int]], round_to: int) -> Sharding:
     shards = []
-    # The row of the batch at each place of the shards laid end to end.
+    # Rows of the batch, in the order of the concatenated shards.
     order: list[int] = []
-    for of_rank, tokens in zip(bins, loads, strict=True):
-        rows = [index for members in of_rank for index in members]
-        ends = np.cumsum([0, *(len(members) for members in of_rank)]).tolist()
+    for rank_bins, tokens in zip(bins, loads, strict=True):
+        rows = [index for members in rank_bins for index in members]
+        ends = np.cumsum([0, *(len(members) for members in rank_bins)]).tolist()
         shards.append(Shard(meta.subset(rows), tuple(itertools.pairwise(ends)), tuple(tokens)))
         order += rows
     inverse: Int64Array = np.empty(len(order), np.int64)
-    inverse[np.array(order, np.int64)] = np.arange(len(order))
+    inverse[np.array(order, np.int64)] = np.arange(len(order))  # the inverse permutation
     return Sharding(tuple(shards), inverse, meta.pad_target(round_to))

@@ -1,19 +1,18 @@
-"""The stash: where interleaved trajectories wait until their group is whole.
+"""The stash keeps the trajectories of a group until the group is whole. Trajectories of several groups may interleave.
 
-    add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> whole, once, members in order 0..G-1
+    add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> `StashedGroup` of a whole group, members 0..G-1
                                |  timeout · too old · epoch over · discard
-                               `--> an ended `StashedGroup` with what was here, so that its slot and leases go back
+                               `--> `StashedGroup` with the members that arrived, for the release of slot and leases
 
 Guarantees
-* a group is yielded exactly once, in completion order, with its members in order, whatever the arrival order;
-* a group is named by (epoch, group id), never by its prompt: a producer that restarts takes a new epoch, and its
-  groups never mix with the half-filled ones of its former life;
-* the same member again is idempotent (DUPLICATE); one that contradicts the group is refused (`StashRefused`, with its
-  reason): the first is kept and nothing changes;
-* a trajectory of a group that ended is LATE and goes nowhere: ended groups are remembered, the oldest forgotten first;
-* what is here is bounded in groups; every group that was here leaves through exactly one `StashedGroup`.
+* At most `max_groups` groups wait. Each waiting group leaves as exactly one `StashedGroup`, with its members in order.
+* The key of a group is (epoch, group id). A producer that restarts uses a new epoch, so groups of its new epoch never mix
+  with incomplete groups of an old epoch.
+* A second, equal trajectory of a member is a DUPLICATE and changes nothing. A trajectory that contradicts its group is
+  refused by `StashRefused` and changes nothing.
+* A trajectory of an ended group is LATE and changes nothing. The stash remembers the newest `tombstones` ended groups.
 
-Used from one thread; only `wait_expired` waits.
+Not thread-safe. Only `wait_expired` awaits.
 """
 
 from __future__ import annotations
@@ -26,49 +25,50 @@ from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 import anyio
+import numpy.typing as npt
 
 from asyncrl.errors import DataError, StallError
 from asyncrl.records.trajectories import whole_group
-from asyncrl.types import RoutesArray, Trajectory
+from asyncrl.types import Trajectory
 
 from .store import nbytes
 
 C = TypeVar("C")
-MIN_PARTIAL = 2  # members of a group that is trained without the others
-# Ended groups remembered; more than any pipeline holds at once.
+MIN_PARTIAL = 2  # members that an incomplete group needs to be trained
+# Ended groups that the stash remembers: more than are ever in flight.
 TOMBSTONES = 65_536
 
 
 class GroupKey(NamedTuple):
-    """`epoch`: the life of the producer that numbers the groups; 0 for this process."""
+    """`epoch`: a number for each start of a producer, because a producer restarts its group ids. 0: this process."""
 
     epoch: int
     group_id: int
 
 
 class Ending(StrEnum):
-    """How a group left the stash."""
+    """Why a group left the stash."""
 
     WHOLE = "whole"
-    PARTIAL = "partial"  # its time was up, and the policy takes what there is
+    PARTIAL = "partial"  # timeout, and the group is trained with its present members
     TIMEOUT = "timeout"
-    STALE = "stale"  # too old to be trained
-    EPOCH = "epoch over"  # its producer is gone
-    DISCARDED = "discarded"  # the caller ended it
+    STALE = "stale"  # a token is too old
+    EPOCH = "epoch over"  # the producer ended
+    DISCARDED = "discarded"  # by the caller
 
 
 class Status(StrEnum):
-    """What became of a trajectory that was not refused."""
+    """The result of `Stash.add` for a trajectory."""
 
     WAITING = "waiting"
-    WHOLE = "whole"  # it completed its group
+    WHOLE = "whole"  # the group is whole now
     DUPLICATE = "duplicate"
-    LATE = "late"  # its group had ended
-    STALE = "stale"  # too old; it ended its group
+    LATE = "late"  # the group ended before
+    STALE = "stale"  # the trajectory is too old and ended the group
 
 
 class Refusal(StrEnum):
-    """What is wrong with a trajectory that the stash refuses."""
+    """Why the stash refused a trajectory."""
 
     MEMBER = "no such member"
     SIZE = "conflicting group size"
@@ -77,7 +77,7 @@ class Refusal(StrEnum):
 
 
 class StashRefused(DataError):
-    """A trajectory was refused; the stash is as it was. `reason` is for counters and replies to producers."""
+    """A trajectory was refused, and the stash did not change. `reason` is for counters and replies to producers."""
 
     def __init__(self, reason: Refusal, message: str) -> None:
         super().__init__(f"stash: {message}")
@@ -86,28 +86,28 @@ class StashRefused(DataError):
 
 @dataclass(frozen=True, slots=True)
 class StashedGroup(Generic[C]):
-    """A group that left the stash. `leases` are those of `trajectories`, in the same order."""
+    """A group that left the stash. `leases` has one lease per trajectory, in the same order."""
 
     key: GroupKey
     ending: Ending
-    context: C  # of its first trajectory
+    context: C  # of the trajectory that arrived first
     size: int
-    trajectories: tuple[Trajectory, ...]  # ascending members; all of 0..size-1 where whole
+    trajectories: tuple[Trajectory, ...]  # by member; a whole group has 0..size-1
     leases: tuple[Any, ...]
 
     @property
     def trainable(self) -> bool:
-        """Whether it is whole, or so nearly that it is trained without the members that are missing."""
+        """Whether the group is whole, or is trained without its missing members."""
         return self.ending in (Ending.WHOLE, Ending.PARTIAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[C]):
-    """`ended`: its own group, where it was STALE."""
+    """The answer of `Stash.add`."""
 
     status: Status
-    whole: StashedGroup[C] | None = None
-    ended: tuple[StashedGroup[C], ...] = ()
+    whole: StashedGroup[C] | None = None  # with Status.WHOLE
+    ended: tuple[StashedGroup[C], ...] = ()  # the group, with Status.STALE
 
 
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
@@ -115,17 +115,17 @@ _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 @dataclass(frozen=True, slots=True)
 class StashStatistics:
-    """What waits now, and what came and left since the stash was made."""
+    """Sizes now, and counts since the stash was created. Counts without a unit in their name are trajectories."""
 
     waiting_groups: int
     waiting_trajectories: int
     waiting_bytes: int
-    accepted: int  # trajectories
+    accepted: int
     duplicates: int
     late: int
     stale: int
     refused: dict[Refusal, int]
-    endings: dict[Ending, int]
+    endings: dict[Ending, int]  # groups
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class _Entry(Generic[C]):
 
 
 class Stash(Generic[C]):
-    """See the module docstring. `C` is the type of what a caller keeps with a group, its context."""
+    """Collects the trajectories of groups: see the module docstring. `C` is the type of the caller's data for a group."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class Stash(Generic[C]):
         tombstones: int = TOMBSTONES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_groups: that wait here; members of one more are refused.
+        """max_groups: waiting groups. A trajectory of a further group is refused.
 
-        timeout_s: seconds on `clock` from the group's first arrival until it counts as incomplete for good: it is dropped,
-        yielded with the members that are here (at least `MIN_PARTIAL`, else dropped), or StallError.
+        timeout_s: seconds on `clock` from the first trajectory of a group to its timeout. on_timeout: `drop` ends the group as
+        TIMEOUT. `partial` ends a group with `MIN_PARTIAL` members as PARTIAL, others as TIMEOUT. `error` raises StallError.
         """
         if max_groups < 1 or tombstones < 1:
             raise ValueError(f"stash: max_groups {max_groups} and tombstones {tombstones} must be at least 1")
@@ -159,26 +159,23 @@ class Stash(Generic[C]):
         self._timeout, self._on_timeout = timeout_s, on_timeout
         self._tombstones, self._clock = tombstones, clock
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
-        self._since: OrderedDict[GroupKey, float] = OrderedDict()  # what the timeout counts from, ascending
+        self._first_arrivals: OrderedDict[GroupKey, float] = OrderedDict()  # times on `clock`, ascending
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._oldest_allowed = 0
         self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
         self._endings: Counter[Ending] = Counter()
-        # WHOLE endings of `add_whole`; in `statistics` with the others.
-        self._together = 0
+        # WHOLE endings of `add_whole`. Integers are faster than a Counter.
+        self._added_whole = 0
         self._arrived = anyio.Event()
-
-    # -- in ------------------------------------------------------------------------------------------------------
 
     def add(
         self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0, group: int | None = None
     ) -> Arrival[C]:
-        """Take one trajectory. `lease` comes back with its group; of a duplicate or late one the caller keeps it.
+        """Add one trajectory. `group`: the group id of the producer, if `trajectory.group_id` is another id.
 
-        `group`: what its producer calls the group, where the trajectory has another id already.
-
-        Errors: StashRefused for a member, a size or a content that contradicts the group, or a cap that is reached.
+        `lease` is returned in the `StashedGroup`. With DUPLICATE or LATE, or after an error, the caller must release the lease.
+        Errors: StashRefused if the trajectory contradicts its group, or belongs to a group beyond `max_groups`.
         """
         key = GroupKey(epoch, trajectory.group_id if group is None else group)
         if key in self._ended:
@@ -189,17 +186,19 @@ class Stash(Generic[C]):
         if not 0 <= member < trajectory.group_size or (entry is not None and trajectory.group_size != entry.size):
             self._refuse_member(key, entry, trajectory)
         if entry is not None and member in entry.members:
-            return self._again(key, entry, trajectory)
+            return self._add_again(key, entry, trajectory)
         if entry is None:
             if len(self._waiting) >= self._max_groups:
                 name = _name(key)
-                self._refuse(Refusal.GROUPS, f"{name} is one more than the {self._max_groups} groups that may wait")
+                self._refuse(
+                    Refusal.GROUPS, f"{name} is one more than the {self._max_groups} groups that may wait; retry later"
+                )
             entry = self._waiting[key] = _Entry(context, trajectory.group_size)
         entry.members[member] = (trajectory, lease)
         entry.bytes += size
         self._bytes += size
         self._accepted += 1
-        self._stamp(key)
+        self._start_timeout(key)
         if self._too_old(trajectory):
             self._stale += 1
             return Arrival(Status.STALE, ended=(self._end(key, Ending.STALE),))
@@ -216,25 +215,28 @@ class Stash(Generic[C]):
         epoch: int = 0,
         group: int | None = None,
     ) -> StashedGroup[C] | None:
-        """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
-        where `add` has to look at each (some wait here, one is too old, a cap counts). Errors: ValueError for several groups."""
+        """Add all members of one group in one call, faster than by `add`. Returns the whole group.
+
+        Returns None and changes nothing if the caller must use `add`: the members are not exactly one whole group, the group
+        has waiting members or ended before, a member is too old, or the stash is full. Errors: ValueError for several groups.
+        """
         if not whole_group(trajectories):
             return None
         key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
         size = len(trajectories)
-        capped = len(self._waiting) >= self._max_groups
-        if capped or key in self._ended or key in self._waiting or any(map(self._too_old, trajectories)):
+        full = len(self._waiting) >= self._max_groups
+        if full or key in self._ended or key in self._waiting or any(map(self._too_old, trajectories)):
             return None
         self._accepted += size
-        self._together += 1
-        self._bury(key)
+        self._added_whole += 1
+        self._remember_ended(key)
         return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _too_old(self, trajectory: Trajectory) -> bool:
         return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
-    def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
-        if same(entry.members[trajectory.member][0], trajectory):
+    def _add_again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
+        if same_trajectory(entry.members[trajectory.member][0], trajectory):
             self._duplicates += 1
             return Arrival(Status.DUPLICATE)
         name = f"member {trajectory.member} of {_name(key)}"
@@ -243,49 +245,49 @@ class Stash(Generic[C]):
     def _refuse_member(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> NoReturn:
         size, name = trajectory.group_size, f"member {trajectory.member} of {_name(key)}"
         if entry is not None and size != entry.size:
-            self._refuse(Refusal.SIZE, f"{name} says group size {size}; the group began with size {entry.size}")
-        self._refuse(Refusal.MEMBER, f"{name} says group size {size}, so its members are 0 to {size - 1}")
+            self._refuse(Refusal.SIZE, f"{name} has group size {size}; the group began with size {entry.size}")
+        self._refuse(Refusal.MEMBER, f"{name} has group size {size}, so its members are 0 to {size - 1}")
 
     def _refuse(self, reason: Refusal, message: str) -> NoReturn:
         self._refused[reason] += 1
         raise StashRefused(reason, message)
 
-    def _stamp(self, key: GroupKey) -> None:
-        if key in self._since:
+    def _start_timeout(self, key: GroupKey) -> None:
+        if key in self._first_arrivals:
             return
-        self._since[key] = self._clock()
-        self._since.move_to_end(key)
+        self._first_arrivals[key] = self._clock()
+        self._first_arrivals.move_to_end(key)
         if self._timeout is not None:
             self._arrived.set()
             self._arrived = anyio.Event()
 
-    # -- out -----------------------------------------------------------------------------------------------------
-
     def expire(self) -> list[StashedGroup[C]]:
-        """Groups whose time is up now, oldest first. Errors: StallError where the policy is `error`; nothing changes."""
+        """End the groups whose timeout has passed, oldest first. Errors: StallError with `on_timeout="error"`."""
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
-            key = next(iter(self._since))
+            key = next(iter(self._first_arrivals))
             entry = self._waiting[key]
             if self._on_timeout == "error":
                 missing = [m for m in range(entry.size) if m not in entry.members]
                 raise StallError(
-                    f"stash: {_name(key)} waited {self._timeout} s for its members {missing} of {entry.size}; its producer "
-                    "is gone or too slow (a longer timeout_s waits for it, on_timeout=drop or partial goes on without)"
+                    f"stash: {_name(key)} waited {self._timeout} s for its members {missing} of {entry.size}; the producer "
+                    "ended or is too slow: set a longer timeout_s, or on_timeout to drop or partial"
                 )
-            expired.append(self._end(key, self._incomplete(entry, Ending.TIMEOUT)))
+            partial = self._on_timeout == "partial" and len(entry.members) >= MIN_PARTIAL
+            expired.append(self._end(key, Ending.PARTIAL if partial else Ending.TIMEOUT))
         return expired
 
     def next_deadline(self) -> float | None:
-        """When (on `clock`) the first waiting group's time is up; None if that cannot happen."""
-        if self._timeout is None or not self._since:
+        """The time on `clock` of the next timeout. None without a timeout or without waiting groups."""
+        if self._timeout is None or not self._first_arrivals:
             return None
-        return next(iter(self._since.values())) + self._timeout
+        return next(iter(self._first_arrivals.values())) + self._timeout
 
     async def wait_expired(self) -> list[StashedGroup[C]]:
-        """Wait until `expire()` has something. `clock` must run as the event loop's does. Errors: StallError."""
+        """Wait until `expire()` ends a group. `clock` must run at the speed of real time. Errors: StallError."""
         while True:
-            arrived = self._arrived  # before the look: an arrival after it is not slept over
+            # Taken before `expire()`, so that no arrival after that call is missed.
+            arrived = self._arrived
             if expired := self.expire():
                 return expired
             deadline = self.next_deadline()
@@ -295,7 +297,7 @@ class Stash(Generic[C]):
                 await anyio.sleep(max(0.0, deadline - self._clock()))
 
     def evict_stale(self, version: int, max_staleness: int) -> list[StashedGroup[C]]:
-        """End the groups that hold a token older than `version - max_staleness`, now and on arrival from here on.
+        """End the groups with a token older than `version - max_staleness`. From now on `add` ends such groups, too.
 
         Tokens of future versions, and groups without a sampled token, are never too old.
         """
@@ -307,16 +309,16 @@ class Stash(Generic[C]):
         return [self._end(key, Ending.STALE) for key in stale]
 
     def end_epoch(self, epoch: int) -> list[StashedGroup[C]]:
-        """The producer of this epoch is gone: its incomplete groups can never be whole."""
+        """End all groups of an epoch, because its producer ended and the groups can never be whole."""
         return [self._end(key, Ending.EPOCH) for key in list(self._waiting) if key.epoch == epoch]
 
     def discard(self, group_id: int, epoch: int = 0) -> StashedGroup[C] | None:
-        """End one group, whether it waits here or not; later members of it are late. What waited of it, or None."""
+        """End one group. Its later members are LATE. Returns None if no member of the group was waiting."""
         key = GroupKey(epoch, group_id)
         if key in self._waiting:
             return self._end(key, Ending.DISCARDED)
-        self._bury(key)
-        self._ended.move_to_end(key)  # it may have ended before
+        self._remember_ended(key)
+        self._ended.move_to_end(key)  # the group may have ended before
         return None
 
     def statistics(self) -> StashStatistics:
@@ -329,46 +331,34 @@ class Stash(Generic[C]):
             late=self._late,
             stale=self._stale,
             refused=dict(self._refused),
-            endings=dict(self._endings + Counter({Ending.WHOLE: self._together})),
+            endings=dict(self._endings + Counter({Ending.WHOLE: self._added_whole})),
         )
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _incomplete(self, entry: _Entry[C], otherwise: Ending) -> Ending:
-        enough = self._on_timeout == "partial" and len(entry.members) >= MIN_PARTIAL
-        return Ending.PARTIAL if enough else otherwise
 
     def _end(self, key: GroupKey, ending: Ending) -> StashedGroup[C]:
         entry = self._waiting.pop(key)
-        del self._since[key]
+        del self._first_arrivals[key]
         self._bytes -= entry.bytes
         self._endings[ending] += 1
-        self._bury(key)
+        self._remember_ended(key)
         trajectories, leases = zip(*[entry.members[member] for member in sorted(entry.members)], strict=True)
         return StashedGroup(key, ending, entry.context, entry.size, trajectories, leases)
 
-    def _bury(self, key: GroupKey) -> None:
-        self._ended[key.epoch, key.group_id] = None  # equal to it, and garbage collections stop looking at it
+    def _remember_ended(self, key: GroupKey) -> None:
+        # A plain tuple equals the GroupKey, and the garbage collector does not track a tuple of integers.
+        self._ended[key.epoch, key.group_id] = None
         if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
 
 
-def same(a: Trajectory, b: Trajectory) -> bool:
-    """Whether two trajectories of one member say the same, bit for bit (so NaN equals NaN)."""
+def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
+    """Whether two trajectories of one member are equal, bit for bit (so NaN equals NaN)."""
     scalars = [(t.prompt_length, float(t.temperature).hex(), _hex(t.reward), str(t.finish_reason)) for t in (a, b)]
-    return (
-        scalars[0] == scalars[1]
-        and all(
-            getattr(a, column).dtype == getattr(b, column).dtype
-            and getattr(a, column).tobytes() == getattr(b, column).tobytes()
-            for column in ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
-        )
-        and _bits(a.routed_experts) == _bits(b.routed_experts)
-    )
+    columns = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions", "routed_experts")
+    return scalars[0] == scalars[1] and all(_bits(getattr(a, name)) == _bits(getattr(b, name)) for name in columns)
 
 
-def _bits(routes: RoutesArray | None) -> tuple[object, ...] | None:
-    return None if routes is None else (routes.dtype, routes.shape, routes.tobytes())
+def _bits(column: npt.NDArray[Any] | None) -> tuple[object, ...] | None:
+    return None if column is None else (column.dtype, column.shape, column.tobytes())
 
 
 def _hex(value: float | None) -> str | None:

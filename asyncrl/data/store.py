@@ -1,21 +1,21 @@
-"""The data plane: the rows of every group, from the moment it is whole until it was trained or dropped.
+"""The store holds the rows of every whole group until the group is trained or dropped.
 
     put ──▶ rows of a whole group ──▶ score ──▶ ready ──▶ claim ──▶ write advantages, log-probs ──▶ packed ──▶ clear
-             a lease beside them      rewards             ▲   unclaim (the step was aborted)  │                rows, lease
+             and its leases           rewards             ▲   unclaim (the step was aborted)  │                rows, leases
                                                           └──────────────────────────────────┘
 
-A row is a trajectory; a column holds one value a row. A stage reads the columns that it needs and writes those that it makes
-(`REWARDS`, `ADVANTAGES`, `REFERENCE`, `OLD`).
+A row is a trajectory. A column holds one value per row. Stages of the run write the columns `REWARDS`, `ADVANTAGES`,
+`REFERENCE` and `OLD`.
 
 Guarantees
-* Presence is readiness: a group can be claimed once its rows have every required column, once, in the order in which they
-  became ready. A step that was aborted gives its groups back, behind the others.
-* What a caller may still write to is copied in. Rows under a lease are not: their arrays are views of shared memory, which
-  stay as they are until the lease ends.
-* One `clear` ends rows, columns and leases. Afterwards nothing of the group is held here.
-* One event an operation to every observer, errors included; an observer that fails is counted and breaks nothing.
+* A group is ready as soon as its rows have every required column. `ready` lists groups in the order in which they became
+  ready. The groups of an aborted step are ready again, behind the others.
+* `put` and `score` copy arrays, because a caller may write to them later. Arrays with a lease are not copied: they are views
+  of shared memory, and the lender does not change this memory before the release of the lease.
+* `clear` removes the rows and columns of a group, and releases its leases.
+* Every observer gets one event per operation, also if the operation fails. An error in an observer is only counted.
 
-Used from the loop's thread only; nothing waits.
+Only for the thread of the event loop. No method awaits.
 """
 
 from __future__ import annotations
@@ -40,73 +40,74 @@ TOKEN_DTYPES = {
     "sampled_logprobs": np.float32,
     "versions": np.int32,
 }
-# [G] float or None; there once the group is scored, shaped and through the filters.
+# Names of columns. Shapes: G members of the group, s scored tokens of a member.
+# [G] float or None: final rewards.
 REWARDS = "rewards"
 ADVANTAGES = "advantages"  # [G] float64
-# [G] of [s] float32: of the scored tokens, under the reference.
+# G arrays [s] float32: log-probs of the scored tokens under the reference model.
 REFERENCE = "reference_logprobs"
-# [G] of [s] float32: of the scored tokens, under the policy before the batch's first update.
+# G arrays [s] float32: log-probs of the scored tokens under the policy before the first update of the step.
 OLD = "old_logprobs"
-Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value a member
+Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value per member
 Status: TypeAlias = Literal["ok", "error"]
 
 
 class Lease(Protocol):
-    """Somebody else's memory, in which rows lie."""
+    """The right to read memory of a lender, such as a ring. Arrays of rows may be views of this memory."""
 
     def release(self) -> None:
-        """The rows were cleared: the memory may be used again. The store calls it once."""
+        """Give the memory back to the lender. The store calls this method once, after it has cleared the rows."""
         ...
 
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of one group, members in order."""
+    """The rows of one group, in member order."""
 
     group: Group
     columns: dict[str, Column] = field(default_factory=dict)
     leases: tuple[Lease, ...] = ()
     claimed: bool = False
-    # Of the per-token columns of the trajectories, and of what was written; the store keeps it.
+    # Size of the trajectories' arrays and of the columns. The store updates this number.
     bytes: int = 0
 
     @property
     def group_id(self) -> int:
-        """The id of the group."""
+        """The id of the group, from its ticket."""
         return self.group.group_id
 
-    def measured(self) -> int:
-        """What `bytes` is, counted anew."""
+    def count_bytes(self) -> int:
+        """The current value for `bytes`."""
         return sum(nbytes(t) for t in self.group.trajectories) + sum(map(_bytes, self.columns.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
-    """One operation of the store, as observers hear of it when it is over."""
+    """One operation of the store. Observers get the event at the end of the operation."""
 
     op: str  # put, score, write, claim, unclaim, clear, close
-    group_id: int  # -1: of several
-    rows: int
-    bytes: int  # of the rows that the operation touched
+    group_id: int  # -1: several groups
+    rows: int  # of the operation
+    bytes: int  # of the operation
     seconds: float
     status: Status
-    held_rows: int  # in the store, after it
+    held_rows: int  # in the store, after the operation
     held_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What the store holds now, and how its observers fared."""
+    """Sizes of the content now, and failures of observers since the store was created."""
 
     rows: int
     bytes: int
     claimed: int  # rows
     observer_failures: int
-    observer_failure: str | None  # the last one
+    observer_failure: str | None  # last failure
 
 
 class Store:
-    """See the module docstring. A context manager, which closes it."""
+    """The rows of all groups: see the module docstring. A context manager that closes the store."""
 
     def __init__(
         self,
@@ -115,19 +116,19 @@ class Store:
         required: Sequence[str] = (REWARDS,),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`required`: the columns without which a group cannot be claimed."""
+        """`required`: a group is ready if all of these columns are written."""
         self._observers = list(observers)
         self._required = frozenset(required)
         self._clock = clock
         self._held: dict[int, Rows] = {}  # by group id
-        self._ready: dict[int, Ticket] = {}  # of those that can be claimed, in order
+        self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`
         self._rows = self._bytes = 0
         self._closed = False
         self._observer_failures = 0
         self._observer_failure: str | None = None
 
     def close(self) -> None:
-        """Forget everything; leases are not ended. Closing twice is fine."""
+        """Remove all rows without a release of their leases. A second call does nothing."""
         if not self._closed:
             with self._observed("close", -1, self._rows, self._bytes):
                 self._held.clear()
@@ -141,178 +142,184 @@ class Store:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- in ----------------------------------------------------------------------------------------------------------
-
     def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
-        """The rows of a whole group, and the group as it lies here. With `leases` its arrays are not copied.
+        """Store the rows of a whole group. Returns the stored group. With `leases` arrays are not copied.
 
-        Errors: DataError for a group that is here, or a column that is not as long as its tokens.
+        Errors: DataError for a group that is already stored, or arrays of a member with different lengths.
         """
-        with self._observed("put", group.group_id) as touched:
+        with self._observed("put", group.group_id) as set_event_sizes:
             if group.group_id in self._held:
-                raise DataError(f"group {group.group_id} is in the store already")
+                raise DataError(f"group {group.group_id} is in the store already; clear the group first")
             members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
             rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
-            rows.bytes = rows.measured()
-            touched(rows)
+            rows.bytes = rows.count_bytes()
+            set_event_sizes(rows)
             self._rows += len(members)
             self._bytes += rows.bytes
             return rows.group
 
     def score(self, group: Group) -> None:
-        """Rewards and components are final: `group` takes the place of what was put. Arrays that are not those that lie here
-        (of a user's own code, which may keep them) are copied in. Errors: KeyError, DataError."""
-        with self._observed("score", group.group_id) as touched:
-            rows = self._of(group.group_id)
+        """Replace a stored group by `group`, whose rewards and components are final.
+
+        Arrays are copied unless they are the stored arrays: a user's code may have made them, and may keep and change them.
+        Errors: KeyError for a group that is not stored, DataError for another number of members.
+        """
+        with self._observed("score", group.group_id) as set_event_sizes:
+            rows = self.rows(group.group_id)
             if len(group.trajectories) != len(rows.group.trajectories):
-                raise DataError(f"group {group.group_id}: another number of members was scored than was put")
+                raise DataError(
+                    f"group {group.group_id} was scored with {len(group.trajectories)} members, and is stored with "
+                    f"{len(rows.group.trajectories)}; score every member"
+                )
             pairs = zip(group.trajectories, rows.group.trajectories, strict=True)
-            members = tuple(t if _same_arrays(t, here) else _checked(t, group.group_id, copy=True) for t, here in pairs)
-            with self._accounted(rows):
+            members = tuple(t if _same_arrays(t, old) else _checked(t, group.group_id, copy=True) for t, old in pairs)
+            with self._updating_bytes(rows):
                 rows.group = replace(group, trajectories=members)
                 rows.columns[REWARDS] = [t.reward for t in members]
-            touched(rows)
-            self._look(rows)
+            set_event_sizes(rows)
+            self._update_ready(rows)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
-        """One value a member, which are the store's from here on; a column that is there is replaced. Errors: KeyError,
-        DataError."""
-        with self._observed("write", group_id) as touched:
-            rows = self._of(group_id)
-            if len(values) != len(rows.group.trajectories):
-                raise DataError(
-                    f"group {group_id}: {len(values)} values of {column} for {len(rows.group.trajectories)} members"
-                )
-            with self._accounted(rows):
-                rows.columns[column] = values
-            touched(rows)
-            self._look(rows)
+        """Write or replace a column. `values`: one value per member. They are not copied, so the caller must not change them.
 
-    # -- out ---------------------------------------------------------------------------------------------------------
+        Errors: KeyError for a group that is not stored, DataError for another number of values.
+        """
+        with self._observed("write", group_id) as set_event_sizes:
+            rows = self.rows(group_id)
+            if len(values) != len(rows.group.trajectories):
+                members = len(rows.group.trajectories)
+                raise DataError(
+                    f"group {group_id}: {len(values)} values of {column} for {members} members; write one each"
+                )
+            with self._updating_bytes(rows):
+                rows.columns[column] = values
+            set_event_sizes(rows)
+            self._update_ready(rows)
 
     def ready(self) -> list[Ticket]:
-        """Of the groups that have every required column and are not claimed, in the order in which they became ready."""
+        """Tickets of the groups that are ready and not claimed, in the order in which they became ready."""
         return list(self._ready.values())
 
     def claim(self, group_id: int) -> Rows:
-        """Errors: KeyError for a group that is not ready."""
-        with self._observed("claim", group_id) as touched:
+        """Take a ready group for a step. Errors: KeyError for a group that is not ready."""
+        with self._observed("claim", group_id) as set_event_sizes:
             del self._ready[group_id]
             rows = self._held[group_id]
             rows.claimed = True
-            touched(rows)
+            set_event_sizes(rows)
             return rows
 
     def unclaim(self, group_id: int) -> None:
-        """Its step was aborted: what the step wrote is forgotten, and the group is ready again. Errors: KeyError."""
-        with self._observed("unclaim", group_id) as touched:
-            rows = self._of(group_id)
-            with self._accounted(rows):
+        """Make a group ready again after its step was aborted, without the columns of the step. Errors: KeyError."""
+        with self._observed("unclaim", group_id) as set_event_sizes:
+            rows = self.rows(group_id)
+            with self._updating_bytes(rows):
                 for column in (ADVANTAGES, OLD):
                     rows.columns.pop(column, None)
             rows.claimed = False
-            touched(rows)
-            self._look(rows)
+            set_event_sizes(rows)
+            self._update_ready(rows)
 
     def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
-        """Forget the rows of these groups, those that are here, and end their leases; `release` False: only forget, the
-        owner of the memory keeps what nobody trained. Returns how many rows."""
-        found = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
-        if not found:
+        """Remove the rows of these groups and release their leases. Returns the number of removed rows.
+
+        Groups that are not stored are skipped. With `release=False` the lenders keep the data: nobody trained the groups.
+        """
+        cleared = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
+        if not cleared:
             return 0
-        count, size = sum(len(rows.group.trajectories) for rows in found), sum(rows.bytes for rows in found)
-        with self._observed("clear", found[0].group_id if len(found) == 1 else -1, count, size):
+        count, size = sum(len(rows.group.trajectories) for rows in cleared), sum(rows.bytes for rows in cleared)
+        with self._observed("clear", cleared[0].group_id if len(cleared) == 1 else -1, count, size):
             self._rows -= count
             self._bytes -= size
-            for rows in found:
+            for rows in cleared:
                 self._ready.pop(rows.group_id, None)
             if release:
-                _end([lease for rows in found for lease in rows.leases])
+                _release([lease for rows in cleared for lease in rows.leases])
         return count
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._held
 
     def rows(self, group_id: int) -> Rows:
-        """Raises KeyError where the store does not hold that group."""
-        return self._of(group_id)
+        """The rows of a group. Errors: KeyError for a group that is not stored."""
+        if group_id not in self._held:
+            raise KeyError(f"group {group_id} is not in the store")
+        return self._held[group_id]
 
     def statistics(self) -> StoreStatistics:
         claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
         return StoreStatistics(self._rows, self._bytes, claimed, self._observer_failures, self._observer_failure)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _of(self, group_id: int) -> Rows:
-        if group_id not in self._held:
-            raise KeyError(f"group {group_id} is not in the store")
-        return self._held[group_id]
-
-    def _look(self, rows: Rows) -> None:
+    def _update_ready(self, rows: Rows) -> None:
         if not rows.claimed and self._required <= rows.columns.keys():
             self._ready.setdefault(rows.group_id, rows.group.ticket)
 
     @contextmanager
-    def _accounted(self, rows: Rows) -> Iterator[None]:
+    def _updating_bytes(self, rows: Rows) -> Iterator[None]:
         try:
             yield
         finally:
-            before, rows.bytes = rows.bytes, rows.measured()
+            before, rows.bytes = rows.bytes, rows.count_bytes()
             self._bytes += rows.bytes - before
 
     @contextmanager
     def _observed(self, op: str, group_id: int, rows: int = 0, size: int = 0) -> Iterator[Callable[[Rows], None]]:
+        """Send an event for the operation in the block. The yielded function sets the event's `rows` and `bytes`."""
         if self._closed:
-            raise LifecycleError("the store is closed")
+            raise LifecycleError(f"cannot {op}: the store is closed")
         started = self._clock()
         status: Status = "ok"
-        moved = [rows, size]
+        event_sizes = [rows, size]
 
-        def touched(found: Rows) -> None:
-            moved[:] = len(found.group.trajectories), found.bytes
+        def set_event_sizes(rows: Rows) -> None:
+            event_sizes[:] = len(rows.group.trajectories), rows.bytes
 
         try:
-            yield touched
+            yield set_event_sizes
         except BaseException:
-            status, moved[:] = "error", (0, 0)
+            status, event_sizes[:] = "error", (0, 0)
             raise
         finally:
             seconds = self._clock() - started
-            self._tell(StoreEvent(op, group_id, moved[0], moved[1], seconds, status, self._rows, self._bytes))
+            self._notify(
+                StoreEvent(op, group_id, event_sizes[0], event_sizes[1], seconds, status, self._rows, self._bytes)
+            )
 
-    def _tell(self, event: StoreEvent) -> None:
+    def _notify(self, event: StoreEvent) -> None:
         for observer in self._observers:
             try:
                 observer(event)
-            except Exception as error:  # to look on is no reason to break what is looked at
+            except Exception as error:
                 self._observer_failures += 1
                 self._observer_failure = f"{type(error).__name__}: {error}"
 
 
-def owned(group: Group) -> Group:
-    """With arrays of its own: for whoever keeps a group longer than its lease."""
-    return replace(group, trajectories=tuple(replace(t, **copied(t)) for t in group.trajectories))
+def copy_group(group: Group) -> Group:
+    """A group with copies of all arrays, which stay valid after the release of the group's leases."""
+    return replace(group, trajectories=tuple(replace(t, **copy_arrays(t)) for t in group.trajectories))
 
 
-def copied(trajectory: Trajectory) -> dict[str, Any]:
-    """Its per-token columns, each an array of its own."""
+def copy_arrays(trajectory: Trajectory) -> dict[str, Any]:
+    """Copies of the arrays of a trajectory, by field name."""
     columns = {name: getattr(trajectory, name).copy() for name in TOKEN_DTYPES}
     routes = trajectory.routed_experts
     return columns if routes is None else columns | {"routed_experts": routes.copy()}
 
 
 def nbytes(trajectory: Trajectory) -> int:
-    """Bytes of its per-token columns."""
+    """Bytes of the arrays of a trajectory."""
     t = trajectory
     routes = 0 if t.routed_experts is None else t.routed_experts.nbytes
     return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes + routes
 
 
-def _end(leases: Sequence[Lease]) -> None:
-    """In this order, each of them also where one fails."""
-    with ExitStack() as ending:
+def _release(leases: Sequence[Lease]) -> None:
+    """Release all leases in this order, even if a release fails."""
+    with ExitStack() as stack:
+        # An ExitStack calls the last callback first.
         for lease in reversed(leases):
-            ending.callback(lease.release)
+            stack.callback(lease.release)
 
 
 def _same_arrays(a: Trajectory, b: Trajectory) -> bool:
@@ -320,17 +327,17 @@ def _same_arrays(a: Trajectory, b: Trajectory) -> bool:
 
 
 def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory:
-    """With the dtypes of `types.Trajectory`, read-only where it is a copy."""
+    """The trajectory with arrays of TOKEN_DTYPES. Copied arrays are read-only. Errors: DataError for different shapes."""
     columns: dict[str, Any] = {}
-    for name, kind in TOKEN_DTYPES.items():
-        given = getattr(trajectory, name)
-        if np.shape(given) != np.shape(trajectory.tokens):
+    for name, dtype in TOKEN_DTYPES.items():
+        array = getattr(trajectory, name)
+        if np.shape(array) != np.shape(trajectory.tokens):
             raise DataError(
-                f"group {group_id}, member {trajectory.member}: {name} has shape {np.shape(given)}, tokens "
-                f"{np.shape(trajectory.tokens)}"
+                f"group {group_id}, member {trajectory.member}: {name} has shape {np.shape(array)}, tokens "
+                f"{np.shape(trajectory.tokens)}; expected one shape"
             )
-        if copy or given.dtype != kind:
-            columns[name] = np.array(given, dtype=kind)
+        if copy or array.dtype != dtype:
+            columns[name] = np.array(array, dtype=dtype)
             columns[name].flags.writeable = False
     if copy and trajectory.routed_experts is not None:
         columns["routed_experts"] = trajectory.routed_experts.copy()
@@ -345,7 +352,7 @@ def _bytes(column: Column) -> int:
 
 
 def store_metrics(recorder: Recorder) -> Callable[[StoreEvent], None]:
-    """An observer that puts every operation into the metrics of the step."""
+    """An observer that records every operation in the metrics of the step (`queue/store/depth`, `store/*`)."""
 
     def observe(event: StoreEvent) -> None:
         recorder.gauge("queue/store/depth", event.held_rows)

@@ -1,10 +1,11 @@
-"""Prompts as token ids: rendered by the chat template, once and in one place. Nothing of transformers at import time.
+"""Turns prompts into token ids with the tokenizer's chat template. Does not import transformers.
 
-    a row's prompt --> messages (`read_prompt`) --> cleaned --> the template's text --> token ids
+    prompt of a row --> messages (`read_prompt`) --> cleaned messages --> rendered text --> token ids
 
-Only the template writes control tokens (`data.control_tokens`): what a message, a tool's output, a tool's schema or a template
-argument says is text, whatever it looks like. What is rendered in a way that its author may not have meant is counted by row, and
-said at the start (`PromptEncoder.notes`). The tokenizer is any object of the Hugging Face form.
+Only the template may write control tokens (`data.control_tokens`). A message, a tool's output, a tool's schema or a template
+argument is always encoded as text, even if the text of a control token is in it. `PromptEncoder.notes` counts rows which are
+probably not rendered as their author expects, and a run prints these counts at its start.
+The tokenizer is any object with the interface of a Hugging Face tokenizer.
 """
 
 from __future__ import annotations
@@ -23,94 +24,93 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
-_OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-# Around the number of a control token that somebody wrote: private use, in no vocabulary.
+_RESERVED_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+# Around the number that replaces a control token in a message. Private-use characters, which no vocabulary has.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-# What is said of rows that have it, behind "12 of 1,000 prompts ".
+# Ends of sentences that begin with "12 of 1,000 prompts ".
 NOTES = {
     "rendered": (
-        "hold the chat template's own control tokens and are tokenized as they stand, not rendered again; "
-        "data.template=raw says so for all of them"
+        "hold the chat template's own control tokens and are tokenized without the template; "
+        "data.template=raw does so with all prompts"
     ),
     "control": (
-        "hold the text of a control token in a message, a tool or an argument: it is encoded as text "
-        "(data.control_tokens=text makes control tokens of it)"
+        "hold the text of a control token in a message, a tool or an argument, which is encoded as text "
+        "(data.control_tokens=text encodes it as a control token)"
     ),
     "continued": (
-        "end with a message of the assistant, which completions continue; where that is the answer, leave it out of the prompt"
+        "end with a message of the assistant, which completions continue; if this message is the answer, remove it"
     ),
     "tools": (
-        "have a column `tools` that the chat template never reads, or that is no list of tool schemas: the model does not see it"
+        "have a column `tools` that is no list of tool schemas or that the chat template never reads: the model gets no tools"
     ),
-    "images": "have a column of images, audio or video: the model does not see it",
+    "images": "have a column of images, audio or video: the model gets the text alone",
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def read_prompt(prompt: Any, config: DataConfig) -> Any:
-    """The prompt of a row: messages that stand in a cell as JSON text are messages, unless `data.template` is raw."""
+    """The prompt of a row. A JSON text of a list of messages is decoded, unless `data.template` is raw."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if not isinstance(prompt, str) or config.template == "raw" or not prompt.lstrip().startswith("["):
         return prompt
     try:
-        found = json.loads(prompt)
+        messages = json.loads(prompt)
     except ValueError:
         return prompt
-    return found if found and isinstance(found, list) and all(map(_is_message, found)) else prompt
+    return messages if messages and isinstance(messages, list) and all(map(_is_message, messages)) else prompt
 
 
 def without_nulls(value: Any) -> Any:
-    """Lists of mappings (messages, tool schemas) without the keys whose value is None, at every depth: Arrow gives every mapping
-    of a column the keys of all. Anything else as it is."""
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        return _dropped(value)
+    """A list of mappings (messages, tool schemas) without the keys whose value is None, at every depth.
+
+    Arrow adds such keys: all mappings of a column get the same keys. A value of another type is returned unchanged."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return _drop_nulls(value)
     return value
 
 
-def _dropped(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _dropped(each) for key, each in value.items() if each is not None}
-    return [_dropped(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text in which nothing is a control token, whatever it looks like: of a tool's output. No special tokens are
-    added."""
+    """Token ids of a text, such as a tool's output, without control tokens: their texts are encoded as plain text."""
     control = _pattern(_control_tokens(tokenizer, _template_of(tokenizer)))
     return _encode_pieces(tokenizer, re.split(f"({control.pattern})", text))
 
 
 class PromptEncoder:
-    """Renders and tokenizes the prompts of a run. `notes` counts rows by the names of `NOTES`."""
+    """Renders and tokenizes the prompts of a run. `notes` has a count of rows for each key of `NOTES`."""
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:
         self._tokenizer = tokenizer
         self.config = config
         self.notes: Counter[str] = Counter()
-        self._renders = getattr(tokenizer, "chat_template", None) is not None
+        self._has_template = getattr(tokenizer, "chat_template", None) is not None
         self._template = _template_of(tokenizer)
         self._words = set(re.findall(r"\w+", self._template))
-        self._special: re.Pattern[str] | None = None  # texts of special tokens
-        # Of those, and of other added tokens that the template writes.
-        self._control: re.Pattern[str] | None = None
-        # Whether the template shows content that is a text; a list of parts.
-        self._forms: tuple[bool, bool] | None = None
-        # What renderings begin with, BOS and the control token behind it.
+        self._special: re.Pattern[str] | None = None  # matches special tokens
+        self._control: re.Pattern[str] | None = None  # matches the tokens of `_control_tokens`
+        # Whether the template prints content that is (a text, a list of parts).
+        self._printed_content: tuple[bool, bool] | None = None
+        # First texts of rendered conversations: BOS, and the first text behind BOS.
         self._openings: set[str] | None = None
-        self._before: list[int] | None = None  # what the tokenizer puts before a text
+        self._leading_ids: list[int] | None = None  # the tokenizer adds these before a text
 
     @property
     def warnings(self) -> list[str]:
-        """What is known of the template itself."""
+        """Warnings about the chat template, for the user."""
         if "strftime_now" not in self._words and not re.search(r"\bnow\(", self._template):
             return []
         return [
-            "the chat template writes the date of the day: prompts change from one day to the next; to keep them set data.date "
-            f"(here {self._day}; a run that is resumed keeps its own)"
+            "the chat template writes the date of the day, so prompts change from one day to the next; set data.date to keep "
+            f"the date (now {self._day}; a resumed run keeps the date of its start)"
         ]
 
     @property
@@ -118,10 +118,10 @@ class PromptEncoder:
         return datetime.date.fromisoformat(self.config.date) if self.config.date else datetime.date.today()
 
     def encode(self, prompt: Any, columns: Mapping[str, Any] | None = None) -> Int32Array:
-        """Token ids [P]. `columns`: the row, whose `tools` and `chat_template_kwargs` go to the template.
+        """Token ids [P] of a prompt. `columns`: the row; the template gets its `tools` and `chat_template_kwargs`.
 
-        Errors: `DataError` for an empty or malformed prompt, for what the settings ask for and the tokenizer does not have, and
-        with the template's own complaint.
+        Errors: `DataError` for an empty or malformed prompt, for an error of the template, and for settings that need a
+        template if the tokenizer has none.
         """
         prompt = read_prompt(prompt, self.config)
         check_prompt(prompt)
@@ -132,17 +132,15 @@ class PromptEncoder:
         else:
             ids = self._encode_messages(self._messages(prompt), self._arguments(columns))
         if len(ids) == 0:
-            raise DataError("the prompt has no tokens")
+            raise DataError("the prompt has no tokens; expected at least one")
         return np.asarray(ids, dtype=np.int32)
 
-    # -- text as it stands -------------------------------------------------------------------------------------------
-
     def _is_plain(self, prompt: str) -> bool:
-        """Whether the text is tokenized as it stands, and not as a user's message."""
+        """Whether the text is tokenized without the template, and not rendered as a user's message."""
         config = self.config
-        if config.template == "chat" and not self._renders:
+        if config.template == "chat" and not self._has_template:
             raise DataError("data.template is chat but the tokenizer has no chat template; use data.template=raw")
-        if config.template != "raw" and self._renders:
+        if config.template != "raw" and self._has_template:
             if not self._is_rendered(prompt):
                 return False
             self.notes["rendered"] += 1
@@ -153,12 +151,12 @@ class PromptEncoder:
             if value is not None and value != {}:
                 raise DataError(
                     f"data.{name} is set but the prompt is plain text without a chat template, or was rendered before; "
-                    "leave it out, or give messages to a tokenizer with a template, with data.template=chat"
+                    f"remove data.{name}, or use prompts of messages, data.template=chat and a tokenizer with a template"
                 )
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """It holds control tokens, and begins as the template's own renderings do. (What ends like one may be a user's text.)"""
+        """Whether the prompt has control tokens, and begins like a rendered conversation. (Any user's text may end like one.)"""
         control = self._controls(user=False)
         if not control.search(prompt):
             return False
@@ -168,7 +166,7 @@ class PromptEncoder:
             for messages in ([user], [{**user, "role": "system"}, user]):
                 try:
                     text = self._render(messages, self.config.chat_template_kwargs)
-                except DataError:  # of a template that wants other messages
+                except DataError:  # some templates refuse a system message
                     continue
                 if self._bos and text.startswith(self._bos):
                     self._openings.add(self._bos)
@@ -183,33 +181,31 @@ class PromptEncoder:
         return getattr(self._tokenizer, "bos_token", None) or ""
 
     def _encode_raw(self, text: str) -> list[int]:
-        """With the template's BOS where the text was rendered, else with what the tokenizer puts before a text, once; without
-        what it puts behind (EOS)."""
+        """Token ids of a text behind BOS (of the template, if the text was rendered; else of the tokenizer), without EOS.
+
+        A BOS at the beginning of the text is not added again."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         if self._openings is not None:
-            lacks = self._bos in self._openings and not text.lstrip().startswith(self._bos)
-            return [self._tokenizer.bos_token_id, *ids] if lacks else ids
-        if self._before is None:
-            bare, full = (self._tokenizer.encode(_PROBE, add_special_tokens=added) for added in (False, True))
-            fits = [n for n in range(len(full)) if full[n : n + len(bare)] == bare]
-            self._before = full[: fits[0]] if fits else []
-        return ids if ids[: len(self._before)] == self._before else self._before + ids
-
-    # -- conversations -----------------------------------------------------------------------------------------------
+            lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
+            return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids
+        if self._leading_ids is None:
+            bare = self._tokenizer.encode(_PROBE, add_special_tokens=False)
+            full = self._tokenizer.encode(_PROBE, add_special_tokens=True)
+            starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
+            self._leading_ids = full[: starts[0]] if starts else []
+        return ids if ids[: len(self._leading_ids)] == self._leading_ids else self._leading_ids + ids
 
     def _messages(self, prompt: str | Messages) -> Messages:
-        """What the template renders. A system prompt goes before every conversation that does not begin with its own."""
+        """The messages for the template. `data.system_prompt` is added if the first message is no system message."""
         config = self.config
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]
         else:
             if config.template == "raw":
-                raise DataError(
-                    "the prompt is a list of messages but data.template is raw; use data.template=chat or auto"
-                )
-            if not self._renders:
-                raise DataError("the prompt is a list of messages but the tokenizer has no chat template to render it")
-            messages = [_cleaned(message) for message in prompt]
+                raise DataError("the prompt is a list of messages but data.template is raw; set it to chat or auto")
+            if not self._has_template:
+                raise DataError("the prompt is a list of messages but the tokenizer has no chat template; use texts")
+            messages = [_clean(message) for message in prompt]
         if config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
         self.notes["continued"] += messages[-1]["role"] == "assistant"
@@ -219,40 +215,40 @@ class PromptEncoder:
         return messages
 
     def _content(self, content: str | list[Any]) -> str | list[Any]:
-        """In the form that the template shows: a text, or a list of parts."""
-        if self._forms is None:
-            self._forms = self._shows(_PROBE), self._shows([{"type": "text", "text": _PROBE}])
-        texts, parts = self._forms
+        """The content as a text or as a list of parts: some templates can print only one of these."""
+        if self._printed_content is None:
+            self._printed_content = self._prints(_PROBE), self._prints([{"type": "text", "text": _PROBE}])
+        prints_text, prints_parts = self._printed_content
         if isinstance(content, str):
-            return content if texts or not parts else [{"type": "text", "text": content}]
+            return content if prints_text or not prints_parts else [{"type": "text", "text": content}]
         text = "".join(part["text"] for part in content)
-        if parts and self.config.control_tokens == "template" and self._controls(user=True).search(text):
-            return [{"type": "text", "text": text}]  # a control token may begin in one part and end in the next
-        return content if parts else text
+        if prints_parts and self.config.control_tokens == "template" and self._controls(user=True).search(text):
+            return [{"type": "text", "text": text}]  # a control token may span two parts
+        return content if prints_parts else text
 
-    def _shows(self, content: Any) -> bool:
+    def _prints(self, content: Any) -> bool:
+        """Whether the template prints the probe in `content`."""
         try:
-            shown = self._render([{"role": "user", "content": content}], {})
+            text = self._render([{"role": "user", "content": content}], {})
         except DataError:
             return False
-        # A template that prints a list shows Python's form of it.
-        return _PROBE in shown and f"'{_PROBE}'" not in shown and f'"{_PROBE}"' not in shown
+        # Quotes around the probe: the template printed the repr of the list.
+        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
     def _arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the template, beside the messages: the configuration's, the row's `chat_template_kwargs`, the row's `tools`."""
+        """Arguments of the template beside the messages. Those of the row override `data.chat_template_kwargs`."""
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")
-        own = _parsed(columns.get("chat_template_kwargs"))
-        if own and not isinstance(own, Mapping):
-            raise DataError(f"the row's chat_template_kwargs are {own!r:.80}; expected a mapping of arguments")
-        if own:
-            own = {name: value for name, value in own.items() if value is not None}
-            for name in own:
-                self._check_argument(name, "the row's chat_template_kwargs has")
-            arguments |= own
+        row_arguments = _parsed(columns.get("chat_template_kwargs")) or {}
+        if not isinstance(row_arguments, Mapping):
+            raise DataError(f"the row's chat_template_kwargs are {row_arguments!r:.80}; expected a mapping by name")
+        row_arguments = {name: value for name, value in row_arguments.items() if value is not None}
+        for name in row_arguments:
+            self._check_argument(name, "the row's chat_template_kwargs has")
+        arguments |= row_arguments
         tools = columns.get("tools")
-        if tools is not None and "tools" not in (own or {}):
+        if tools is not None and "tools" not in row_arguments:
             schemas = _tool_schemas(tools)
             if schemas is None or "tools" not in self._words:
                 self.notes["tools"] += 1
@@ -261,66 +257,65 @@ class PromptEncoder:
         return arguments
 
     def _check_argument(self, name: str, where: str) -> None:
-        if name in _OURS:
-            raise DataError(f"{where} {name!r}, which is set for every prompt; leave it out")
+        if name in _RESERVED_ARGUMENTS:
+            raise DataError(f"{where} {name!r}, which is set for every prompt; remove {name!r}")
         if name not in self._words:
-            near = difflib.get_close_matches(name, sorted(self._words), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            similar = difflib.get_close_matches(name, sorted(self._words), n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else f"; remove {name!r}"
             raise DataError(f"{where} {name!r}, which the chat template never reads{hint}")
 
     def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
-        """The text before the first sampled token. A last message of the assistant is continued, not closed."""
+        """The text before the first sampled token. If the last message is the assistant's, completions continue the message."""
         continued = messages[-1]["role"] == "assistant"
         options = {**arguments, "continue_final_message" if continued else "add_generation_prompt": True}
         try:
             if "strftime_now" in self._words:
                 template = self._tokenizer.get_chat_template(tools=arguments.get("tools"))
                 day = self._day
-                options["chat_template"] = _STRFTIME.sub(lambda found: json.dumps(day.strftime(found[2])), template)
+                options["chat_template"] = _STRFTIME.sub(lambda call: json.dumps(day.strftime(call[2])), template)
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:
-            # jinja's errors, and whatever a template raises by raise_exception().
+            # Errors of jinja, and of raise_exception() in the template.
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
     def _encode_messages(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
-        written: list[str] = []  # texts of control tokens that are no control tokens
+        """Token ids of a conversation. Control tokens in messages and arguments are hidden from the template by numbers."""
+        hidden: list[str] = []
 
-        def mark(value: Any, control: re.Pattern[str]) -> Any:
+        def hide(value: Any, control: re.Pattern[str]) -> Any:
             if isinstance(value, str):
-                return control.sub(numbered, value)
+                return control.sub(hide_match, value)
             if isinstance(value, Mapping):
-                return {mark(key, control): mark(each, control) for key, each in value.items()}
-            return [mark(each, control) for each in value] if isinstance(value, (list, tuple)) else value
+                return {hide(key, control): hide(item, control) for key, item in value.items()}
+            return [hide(item, control) for item in value] if isinstance(value, (list, tuple)) else value
 
-        def numbered(found: re.Match[str]) -> str:
-            written.append(found.group(0))
-            return f"{_OPEN}{len(written) - 1}{_CLOSE}"
+        def hide_match(match: re.Match[str]) -> str:
+            hidden.append(match.group(0))
+            return f"{_OPEN}{len(hidden) - 1}{_CLOSE}"
 
         if self.config.control_tokens == "template":
-            # The assistant's own turns may hold what it is trained to write, such as <think> and <tool_call>.
-            messages = [mark(message, self._controls(message["role"] != "assistant")) for message in messages]
-            arguments = mark(arguments, self._controls(user=True))
+            # A message of the assistant may hold tokens such as <think>, which the model is trained to write.
+            messages = [hide(message, self._controls(message["role"] != "assistant")) for message in messages]
+            arguments = hide(arguments, self._controls(user=True))
         text = self._render_calls(messages, arguments)
         pieces = re.split(f"{_OPEN}(\\d+){_CLOSE}", text)
-        pieces[1::2] = [written[int(number)] for number in pieces[1::2]]
-        self.notes["control"] += bool(written)
+        # With one group in the pattern, every second piece is a number.
+        pieces[1::2] = [hidden[int(number)] for number in pieces[1::2]]
+        self.notes["control"] += bool(hidden)
         return _encode_pieces(self._tokenizer, pieces)
 
     def _render_calls(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
-        """Arguments of tool calls as a mapping, as templates expect them; where that fails as JSON text, which others join."""
+        """Render with the arguments of tool calls as mappings. If the template fails, retry with arguments as JSON texts."""
         try:
             return self._render(messages, arguments)
         except DataError:
-            as_text = [
-                _with_calls(message, lambda each: each if isinstance(each, str) else json.dumps(each))
-                for message in messages
-            ]
-            if as_text == messages:
+            as_json = [_map_call_arguments(message, _to_json) for message in messages]
+            if as_json == messages:
                 raise
-        return self._render(as_text, arguments)
+        return self._render(as_json, arguments)
 
     def _controls(self, user: bool) -> re.Pattern[str]:
-        """What finds control tokens in a text; `user`: in one that the model did not write."""
+        """A pattern that matches control tokens in a text of the user or (`user` is false) of the model."""
         if self._special is None or self._control is None:
             self._special = _pattern(_control_tokens(self._tokenizer, ""))
             self._control = _pattern(_control_tokens(self._tokenizer, self._template))
@@ -330,35 +325,35 @@ class PromptEncoder:
 def encode_prompt(
     prompt: Any, config: DataConfig, tokenizer: Any, columns: Mapping[str, Any] | None = None
 ) -> Int32Array:
-    """One prompt alone: see `PromptEncoder.encode`."""
+    """Token ids [P] of a single prompt: `PromptEncoder.encode` after `check_unicode`."""
     check_unicode([prompt, columns], "the prompt or one of its columns")
     return PromptEncoder(tokenizer, config).encode(prompt, columns)
 
 
 def check_unicode(value: Any, where: str) -> None:
-    """Errors: `DataError` for a text with half of a surrogate pair, at any depth: JSON can write one, UTF-8 cannot."""
+    """Errors: `DataError` for half of a surrogate pair in a text, at any depth. JSON can encode a half, UTF-8 cannot."""
     if isinstance(value, str):
         if not value.isascii() and (half := re.search("[\ud800-\udfff]", value)):
-            raise DataError(f"{where} holds {half[0]!a}, half of a surrogate pair, which is no text; mend or remove it")
+            raise DataError(f"{where} holds {half[0]!a}, half of a surrogate pair, which is no text; correct the row")
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             check_unicode(key, where)
-            check_unicode(each, where)
+            check_unicode(item, where)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            check_unicode(each, where)
+        for item in value:
+            check_unicode(item, where)
 
 
 def check_prompt(prompt: Any) -> None:
-    """Errors: `DataError` unless it is a non-empty string or a non-empty list of {"role": ..., "content": ...} with text."""
+    """Errors: `DataError` unless `prompt` is a string or a list of {"role": ..., "content": ...}, and is not empty."""
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError("the prompt is an empty string")
+            raise DataError("the prompt is an empty string; expected a text")
         return
     if not isinstance(prompt, Sequence):
         raise DataError(f"the prompt is {type(prompt).__name__}; expected a string or a list of messages")
     if not prompt:
-        raise DataError("the prompt is an empty list of messages")
+        raise DataError("the prompt is an empty list of messages; expected at least one message")
     for number, message in enumerate(prompt, start=1):
         if not _is_message(message):
             raise DataError(
@@ -380,8 +375,8 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, list):
-        found = "null, and it has no tool_calls" if content is None else f"{type(content).__name__} {content!r:.60}"
-        raise DataError(f"the content of {where} is {found}; expected a text, or a list of text parts")
+        shown = "null, and it has no tool_calls" if content is None else f"{type(content).__name__} {content!r:.60}"
+        raise DataError(f"the content of {where} is {shown}; expected a text, or a list of text parts")
     for part in content:
         if isinstance(part, str):
             continue
@@ -393,19 +388,19 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that say nothing; parts that are texts as parts; arguments of tool calls as the mappings that they are."""
+def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without null values, with text parts as mappings, and with JSON arguments of tool calls decoded."""
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(kept.get("content"), list):
         kept["content"] = [
             {"type": "text", "text": part} if isinstance(part, str) else {"type": "text", "text": part["text"]}
             for part in kept["content"]
         ]
-    return _with_calls(kept, _parsed)
+    return _map_call_arguments(kept, _parsed)
 
 
-def _with_calls(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls changed."""
+def _map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of the message with `change` applied to the arguments of each tool call."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
@@ -421,20 +416,24 @@ def _with_calls(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dic
 def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
-    found = _json(arguments)
-    return found if isinstance(found, dict) else arguments
+    value = _json_or_none(arguments)
+    return value if isinstance(value, dict) else arguments
+
+
+def _to_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _tool_schemas(tools: Any) -> list[Any] | None:
-    """A row's tools as the template takes them; None where they are something else."""
+    """A row's tools (JSON text, or a list) as a list of mappings; None for any other value."""
     if isinstance(tools, str):
-        tools = _json(tools)
+        tools = _json_or_none(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         return None
     return list(tools)
 
 
-def _json(text: str) -> Any:
+def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -442,13 +441,13 @@ def _json(text: str) -> Any:
 
 
 def _template_of(tokenizer: Any) -> str:
-    """The text of its chat template; of several by name (that for tools is used where tools are given) of all."""
+    """The chat template of a tokenizer. A tokenizer may have several templates by name: their texts are joined."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return " ".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
 
 def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[int]:
-    """[text, text of a control token, text, ...]: every second piece is encoded as if it were none."""
+    """Token ids of [text, control token, text, ...]. The text of a control token is encoded as plain text."""
     ids: list[int] = []
     for number, piece in enumerate(pieces):
         if not piece:
@@ -456,15 +455,18 @@ def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[int]:
         if number % 2 == 0:
             ids += _encode_inside(tokenizer, piece, bool(ids))
             continue
-        found = _encode_inside(tokenizer, piece, bool(ids), split_special_tokens=True)
-        if tokenizer.convert_tokens_to_ids(piece) in found:  # an added token that is not special is found all the same
-            found = _encode_inside(tokenizer, piece[:1], bool(ids)) + _encode_inside(tokenizer, piece[1:], True)
-        ids += found
+        piece_ids = _encode_inside(tokenizer, piece, bool(ids), split_special_tokens=True)
+        # `split_special_tokens` does not split an added token that is not special.
+        if tokenizer.convert_tokens_to_ids(piece) in piece_ids:
+            piece_ids = _encode_inside(tokenizer, piece[:1], bool(ids)) + _encode_inside(tokenizer, piece[1:], True)
+        ids += piece_ids
     return ids
 
 
 def _encode_inside(tokenizer: Any, text: str, inside: bool, **options: bool) -> list[int]:
-    """Inside a text it is encoded behind a line break, which is taken away again: SentencePiece puts a space before what begins."""
+    """Token ids of a text. `inside`: other tokens precede the text.
+
+    SentencePiece adds a space before a text. A text behind a line break gets none, so a line break is added and removed."""
     if inside:
         line = tokenizer.encode("\n", add_special_tokens=False)
         ids: list[int] = tokenizer.encode("\n" + text, add_special_tokens=False, **options)
@@ -474,16 +476,17 @@ def _encode_inside(tokenizer: Any, text: str, inside: bool, **options: bool) -> 
 
 
 def _control_tokens(tokenizer: Any, template: str) -> list[str]:
-    """Texts of the special tokens, and of other added tokens that stand in `template`."""
+    """Texts of the special tokens, and of other added tokens that are in `template`."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    found = dict.fromkeys(getattr(tokenizer, "all_special_tokens", ()))
+    texts = dict.fromkeys(getattr(tokenizer, "all_special_tokens", ()))
     for token in added:
         text = str(getattr(token, "content", token))
         if getattr(token, "special", False) or (text in template and not text.isspace()):
-            found[text] = None
-    return [text for text in found if text]
+            texts[text] = None
+    return [text for text in texts if text]
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
+    # The first alternative that matches wins, so a longer text must precede a shorter one.
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -32,7 +32,7 @@ from asyncrl.algorithms.kl import lowered
 from asyncrl.algorithms.terms import without_overlong
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
-from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, owned
+from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, copy_group
 from asyncrl.errors import DataError
 from asyncrl.ports import Trainer
 from asyncrl.records.check import SILENT
@@ -126,7 +126,7 @@ async def with_advantages(ports: Ports, rows: list[Rows], advantages: Advantages
         if ports.hooks.after_advantages is not None:
             with ports.recorder.watch("train pump", f"group {each.group_id}", on="hook after_advantages"):
                 # A group that the user's own code keeps must outlive the lease.
-                values = await ports.hooks.weighed(owned(each.group) if each.leases else each.group, values)
+                values = await ports.hooks.weighed(copy_group(each.group) if each.leases else each.group, values)
         ports.book.write(each.group_id, ADVANTAGES, values)
     return rows
 

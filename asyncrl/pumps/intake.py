@@ -24,7 +24,7 @@ import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.resolve import turns_bound, versions_per_batch
-from asyncrl.data.store import REFERENCE, Lease, owned
+from asyncrl.data.store import REFERENCE, Lease, copy_group
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.records.check import MOST_COMPONENTS, Limits, check_trains, check_trajectory
 from asyncrl.transport.queues.queue import QueueReceiver
@@ -214,7 +214,7 @@ class Intake:
         if ports.hooks.after_rewards is not None:
             # A group that the user's own code keeps must outlive the lease.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
-                group = await ports.hooks.rewarded(owned(group) if leased else group, ports.limits)
+                group = await ports.hooks.rewarded(copy_group(group) if leased else group, ports.limits)
         reason = self._screen.refuses(group)
         if reason is None:
             ports.book.scored(group)

@@ -136,8 +136,8 @@ class Reroll:
         played = unshaped(group, self._ports.config.reward.overlong)
         rewards = [t.reward for t in played.trajectories if t.reward is not None]
         failed = bool(rewards) and max(rewards) <= self._config.reward_at_most
-        full = self._prompts.failing == MAX_FAILED
-        if failed and self._prompts.failed(group.group_id, self._config.attempts):
+        full = self._prompts.failed_count == MAX_FAILED
+        if failed and self._prompts.add_failed(group.group_id, self._config.attempts):
             self._count("reroll/failed", 1)
             self._count("reroll/evicted", int(full))
 
@@ -159,4 +159,4 @@ class Reroll:
         if self._prompts is None:
             return {}
         again = sum(attempt_of(group.group_id) > 0 for group in groups)
-        return {"reroll/groups": float(again), "reroll/waiting": float(self._prompts.failing)}
+        return {"reroll/groups": float(again), "reroll/waiting": float(self._prompts.failed_count)}

@@ -44,7 +44,7 @@ import numpy as np
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
-from asyncrl.data.store import ADVANTAGES, owned
+from asyncrl.data.store import ADVANTAGES, copy_group
 from asyncrl.errors import DataError, DivergenceError, RankLost
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult
@@ -257,7 +257,7 @@ class TrainPump:
     async def _commit(self, step: Step) -> tuple[Group, ...]:
         """The ledger's next turn; the rows are cleared. Returns the groups, which outlive their rows."""
         ports = self._ports
-        groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
+        groups = tuple(copy_group(rows.group) if rows.leases else rows.group for rows in step.rows)
         if step.begun:  # a later update of the same batch was cut off
             await ports.trainer.abort_train_step()
             step.begun = False

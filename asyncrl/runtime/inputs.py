@@ -247,7 +247,7 @@ def _read_rows(config: Config, source: str) -> None:
     rows = load_rows(source)
     cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
     prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
-    prompts.check_forms(_FORM_ROWS if cheap else 1)
+    prompts.check_first_rows(_FORM_ROWS if cheap else 1)
     _read[source], _columns[source] = rows, columns_of(rows, config)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from asyncrl.concurrency import awake
-from asyncrl.data.prompts import handed_out, is_prompt
+from asyncrl.data.prompts import is_prompt, with_handed_out
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 
@@ -205,7 +205,7 @@ def after_step(before: Books, trained: Collection[int], ranks: int) -> Books:
     every completion failed is not: its rewards went with the rank.
     """
     cursor = before["prompts"]
-    after = None if cursor is None else handed_out(cursor, trained)
+    after = None if cursor is None else with_handed_out(cursor, trained)
     passed = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)
     return {
         "turn": before["turn"] + 1,

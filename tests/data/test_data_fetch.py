@@ -127,7 +127,7 @@ def test_an_error_of_the_leader_is_heard_by_everybody_and_the_group_goes_on() ->
     def work(group: ReplicaGroup) -> Columns:
         with pytest.raises(KeyError if group.leads else FetchFailed, match="'nothing' of 'p' is not there"):
             fetch(source, source.meta, ["nothing"], group=group)
-        with pytest.raises(LifecycleError if group.leads else FetchFailed, match="has no store"):
+        with pytest.raises(LifecycleError if group.leads else FetchFailed, match="give it a store"):
             fetch(None, source.meta, group=group)
         return fetch(source, source.meta, group=group)
 
@@ -139,7 +139,7 @@ def test_siblings_that_ask_for_different_rows_are_told() -> None:
     source = Table()
     leader, sibling = siblings(2, lambda g: fetch(source, source.meta if g.leads else source.meta.slice(0, 2), group=g))
     assert isinstance(leader, dict)
-    assert isinstance(sibling, DataError) and "the leader for 3 of 'p'" in str(sibling) and "for 2" in str(sibling)
+    assert isinstance(sibling, DataError) and "leader for 3 rows of 'p'" in str(sibling) and "for 2" in str(sibling)
 
 
 def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> None:
@@ -212,7 +212,7 @@ def test_write_back_writes_once_and_tells_every_rank_the_new_fields() -> None:
         with pytest.raises(DataError, match="has 2 rows for 3 ids"):
             write_back(source, source.meta, {"fine": np.arange(3), "short": np.arange(2)}, place)
     assert "fine" not in source.columns
-    with pytest.raises(LifecycleError, match="writes for its replica and has no store"):
+    with pytest.raises(LifecycleError, match="writes for its replica; give it a store"):
         write_back(None, source.meta, {}, Coordinates())
 
 

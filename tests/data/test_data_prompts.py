@@ -228,7 +228,7 @@ def test_resume_skips_and_repeats_nothing(
 def test_only_what_was_handed_out_can_be_given_back() -> None:
     cursor = source(10)
     cursor.next()
-    with pytest.raises(DataError, match="group id 1 was never handed out; the next new one is 1"):
+    with pytest.raises(DataError, match="group id 1 was never handed out; the next new group id is 1"):
         cursor.requeue([0, 1])
     assert cursor.statistics()["waiting"] == 0
     with pytest.raises(DataError, match="never handed out"):

@@ -147,7 +147,7 @@ def test_columns_that_python_has_no_value_for_never_stop_a_run(tmp_path: Path) -
 def test_half_of_a_surrogate_pair_is_named_with_its_row(row: dict[str, Any]) -> None:
     source = PromptSource(load_rows([{"prompt": "whole"}, row]), None)
     with pytest.raises(DataError, match=r"row 2 holds .*half of a surrogate pair"):
-        source.check_forms(9)
+        source.check_first_rows(9)
     with pytest.raises(DataError, match="half of a surrogate pair"):
         encode_prompt(row["prompt"], DataConfig(), None, row)
 
@@ -169,7 +169,7 @@ def test_a_reasoning_gym_data_set() -> None:
         ("numbers", "row 2 of {file}:numbers is int; expected a mapping"),
         ("nothing", "gave NoneType; expected rows"),
         ("waits", "gave coroutine; expected rows"),
-        ("needs", "{file}:needs needs arguments (size); a data function is called without any"),
+        ("needs", "{file}:needs needs arguments (size); a data function is called without arguments"),
         ("broken", f"{{file}}:broken raised KeyError: 'question' ({{file}}:{line_of('def inner')} in inner)"),
         ("broken_later", f"raised ValueError: no more rows ({{file}}:{line_of('raise ValueError')} in broken_later)"),
         ("leaves", f"{{file}}:leaves raised SystemExit: 3 ({{file}}:{line_of('def leaves')} in leaves)"),

@@ -22,8 +22,8 @@ from asyncrl.data.store import (
     Rows,
     Store,
     StoreEvent,
+    copy_group,
     nbytes,
-    owned,
     store_metrics,
 )
 from asyncrl.errors import DataError, LifecycleError
@@ -122,7 +122,7 @@ def test_arrays_that_somebody_else_brings_with_the_scores_are_copied(leased: boo
     """A hook may return a group of its own, keep it, and write to it later."""
     store = Store()
     put = store.put(make_group(1), [Counted()] if leased else ())
-    theirs = rewarded(owned(put))
+    theirs = rewarded(copy_group(put))
     store.score(theirs)
     theirs.trajectories[1].tokens[:] = -7
     mine = store.rows(1).group.trajectories[1]
@@ -198,7 +198,7 @@ FAILURES: dict[str, tuple[Any, type[Exception], str]] = {
     "put: tokens": (lambda s: s.put(torn(make_group(4), "tokens")), DataError, "group 4, member 1: mask has shape"),
     "put: leased": (lambda s: s.put(torn(make_group(4)), [Counted()]), DataError, "versions has shape"),
     "score: not here": (lambda s: s.score(make_group(4)), KeyError, "group 4 is not in the store"),
-    "score: fewer": (lambda s: s.score(shorter(make_group(1))), DataError, "another number of members"),
+    "score: fewer": (lambda s: s.score(shorter(make_group(1))), DataError, "scored with 1 members"),
     "score: torn": (lambda s: s.score(torn(make_group(1))), DataError, "versions has shape"),
     "write: not here": (lambda s: s.write(4, OLD, [0, 0]), KeyError, "group 4 is not in the store"),
     "write: count": (lambda s: s.write(1, OLD, [0.0]), DataError, "group 1: 1 values of old_logprobs for 2 members"),

@@ -183,7 +183,7 @@ def said_at_start(
 @pytest.mark.parametrize(
     ("overrides", "ends", "eos", "words"),
     [
-        ((), None, "<end>", "ends turns with '<|stop|>', which ends no completion (what does: '<end>')"),
+        ((), None, "<end>", "ends turns with '<|stop|>', which ends no completion (tokens that end a completion: '<end>')"),
         ((), None, None, "every completion runs to rollout.max_tokens = 256"),
         ((), [1, 3], "<end>", ""),
         ((), None, "<|stop|>", ""),

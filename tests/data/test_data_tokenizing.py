@@ -246,7 +246,7 @@ def test_tools_and_arguments_of_a_row_reach_the_template(written: Any) -> None:
 def test_what_is_no_text_is_refused_by_name(content: Any, message: str) -> None:
     rows = [{"prompt": [USER]}, {"prompt": [USER, {"role": "assistant", "content": content}]}]
     with pytest.raises(DataError, match="row 2: the content of message 2 of the prompt " + message):
-        PromptSource(rows, None).check_forms(10)
+        PromptSource(rows, None).check_first_rows(10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -384,6 +384,5 @@ def test_a_date_stays() -> None:
     tokenizer = tokenizer_of("llama3_2")
     assert ids(tokenizer, [USER], date="2024-07-26") == oracle(tokenizer, [USER], date_string="26 Jul 2024")
     assert any(
-        "data.date (here 2024-07-26;" in line
-        for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
+        "the date (now 2024-07-26;" in line for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
     )

@@ -344,7 +344,7 @@ def test_what_waits_is_part_of_the_cursors_state() -> None:
     first = cursor()
     for _ in range(6):
         first.next()
-    assert [first.failed(group, 1) for group in (4, 1, 4)] == [True, True, False]
+    assert [first.add_failed(group, 1) for group in (4, 1, 4)] == [True, True, False]
     assert first.reroll(1) == [4 + REROLLS]
     second = cursor()
     second.load_state_dict(first.state_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.data.texts import completed_at, decode
+from asyncrl.data.texts import decode, find_stop
 from asyncrl.types import Int64Array
 
 # Tokens of context before the window: decoders that look back (spaces, bytes) settle within.
@@ -31,5 +31,5 @@ class StopStrings:
             return None
         ids = completion[-self._window :].tolist()
         text, before = decode(self._tokenizer, ids), decode(self._tokenizer, ids[:-1])
-        found = {string: at for string in self._stop if (at := completed_at(text, before, string)) >= 0}
+        found = {string: at for string in self._stop if (at := find_stop(text, before, string)) >= 0}
         return min(found, key=found.__getitem__, default=None)
