@@ -1,11 +1,10 @@
 """`torchrun -m asyncrl.main x.yaml a.b=c`: one rank of a training run. Also `python -m asyncrl.main` and `asyncrl run`.
 
-Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT,
-143 after SIGTERM and 129 after SIGHUP (a closed terminal; ignored under nohup), once the open step is aborted and the last
-committed version is checkpointed. A second SIGINT or SIGTERM ends the process at once, but not within `AGAIN_AFTER_S` of the first
-(who stops a whole job signals the launcher and its ranks, and the launcher then signals the ranks: that is one stop), and never
-while a checkpoint is being written. A launcher that ends is a SIGTERM to its ranks (asyncrl/distributed/launcher.py). Output that
-nobody reads any more ends nothing.
+Exit codes are those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...). After SIGINT,
+SIGTERM or SIGHUP the run aborts the open step, writes a checkpoint of the last committed version, and exits with 130, 143 or 129.
+A second SIGINT or SIGTERM ends the process at once, with two exceptions. No signal interrupts a checkpoint that is being written.
+A signal within `AGAIN_AFTER_S` of the first is ignored: if a whole job is stopped, each rank gets SIGTERM twice, from the user and
+from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout or stderr does not end a run.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-r
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command, with the arguments of the process by default. Returns the exit code."""
+    """Run the command. `arguments`: those of the process by default. Returns the exit code."""
     with lossy_output():
         return run_program(_main, arguments)
 
 
-def _main(given: list[str]) -> int:
-    # The schema takes a third of a second to import, and torch and transformers take seconds: first say, or check, what needs none.
-    if "--help" in given or "-h" in given:
+def _main(arguments: list[str]) -> int:
+    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A typing error in the
+    # command or the configuration is reported before these imports.
+    if "--help" in arguments or "-h" in arguments:
         print(USAGE, flush=True)
         from asyncrl.config.describe import help_text
 
         print("\n" + help_text())
         return 0
-    dry_run = "--dry-run" in given
-    rest = [argument for argument in given if argument != "--dry-run"]
-    files, overrides = split_arguments(rest)
+    dry_run = "--dry-run" in arguments
+    files, overrides = split_arguments([argument for argument in arguments if argument != "--dry-run"])
     try:
         launcher = tied()
-        for argument in rest:
+        for argument in arguments:
             if argument in ("--dryrun", "--dry_run", "dry-run"):
                 raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
         if not files and not overrides:
@@ -68,9 +67,10 @@ def _main(given: list[str]) -> int:
         from asyncrl.runtime.inputs import check_start
 
         check_start(config, code=dry_run)
-        spare = Reserve()
-        spare.keep()  # else it would be told in the middle of an import
-        spare.spend()
+        # A process without free file descriptors ends here, with advice, and not with an obscure ImportError below.
+        reserve = Reserve()
+        reserve.keep()
+        reserve.spend()
         say_early("importing torch and transformers")
         if dry_run:
             from asyncrl.runtime.plan import print_plan
@@ -85,22 +85,22 @@ def _main(given: list[str]) -> int:
         return error.exit_code
     except Exception as error:
         if none_left(error):
-            said = way_out()
+            advice = way_out()
         elif isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
-            said = (
+            advice = (
                 "no more threads or processes may be started; raise the limit of this user (`ulimit -u`) or of the container "
                 "(pids.max), or end other programs"
             )
         else:
             raise
-        print(f"asyncrl: PlatformError: {error}: {said}", file=sys.stderr)
+        print(f"asyncrl: PlatformError: {error}: {advice}", file=sys.stderr)
         return PlatformError.exit_code
-    except KeyboardInterrupt:  # before the run took over the signals: nothing was begun
+    except KeyboardInterrupt:  # before `_run` handles the signals
         return 128 + signal.SIGINT
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files come first; from the first override (`a.b=c`, `--a.b v`) on, everything is an override."""
+    """Split arguments into (files, overrides). Everything from the first override (`a.b=c` or `--a.b v`) on is an override."""
     files: list[str] = []
     for index, argument in enumerate(arguments):
         if argument.startswith("--") or "=" in argument:
@@ -110,11 +110,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, launcher: Launcher | None = None) -> int:
-    """One run in this process, after `check_start` (on uvloop where it is there). Returns the exit code; raises `AsyncrlError`."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
-    with _no_collections():
-        import asyncrl.runtime.runtime  # noqa: F401  else `_run` would load it, with collections
-    # The interpreter's end looks for garbage among everything that torch and transformers made, for a second: nothing there is.
+    """Run `config` in this process, on uvloop if installed, after `check_start`. Returns the exit code. Errors: AsyncrlError."""
+    # The thread pool of the tokenizers library would compete with the training thread for the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The import in `_run` finds this module loaded.
+    with _collector_disabled():
+        import asyncrl.runtime.runtime  # noqa: F401
+    # At exit the interpreter would search all objects of torch and transformers for garbage, which takes a second.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
@@ -123,7 +125,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
 
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        # Not `Runner.run`, whose SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
+        # `Runner.run` would handle SIGINT by cancelling the main task; `_run` has handlers of its own.
         loop = runner.get_loop()
         task = loop.create_task(_run(config, launcher))
         grace_s = config.watchdog.abort_grace_s
@@ -131,18 +133,18 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
         while True:
             try:
                 return loop.run_until_complete(task)
-            except (SystemExit, KeyboardInterrupt) as left:
-                if is_interrupt(left):
+            except (SystemExit, KeyboardInterrupt) as error:
+                if is_interrupt(error):
                     raise
-                # asyncio lets it out of the loop, whichever task raised it. Where that is a task of the user's, the task keeps it
-                # as its error for who awaits it: an episode fails then, and the run goes on.
+                # If any task raises SystemExit, asyncio stops the loop. If that was a task of user code, the task also stores
+                # the error: its episode fails, and the loop is started again.
                 if task.done():
-                    raise AsyncrlError(f"user code ended the run: {raised(left)}") from left
+                    raise AsyncrlError(f"user code ended the run: {raised(error)}") from error
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Modules make a million objects that stay: looking for garbage among them is a sixth of the time that loading takes."""
+def _collector_disabled() -> Iterator[None]:
+    """Disable garbage collection during imports, which then take a sixth less time: imports create almost no garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -157,61 +159,64 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
 
     from asyncrl.runtime.runtime import Runtime
 
-    stopped: list[signal.Signals] = []
-    since = 0.0  # when the first signal came
+    # Empty, or the signal that stopped the run.
+    stop_signals: list[signal.Signals] = []
+    stopped_at = 0.0
     ring: RecordRing | None = None
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
     runtime = Runtime(config, checked=True, hard_exit=True)
-    handled = [each for each in STOPPED_BY if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
     def stop(received: signal.Signals) -> None:
-        nonlocal since
-        if stopped:
-            # A terminal that closes sends two SIGHUP.
-            if received is not signal.SIGHUP and loop.time() - since >= AGAIN_AFTER_S:
+        nonlocal stopped_at
+        if stop_signals:
+            # A terminal that closes sends SIGHUP twice.
+            if received is not signal.SIGHUP and loop.time() - stopped_at >= AGAIN_AFTER_S:
                 _end_at_once(received, runtime)
             return
-        stopped.append(received)
-        since = loop.time()
+        stop_signals.append(received)
+        stopped_at = loop.time()
         if launcher is not None:
-            launcher.untie()  # its end must not cut short what has a deadline of its own
+            launcher.untie()
         runtime.expect_end(received.name)
         if ring is not None:
-            # Now, and not behind the checkpoint: producers that wait hear it.
+            # Producers that wait for room get their error now, and not only after the checkpoint.
             ring.end_intake()
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         print(
-            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; once more after {AGAIN_AFTER_S:g} s ends at once",
+            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; another signal after {AGAIN_AFTER_S:g} s ends the "
+            "process at once",
             file=sys.stderr,
             flush=True,
         )
 
-    for each in handled:
-        loop.add_signal_handler(each, stop, each)
+    for handled in STOPPED_BY:
+        # Under nohup SIGHUP is ignored.
+        if handled is not signal.SIGHUP or signal.getsignal(handled) is not signal.SIG_IGN:
+            loop.add_signal_handler(handled, stop, handled)
     with scope:
         try:
-            # The ring closes last: a step that is committed while the run is being stopped still releases its records.
+            # The ring is closed last: a step that is committed during the shutdown must release its records.
             async with open_ring(config) as ring, runtime:
                 runtime.announce()
                 if ring is not None:
                     runtime.start("door", open_doors, runtime, ring)
                 summary = await runtime.run()
         except RankLost as lost:
-            # The other ranks are being stopped, too, and one of them was faster.
-            if not stopped and lost.stopped_by is None:
+            # If a job is stopped, another rank may get its signal first and leave before this rank.
+            if not stop_signals and lost.stopped_by is None:
                 raise
-            if not stopped and lost.stopped_by is not None:
-                stopped.append(signal.Signals[lost.stopped_by])
-                print(f"asyncrl: another rank was stopped by {lost.stopped_by}, and this one with it", file=sys.stderr)
+            if not stop_signals and lost.stopped_by is not None:
+                stop_signals.append(signal.Signals[lost.stopped_by])
+                print(f"asyncrl: another rank was stopped by {lost.stopped_by}; this rank ends, too", file=sys.stderr)
         else:
             _print_summary(summary, runtime)
-    return 128 + stopped[0] if stopped else 0
+    return 128 + stop_signals[0] if stop_signals else 0
 
 
 def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
-    """By the signal's own action, as the shell expects. Not while a checkpoint is being written: it would be lost."""
+    """End by the signal's default action, as a shell expects. A checkpoint that is being written is finished first."""
     if runtime.saving():
         print("asyncrl: the process ends once the checkpoint is written", file=sys.stderr, flush=True)
         return
@@ -222,7 +227,7 @@ def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
 
 @contextlib.asynccontextmanager
 async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
-    """What producers attach to, where `door.ring` is set. However the run ends, it says what is left for the next one."""
+    """Open the record ring of `door.ring`, or yield None if the setting is null. Prints how many records remain at the end."""
     from asyncrl.runtime.door import ring_of
 
     if config.door.ring is None:
@@ -232,18 +237,17 @@ async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
         try:
             yield ring
         finally:
-            ring.end_intake()  # what came until here is counted
-            left = ring.statistics().outstanding
-            if left:
+            ring.end_intake()  # so that the number is final
+            if count := ring.statistics().outstanding:
                 print(
-                    f"{left} records that were not trained wait in ring {ring.name} (see `asyncrl shm`) for the next run"
+                    f"{count} records that were not trained wait in ring {ring.name} (see `asyncrl shm`) for the next run"
                 )
 
 
 async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
-    """Feed the run from `door.ring`, and over HTTP where `door.http_port` says so, until the training ends.
+    """Feed the run from the ring, and from HTTP if `door.http_port` is set, until the training ends.
 
-    Every rank has a ring of its own. The first rank of a machine listens, and spreads what comes over the rings there.
+    Every rank has its own ring. The first rank of a machine serves HTTP, and spreads groups over the rings of the machine's ranks.
     """
     from functools import partial
 
@@ -252,9 +256,9 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
     from asyncrl.runtime.door import rings_here, serve
 
     door, world = runtime.config.door, runtime.world
-    here = rings_here(runtime.config, world)
-    ranks = f" and {', '.join(repr(name) for name in here[1:])} (one a rank)" if len(here) > 1 else ""
-    runtime.note(f"waiting for producers at the record ring {here[0]!r}{ranks} (asyncrl.client)")
+    rings = rings_here(runtime.config, world)
+    more = f" and {', '.join(repr(name) for name in rings[1:])} (one per rank)" if len(rings) > 1 else ""
+    runtime.note(f"waiting for producers at the record ring {rings[0]!r}{more} (asyncrl.client)")
     try:
         if door.http_port is None or world.local_rank != 0:
             await serve(runtime, ring)
@@ -263,14 +267,13 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
         from asyncrl.http.atropos import serve as serve_http
 
         at = Address(door.http_host, door.http_port, door.http_key, door.http_names)
-
         async with anyio.create_task_group() as tasks:
-            http = await tasks.start(partial(serve_http, runtime, ring, others=here[1:], at=at))
+            http = await tasks.start(partial(serve_http, runtime, ring, others=rings[1:], at=at))
             runtime.note(f"waiting for Atropos environments at {http.url}")
             if door.http_key == "":
-                runtime.note('WARNING: door.http_key is "": every program of this machine may post there')
+                runtime.note('WARNING: door.http_key is "": every program of this machine may post groups to the run')
     finally:
-        # The training is over: producers hear it before the last checkpoint is written.
+        # Producers that wait for room get their error now, and not only after the last checkpoint.
         ring.end_intake()
 
 
@@ -278,21 +281,15 @@ def _print_summary(summary: RunSummary, runtime: Runtime) -> None:
     directory = runtime.directory
     if directory is None or not runtime.world.is_first:
         return
-    books = summary.books
+    groups = summary.books
     print(
-        f"done: version {summary.version} in {summary.seconds:.0f} s; groups: {books.admitted} admitted, {books.trained} trained, "
-        f"{books.dropped} dropped, {books.failed} failed"
+        f"done: version {summary.version} in {summary.seconds:.0f} s; groups: {groups.admitted} admitted, "
+        f"{groups.trained} trained, {groups.dropped} dropped, {groups.failed} failed"
     )
     for reason, count in summary.reasons.items():
         print(f"  {count} {reason}")
-    left = [
-        directory.report,
-        directory.trace,
-        directory.metrics,
-        directory.path / "rollouts",
-        directory.checkpoints / "latest",
-    ]
-    print(f"see {directory.path}: {', '.join(path.name for path in left if path.exists())}")
+    files = [directory.report, directory.trace, directory.metrics, directory.rollouts, directory.checkpoints / "latest"]
+    print(f"see {directory.path}: {', '.join(path.name for path in files if path.exists())}")
 
 
 if __name__ == "__main__":

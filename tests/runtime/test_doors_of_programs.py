@@ -139,7 +139,7 @@ def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_par
             process.wait_until(lambda: first.policy_version == second.policy_version == 2, "step of the first rank")
         assert post(f"{door_of(process)}/scored_data_list", [group(number) for number in (4, 5, 6, 7)])[0] == 200
         assert process.wait(300) == 0, process.output
-    assert process.output.count("record ring") == 1 and f"{name!r} and '{name}-1' (one a rank)" in process.output
+    assert process.output.count("record ring") == 1 and f"{name!r} and '{name}-1' (one per rank)" in process.output
     one, other = rewards_of(tmp_path)
     assert (one[:2], other[:2]) == ([[], [2.0, 3.0]], [[0.0, 1.0], []])
     posted = [[reward * 8 for step in rank[2:] for reward in step] for rank in (one, other)]

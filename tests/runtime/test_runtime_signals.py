@@ -113,7 +113,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
     process.send(signal.SIGTERM)
-    process.wait_until(lambda: "once more after 5 s ends at once" in process.output, "announcement")
+    process.wait_until(lambda: "another signal after 5 s ends the process" in process.output, "announcement")
     process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
     first = time.monotonic()
     while process.ended is None and time.monotonic() - first < 30:  # half of the time that the shutdown would have
