@@ -131,7 +131,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         import torch
 
         monkeypatch.setattr("asyncrl.models.native.library._library", None)
-        monkeypatch.setattr("asyncrl.models.attention.tree._BY_PRODUCTS", {torch.bfloat16})
+        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.bfloat16})
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""The input embedding of a training forward, with a gradient that lands where it belongs.
+"""The input embedding of a training forward. Its backward adds the T gradient rows directly to the flat gradient buffer.
 
-Autograd's own makes a dense [V, E] tensor per microbatch in the matmul dtype, sums repeated tokens in it, and adds it to
-the gradient: for a tied embedding of a small model that is more memory traffic than a layer, and with bfloat16 the sums
-over repeated tokens are bfloat16 sums. This one adds the T rows straight into the flat gradient.
+The backward of `nn.Embedding` makes a dense [V, E] tensor for every microbatch. For a small model with tied embeddings this
+costs more memory traffic than a layer. In bfloat16 it also sums the rows of repeated tokens in bfloat16.
 
 Shape legend: T tokens, E hidden size, V vocabulary.
 """
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def is_plain(module: nn.Module) -> bool:
-    """Whether `embed` computes what the module does: a lookup, and Gemma's scaling of what was found."""
+    """Whether `embed` can replace the module: `module` must be a lookup, optionally scaled by `embed_scale` as in Gemma."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         return False
     if type(module) is nn.Embedding:
@@ -30,17 +29,17 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Tensor:
-    """[T] -> [T, E]. Backward adds to `grad_buffer_VE`, in its dtype, and reports nothing to autograd.
+    """[T] -> [T, E]. Backward adds to `grad_buffer_VE`, in the buffer's dtype. `module.weight.grad` stays unset.
 
-    Like the module's own, it gives no gradient to the row of `padding_idx`.
+    As in `nn.Embedding`, the row `padding_idx` gets no gradient.
     """
     rows: Tensor = _Embed.apply(module.weight, tokens_T, grad_buffer_VE, module.padding_idx)
     return rows if type(module) is nn.Embedding else _scaled(module, rows)
 
 
 def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
-    """In the dtype of the rows, to which transformers rounds the factor as well."""
-    result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator]  # an attribute of Module: Tensor or Module
+    """`rows` times `embed_scale`, which is rounded to the dtype of the rows as in transformers."""
+    result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator]  # declared as Tensor or Module
     return result
 
 

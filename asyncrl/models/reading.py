@@ -1,8 +1,7 @@
-"""The policy of a process that only generates, made without its weights: they lie on the weight board, and what a model has beside
-them (buffers, what it does around its head) another process says that has loaded it.
+"""Opens the policy of a process that only generates, without loading its weights from files.
 
-The modules are built on the meta device, from the configuration alone. A model that cannot be completed so (a module that keeps
-tensors which are neither parameters nor buffers, say) is loaded as everywhere else.
+The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
+sends the buffers and the transform of the logits. A module with other tensors is loaded from its files instead.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ from .policy import DTYPES, PolicyModel
 
 logger = logging.getLogger("asyncrl.models")
 
-_MOST_BYTES = 4 << 20  # of all buffers: they travel in a message
+# The buffers are sent in one message.
+_MAX_BUFFER_BYTES = 4 << 20
 
 
-def describe_rest(policy: PolicyModel) -> dict[str, Any] | None:
-    """What a model has beside its weights, as JSON takes it; None: too much for a message, so it has to be loaded."""
+def describe_extras(policy: PolicyModel) -> dict[str, Any] | None:
+    """Buffers and logits transform of the model as JSON values. None if they are too large for a message."""
     buffers = dict(policy.module.named_buffers(remove_duplicate=False))
-    if sum(buffer.nbytes for buffer in buffers.values()) > _MOST_BYTES:
+    if sum(buffer.nbytes for buffer in buffers.values()) > _MAX_BUFFER_BYTES:
         return None
     return {
         "buffers": {name: _to_text(buffer) for name, buffer in buffers.items()},
@@ -56,74 +56,78 @@ def _from_text(text: list[Any]) -> Tensor:
     return torch.from_numpy(values).view(getattr(torch, dtype)).view(shape)
 
 
-class Outline:
-    """A model on the meta device, to be completed."""
+class ModelSkeleton:
+    """A model on the meta device, which `complete` turns into a policy."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Errors: ConfigError where it cannot be built."""
+        """Errors: ConfigError if the model cannot be built from its configuration."""
         self.config = config
         self.module = describe_module(config)
         self.layout = Layout.of(self.module.named_parameters())
 
     def digest(self) -> str:
-        """As `FlatWeights.layout_digest` of the policy."""
+        """Equal to `FlatWeights.layout_digest` of the completed policy."""
         return self.layout.digest(DTYPES[self.config.dtype])
 
     def complete(
-        self, half: Tensor, rest: Mapping[str, Any] | None, path: ModelPath, longest: int
+        self, half: Tensor, extras: Mapping[str, Any] | None, path: ModelPath, longest: int
     ) -> PolicyModel | None:
-        """The policy, whose weights are a copy of what lies in `half` now, of whatever version, or of two: it is to be moved to the
-        board before it samples. `rest`: see `describe_rest`. None: it has to be loaded."""
-        if rest is None or _other_tensors(self.module):
+        """A policy for sequences of at most `longest` tokens, or None if the model must be loaded from its files.
+
+        `half` is one half of the weight board. The trainer may write it now, so the weights can be a mixture of two versions. The
+        caller must call `flat.move_to` before the policy samples. `extras`: see `describe_extras`."""
+        if extras is None or _has_other_tensors(self.module):
             return None
-        buffers = {name: _from_text(text).to(half.device) for name, text in rest["buffers"].items()}
+        buffers = {name: _from_text(text).to(half.device) for name, text in extras["buffers"].items()}
         if not dict(self.module.named_buffers(remove_duplicate=False)).keys() <= buffers.keys():
             return None
         _set_parameters(self.module, dict(self.layout.views(half)))
+        # Twice: `hold_rotary` skips modules on the meta device, and changes buffers of the others.
         _set_buffers(self.module, buffers)
         hold_rotary(self.module, longest)
         _set_buffers(self.module, buffers)
         policy = PolicyModel(
             self.module, self.config.dtype, head_kernel="torch", served=True, path=path,
-            transform=HeadTransform(**rest["transform"]),
+            transform=HeadTransform(**extras["transform"]),
         )  # fmt: skip
         return policy if all(map(math.isfinite, fixed_logprobs(policy))) else None
 
 
 def open_reader(
-    outline: Outline, half: Tensor, rest: Mapping[str, Any] | None, path: ModelPath, longest: int, seed: int
+    skeleton: ModelSkeleton, half: Tensor, extras: Mapping[str, Any] | None, path: ModelPath, longest: int, seed: int
 ) -> PolicyModel:
-    """Completed, or loaded. `seed`: for random weights. Errors: ConfigError."""
+    """The result of `skeleton.complete`, else the model loaded from its files. `seed`: for random weights. Errors: ConfigError."""
     try:
-        policy = outline.complete(half, rest, path, longest)
+        policy = skeleton.complete(half, extras, path, longest)
     except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        # Its modules need more than was said of them: whatever they raise, they are loaded.
+        # A foreign module may need more than parameters and buffers, and may then raise any of these.
         policy = None
-        logger.warning("the weights are loaded, though the board has them: %s", first_line(error))
-    return policy or load_reader(outline.config, half.device, seed, path, longest)
+        logger.warning("cannot build the model without its files, so the weights are loaded: %s", first_line(error))
+    return policy or load_reader(skeleton.config, half.device, seed, path, longest)
 
 
-def _other_tensors(module: PreTrainedModel) -> bool:
+def _has_other_tensors(module: PreTrainedModel) -> bool:
     return any(isinstance(value, Tensor) for part in module.modules() for value in vars(part).values())
 
 
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Matrices read `views` where they lie; vectors are float32 copies, because norms are compared in that. Tied ones stay so."""
-    given = {
-        id(parameter): nn.Parameter(view.float() if view.ndim < 2 else view, requires_grad=False)
-        for (name, parameter), view in ((pair, views[pair[0]]) for pair in module.named_parameters())
-    }
+    """Replaces each parameter by its view. Vectors become float32 copies, since `replace_norms` compares norms in float32."""
+    replacements: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        view = views[name]
+        replacements[id(parameter)] = nn.Parameter(view.float() if view.ndim < 2 else view, requires_grad=False)
+    # Tied parameters are one object in several modules.
     for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = given[id(parameter)]
+        for name, old in part._parameters.items():
+            if old is not None:
+                part._parameters[name] = replacements[id(old)]
 
 
 def _set_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers.items():
-        place, _, own = name.rpartition(".")
-        part = module.get_submodule(place)
-        if own in part._buffers:
-            part._buffers[own] = buffer.clone()
+        owner, _, buffer_name = name.rpartition(".")
+        part = module.get_submodule(owner)
+        if buffer_name in part._buffers:
+            part._buffers[buffer_name] = buffer.clone()
         else:
-            part.register_buffer(own, buffer.clone(), persistent=False)
+            part.register_buffer(buffer_name, buffer.clone(), persistent=False)

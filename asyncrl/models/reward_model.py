@@ -30,7 +30,7 @@ from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
 from .loading import LOADING_ERRORS, OWN_CODE, REPORTED, require_all_weights
-from .parameters.source import call_builder, is_address, name_of
+from .parameters.source import call_builder, is_import_path, reward_model_name
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
 
@@ -65,7 +65,7 @@ class RewardModel:
 
         Errors: ConfigError where the module has several outputs and none is chosen, or ignores its mask.
         """
-        self.name = name_of(config)
+        self.name = reward_model_name(config)
         self.module = _placed(module, device, DTYPES[dtype]).eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._label = config.label
@@ -161,7 +161,7 @@ def load_reward_model(
 ) -> RewardModel:
     """`dtype`: used where the configuration names none. `tokens`: most tokens of a batch. Errors: ConfigError."""
     dtype = config.dtype or dtype
-    if is_address(config.path):
+    if is_import_path(config.path):
         module, tokenizer = _call_builder(config.path, seed)
     else:
         module, tokenizer = _from_directory(config, dtype), _tokenizer_of(config.path)
@@ -172,7 +172,7 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
     """Estimate the sizes on the meta device, without allocating a model. A builder that fails there is called on the real device,
     and its model is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
-    if not is_address(config.path):
+    if not is_import_path(config.path):
         settings = _model_config(config)
         try:
             with torch.device("meta"):

@@ -34,12 +34,12 @@ from asyncrl.generation.vllm.versions import require_vllm
 from asyncrl.generation.worker.wire import check_sendable
 from asyncrl.models.parameters.source import (
     directory_or_hub,
-    is_address,
     is_builder,
+    is_import_path,
     load_builder,
     model_source,
-    name_of,
     require_unread,
+    reward_model_name,
     tokenizer_source,
 )
 from asyncrl.pumps.screen import OVERLONG
@@ -93,7 +93,7 @@ def check_code(config: Config, prompts: bool = False) -> None:
         if config.train.kind == "torch" and is_builder(config.model):
             check(load_builder, str(config.model.path), "model.path")
         for judge in config.reward.model:
-            if is_address(judge.path):
+            if is_import_path(judge.path):
                 check(load_builder, judge.path, "reward.model")
         for setting, source in _sources(config, prompts, "code", "hub"):
             check(_read_rows, config, source, of=setting)
@@ -142,7 +142,7 @@ async def load_rewards(config: Config) -> None:
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
-        check_components(config, [*pool.names, *(name_of(model) for model in config.reward.model)])
+        check_components(config, [*pool.names, *(reward_model_name(model) for model in config.reward.model)])
 
 
 def check_components(config: Config, scored: Collection[str]) -> None:
@@ -196,7 +196,7 @@ def _check_names(
         if config.train.kind == "torch":
             check(check_model_source, config.model)
         for judge in config.reward.model:
-            if is_address(judge.path):
+            if is_import_path(judge.path):
                 check(check_address, judge.path, of="reward.model")
             else:
                 check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), judge.path)

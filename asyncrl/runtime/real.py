@@ -26,7 +26,7 @@ from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_rows, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.reading import describe_rest
+from asyncrl.models.reading import describe_extras
 from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.models.routing import RoutesShape, has_experts, require_routing
 from asyncrl.ports import Engine, Trainer, WeightSink
@@ -206,7 +206,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
 
 def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
     """What the embedded engine needs of the model beside its weights, in JSON types."""
-    return {"rest": describe_rest(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
+    return {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
 
 
 def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:

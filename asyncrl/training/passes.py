@@ -15,7 +15,7 @@ from asyncrl.algorithms.base import LossInputs, MetricSum
 from asyncrl.errors import DataError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.copying import to_device
-from asyncrl.models.head.logprobs import Spare, token_logprobs
+from asyncrl.models.head.logprobs import SpareMemory, token_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
@@ -32,7 +32,7 @@ class Forward:
         """`plain`: by the model's own forward, product for product what a sharded training forward computes."""
         self.policy = policy
         self._plain = plain
-        self._spare = Spare()
+        self._spare = SpareMemory()
         self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
         if checkpointing:
             policy.enable_checkpointing()

@@ -35,11 +35,11 @@ from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.copying import to_device
-from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
+from asyncrl.models.head.logprobs import HeadKernel, SpareMemory, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.parameters.frozen import frozen_names, require_trained
-from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
+from asyncrl.models.policy import PolicyModel, decoder_hidden, enable_checkpointing, prepare
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
@@ -57,7 +57,7 @@ class _Scoring(nn.Module):
         self.model = model
         self._transform = transform
         self._kernel = kernel
-        self._spare = Spare()
+        self._spare = SpareMemory()
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class _Scoring(nn.Module):
         plan: TreePlan,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        hidden_TE = decode(decoder_of(self.model), tokens_T, positions_T, plan)
+        hidden_TE = decoder_hidden(decoder_of(self.model), tokens_T, positions_T, plan)
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden_TE.index_select(0, source_S),

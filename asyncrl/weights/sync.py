@@ -58,7 +58,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
     flat, working = policy.flat, policy.weights.working
-    strays = policy.weights.strays() + (flat.strays() if flat is not policy.weights else [])
+    strays = policy.weights.misplaced_parameters() + (flat.misplaced_parameters() if flat is not policy.weights else [])
     if strays:
         raise DivergenceError(
             f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody rebound "

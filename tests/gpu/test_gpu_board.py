@@ -25,7 +25,7 @@ from asyncrl.config.schema import ModelConfig
 from asyncrl.distributed.world import World
 from asyncrl.models.loading import load_policy
 from asyncrl.models.outputs import fixed_logprobs
-from asyncrl.models.reading import Outline, describe_rest, open_reader
+from asyncrl.models.reading import ModelSkeleton, describe_extras, open_reader
 from asyncrl.runtime.placement import place
 from asyncrl.transport.memory.board import Board, SlabHalves
 
@@ -149,7 +149,9 @@ def test_a_policy_is_built_from_the_board_and_computes_what_the_trainer_does(dty
         copy_to = device if other else None
         with Board.attach(board.description, os.dup(board.fd), board.layout, copy_to) as reader:
             wait(reader.fetch(0))
-            policy = open_reader(Outline(config), reader.half(0), describe_rest(trainer), trainer.path, 64, seed=0)
+            policy = open_reader(
+                ModelSkeleton(config), reader.half(0), describe_extras(trainer), trainer.path, 64, seed=0
+            )
             for version in (1, 2):
                 trainer.flat.master.mul_(1.1).add_(0.01)
                 trainer.advance()
@@ -158,7 +160,7 @@ def test_a_policy_is_built_from_the_board_and_computes_what_the_trainer_does(dty
                 policy.flat.move_to(reader.half(version % 2))
                 assert fixed_logprobs(policy) == pytest.approx(fixed_logprobs(trainer), abs=1e-6)
             tensors = [*policy.module.parameters(), *policy.module.buffers()]
-            assert {tensor.device for tensor in tensors} == {device} and policy.weights.strays() == []
+            assert {tensor.device for tensor in tensors} == {device} and policy.weights.misplaced_parameters() == []
 
 
 def wait(passing: Any) -> None:

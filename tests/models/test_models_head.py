@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.head.logprobs import Spare, token_logprobs
+from asyncrl.models.head.logprobs import SpareMemory, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of, head_transform
 from asyncrl.models.paths import PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
@@ -385,7 +385,7 @@ def test_never_more_logits_than_one_chunk_unless_all_of_them_fit() -> None:
 def test_logits_that_wait_never_share_memory() -> None:
     """Two forwards before the first backward: the second finds the spare memory lent out. Afterwards it is used again."""
     hidden, weight, _, target, temperature = (tensor.detach() for tensor in case())
-    spare = Spare()
+    spare = SpareMemory()
     inputs = [(hidden * scale).requires_grad_() for scale in (1.0, 2.0)]
     losses = [token_logprobs(h, weight, target, temperature, spare=spare)[0].sum() for h in inputs]
     for loss in losses:
@@ -395,7 +395,7 @@ def test_logits_that_wait_never_share_memory() -> None:
         token_logprobs(fresh, weight, target, temperature)[0].sum().backward()
         assert torch.equal(h.grad, fresh.grad)
     first = spare.take(S, V, weight)
-    spare.give(first)
+    spare.put_back(first)
     assert spare.take(S, V, weight).data_ptr() == first.data_ptr()
     assert spare.take(S, V, weight).data_ptr() != first.data_ptr()  # lent out
 
@@ -404,16 +404,16 @@ def test_logits_that_wait_never_share_memory() -> None:
 def test_backward_gives_the_memory_back(keep_logits: int) -> None:
     """Chunks that are computed again use what once waited: the two never lie beside each other."""
     hidden, weight, _, target, temperature = case()
-    spare = Spare()
+    spare = SpareMemory()
     memory = spare.take(S, V, weight)
     place = memory.data_ptr()
-    spare.give(memory)
+    spare.put_back(memory)
     for _ in range(2):
         logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits, spare=spare)
         logp.sum().backward()
         again = spare.take(S, V, weight)
         assert again.data_ptr() == place
-        spare.give(again)
+        spare.put_back(again)
 
 
 def test_targets_may_be_strided_and_narrow() -> None:

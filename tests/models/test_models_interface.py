@@ -131,7 +131,7 @@ def hand_on(attention: Any, **more: Any) -> None:
 def test_what_attention_does_not_act_on_is_refused_by_name(name: str) -> None:
     policy = PolicyModel(llama(), path=PACKED)
     hand_on(policy.module.model.layers[1].self_attn, **{name: torch.ones(1)})
-    with pytest.raises(ConfigError, match=f"LlamaAttention passes {name} to its attention, which ours does not act on"):
+    with pytest.raises(ConfigError, match=f"LlamaAttention passes {name} to its attention, which asyncrl"):
         packed_logits(policy, torch.arange(3, 20), (9, 8))
 
 
@@ -162,14 +162,14 @@ def test_attention_that_is_not_causal_or_drops_out_is_refused(
         return attention(*args, **kwargs | more)
 
     monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, IMPLEMENTATION, called)
-    with pytest.raises(ConfigError, match="LlamaAttention is not causal, or drops out"):
+    with pytest.raises(ConfigError, match="LlamaAttention has dropout or is not causal"):
         packed_logits(policy, torch.arange(3, 20), (9, 8))
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
     policy = PolicyModel(llama(), path=PACKED)
     hand_on(policy.module.model.layers[0].self_attn, attention_mask=torch.zeros(1, 1, 17, 17))
-    with pytest.raises(ConfigError, match="LlamaAttention makes a mask of its own"):
+    with pytest.raises(ConfigError, match="LlamaAttention makes its own attention mask"):
         packed_logits(policy, torch.arange(3, 20), (9, 8))
 
 
@@ -178,5 +178,5 @@ def test_values_of_another_size_than_queries_are_refused() -> None:
     config = small_config("deepseek_v3")
     config.v_head_dim = 8
     module = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"attends with queries .* and values"):
+    with pytest.raises(ConfigError, match=r"has queries .* and values"):
         packed_logits(PolicyModel(module, path=PACKED), torch.arange(3, 20), (9, 8))

@@ -18,7 +18,7 @@ from asyncrl.models.loading import load_module
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.reading import Outline, describe_rest, open_reader
+from asyncrl.models.reading import ModelSkeleton, describe_extras, open_reader
 from asyncrl.transport.memory.board import Board
 
 SIZES: dict[str, Any] = dict(
@@ -68,14 +68,14 @@ def test_it_computes_what_the_trainer_does_and_reads_no_weights(
     path = FAMILIES[family][2]
     config = ModelConfig(path=str(directory_of(family, tmp_path)), dtype=dtype)
     trainer = load(config, path)
-    rest = json.loads(json.dumps(describe_rest(trainer)))
+    rest = json.loads(json.dumps(describe_extras(trainer)))
     owner, reader = board_of(trainer, boards)
     owner.write(0, 0, trainer.weights.working)
     with monkeypatch.context() as blind:
         blind.setattr(loading, "load_module", lambda *given: pytest.fail("it was loaded"))
-        outline = Outline(config)
-        assert outline.digest() == owner.layout
-        policy = open_reader(outline, reader.half(0), rest, path, LONGEST, seed=0)
+        skeleton = ModelSkeleton(config)
+        assert skeleton.digest() == owner.layout
+        policy = open_reader(skeleton, reader.half(0), rest, path, LONGEST, seed=0)
     assert policy.path == path and policy.transform == trainer.transform
     for version in (1, 2):
         trainer.flat.master.mul_(1.1).add_(0.01)
@@ -83,7 +83,7 @@ def test_it_computes_what_the_trainer_does_and_reads_no_weights(
         owner.write(version % 2, version, trainer.weights.working)
         policy.flat.move_to(reader.half(version % 2))
         assert fixed_logprobs(policy) == fixed_logprobs(trainer)
-        assert policy.weights.strays() == []
+        assert policy.weights.misplaced_parameters() == []
     own, theirs = dict(policy.module.named_buffers()), dict(trainer.module.named_buffers())
     assert own.keys() == theirs.keys()
     assert all(torch.equal(own[name], theirs[name]) for name in own)
@@ -115,16 +115,16 @@ def test_what_cannot_be_completed_is_loaded(
     owner, reader = board_of(trainer, boards)
     owner.write(0, 0, trainer.weights.working)
     if why == "large":
-        monkeypatch.setattr(reading, "_MOST_BYTES", 8)
-    rest = describe_rest(trainer)
+        monkeypatch.setattr(reading, "_MAX_BUFFER_BYTES", 8)
+    rest = describe_extras(trainer)
     assert (rest is None) == (why == "large")
-    outline = Outline(config)
+    skeleton = ModelSkeleton(config)
     if why == "tensor":
-        outline.module.model.layers[0].add_module("more", WithTensor())
+        skeleton.module.model.layers[0].add_module("more", WithTensor())
     if why == "buffer":
-        outline.module.model.layers[0].register_buffer("more", torch.ones(3))
+        skeleton.module.model.layers[0].register_buffer("more", torch.ones(3))
     if why == "fails":
-        outline.module.model.layers[1].self_attn.o_proj = None
+        skeleton.module.model.layers[1].self_attn.o_proj = None
     loaded = list[str]()
 
     def load_it(*given: Any) -> Any:
@@ -132,7 +132,7 @@ def test_what_cannot_be_completed_is_loaded(
         return load_module(*given)
 
     monkeypatch.setattr(loading, "load_module", load_it)
-    policy = open_reader(outline, reader.half(0), rest, FUSED, LONGEST, seed=0)
+    policy = open_reader(skeleton, reader.half(0), rest, FUSED, LONGEST, seed=0)
     assert loaded == ["loaded"]
     policy.flat.move_to(reader.half(0))
     assert fixed_logprobs(policy) == fixed_logprobs(trainer)

@@ -46,7 +46,7 @@ def test_another_buffer_is_refused_and_nothing_has_moved() -> None:
     for wrong in (torch.zeros(served.weights.size + 64), torch.zeros(served.weights.size, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="the modules read"):
             served.flat.move_to(wrong)
-    assert served.weights.strays() == []
+    assert served.weights.misplaced_parameters() == []
 
 
 def test_the_digest_tells_layouts_apart() -> None:

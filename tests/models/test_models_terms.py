@@ -131,7 +131,7 @@ def test_equals_the_dense_formula(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     if way == "ragged":
         alone = window is not None and softcap is None and not with_sinks
-        plain = terms.within(plan.longest).plain  # a window that no row leaves
+        plain = terms.simplified_for(plan.longest).plain  # a window that no row leaves
         expected_calls = (4 if plan.cross else 2) if plain else 2 if alone else 0
         assert kernel.calls == expected_calls, "the kernel has neither caps nor sinks"
 
@@ -144,15 +144,15 @@ def test_low_level_calls_take_views_and_add_to_the_gradient_of_the_sinks() -> No
     terms = AttentionTerms(4, 2.0, sinks)
     parts = joined.split([4, 2, 2], 1)
     out, kept = plan.forward(*parts, 0.3, terms)
-    grad, of_sinks = torch.randn(out.shape, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    grad, sinks_gradient = torch.randn(out.shape, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     into = torch.empty_like(joined)
-    plan.backward(grad, (*parts, out, kept), 0.3, into.split([4, 2, 2], 1), terms, of_sinks)
+    plan.backward(grad, (*parts, out, kept), 0.3, into.split([4, 2, 2], 1), terms, sinks_gradient)
     leaves = [part.clone().requires_grad_() for part in (*parts, sinks)]
     expected = dense(*leaves[:3], mask, 0.3, AttentionTerms(4, 2.0, leaves[3]))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     *right, right_sinks = torch.autograd.grad(expected, leaves, grad)
     torch.testing.assert_close(into, torch.cat(right, 1), rtol=0, atol=1e-12)
-    torch.testing.assert_close(of_sinks, right_sinks + 1, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sinks_gradient, right_sinks + 1, rtol=0, atol=1e-12)
 
 
 def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
@@ -309,7 +309,7 @@ def test_sinks_that_do_not_reach_the_attention_are_refused() -> None:
     policy = PolicyModel(LlamaForCausalLM(LlamaConfig(**SIZES)))
     policy.fused = None
     policy.module.model.layers[1].self_attn.sinks = torch.zeros(6)
-    with pytest.raises(ConfigError, match="LlamaAttention has sinks"):
+    with pytest.raises(ConfigError, match="LlamaAttention has `sinks`"):
         policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
 
 
@@ -317,12 +317,12 @@ def test_sinks_of_another_form_are_refused() -> None:
     policy = PolicyModel(model("GptOss"), path=PACKED)
     for layer in policy.module.model.layers:
         layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(6, 2))
-    with pytest.raises(ConfigError, match=r"sinks \(6, 2\), not one for each"):
+    with pytest.raises(ConfigError, match=r"sinks \(6, 2\) for 6 heads"):
         policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
 
 
 def test_a_model_that_reads_its_mask_is_refused() -> None:
     config = transformers.DogeConfig(**SIZES)
     policy = PolicyModel(transformers.DogeForCausalLM(config))
-    with pytest.raises(ConfigError, match="reads the mask of its attention"):
+    with pytest.raises(ConfigError, match="of its attention mask"):
         policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))

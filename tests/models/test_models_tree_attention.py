@@ -77,7 +77,7 @@ def test_equals_dense_masked_attention(
     trees: list, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path.startswith("products"):
-        monkeypatch.setattr("asyncrl.models.attention.tree._BY_PRODUCTS", {torch.float64})
+        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.float64})
     if path == "views":
         monkeypatch.setattr("asyncrl.models.attention.tree._SMALL_SPAN_FLOP", 0.0)
     if path.endswith("bins"):
@@ -149,7 +149,7 @@ def test_padding_of_rows_is_bounded() -> None:
 
 
 def test_suffixes_of_a_tree_must_be_adjacent() -> None:
-    with pytest.raises(ValueError, match="not adjacent"):
+    with pytest.raises(ValueError, match="must be adjacent"):
         TreePlan([0], [2], [2, 6], [3, 1], [0, 0])
 
 

@@ -329,7 +329,7 @@ async def test_after_the_end_the_modules_keep_their_half_and_go_on_in_it() -> No
         case.board.close()
         before = logits(case.policy)
         case.trained.step()
-        assert case.policy.weights.strays() == [] and not torch.equal(logits(case.policy), before)
+        assert case.policy.weights.misplaced_parameters() == [] and not torch.equal(logits(case.policy), before)
         assert torch.equal(case.policy.weights.working, case.policy.flat.master.bfloat16())
 
 

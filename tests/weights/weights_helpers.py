@@ -194,7 +194,7 @@ class Case:
         """What somebody reads is as it was written, and the modules read the masters of now, wherever."""
         version = await self.lane.run(self.trained.step, name="step")
         assert all(self.board.is_whole(half) for half in self.board.in_use)
-        assert self.policy.weights.strays() == []
+        assert self.policy.weights.misplaced_parameters() == []
         return version
 
     def weights(self) -> Tensor:

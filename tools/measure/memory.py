@@ -256,10 +256,10 @@ def compile_products(dtype: str, packed_rows: int) -> None:
 
 def forget(trainer: Any) -> None:
     """What a microbatch leaves for the next one is its own, not the weights'. (The first one leaves a cycle of tensors, too.)"""
-    from asyncrl.models.head.logprobs import Spare
+    from asyncrl.models.head.logprobs import SpareMemory
 
     gc.collect()
-    trainer.forward._spare = Spare()
+    trainer.forward._spare = SpareMemory()
     if trainer.policy.fused is not None:
         trainer.policy.fused.scratch._buffers.clear()
 

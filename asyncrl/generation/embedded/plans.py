@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
-from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
+from asyncrl.models.attention.interface import PLAIN, AttentionTerms, PlanWithRoutes
 from asyncrl.models.attention.ragged import Ends, RaggedRows
 from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
@@ -107,7 +107,7 @@ class _RaggedRows:
         return terms.softcap is None and terms.sinks is None
 
 
-class DecodePlan(Routed):
+class DecodePlan(PlanWithRoutes):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
@@ -149,8 +149,8 @@ class DecodePlan(Routed):
         cache = self.cache
         size = cache.shape.head_size
         if self._ragged is not None and self._ragged.attends(terms):
-            return self._ragged.attend(layer, query, key, value, scaling, terms.within(self.longest).window)
-        if terms is not PLAIN and not (terms := terms.within(self.longest)).plain:
+            return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
+        if terms is not PLAIN and not (terms := terms.simplified_for(self.longest)).plain:
             return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
             return native.decode_attention(
@@ -241,7 +241,7 @@ class PromptPiece:
     length: int
 
 
-class ExtendPlan(Routed):
+class ExtendPlan(PlanWithRoutes):
     """Packed pieces: each writes its keys and values and attends causally over its own row.
 
     Neighbouring pieces that start at 0 and have equal lengths share one attention call, so callers sort pieces by length.
@@ -282,13 +282,13 @@ class ExtendPlan(Routed):
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
         cache = self.cache
         if self._ragged is not None and self._ragged.attends(terms):
-            return self._ragged.attend(layer, query, key, value, scaling, terms.within(self.longest).window)
+            return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
             own = slice(offset, offset + piece.length)
             there = slice(piece.start, piece.start + piece.length)
             cache.keys[layer][piece.row, :, there] = key[own].transpose(0, 1)
             cache.values[layer][piece.row, :, there] = value[own].transpose(0, 1)
-        terms = terms.within(self.longest)
+        terms = terms.simplified_for(self.longest)
         if not terms.plain:
             return self._attend_with_terms(layer, query, scaling, terms)
         out = torch.empty_like(query)

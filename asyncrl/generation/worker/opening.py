@@ -16,7 +16,7 @@ from asyncrl.models.outputs import TOKENS
 from asyncrl.models.parameters.layout import Layout
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
-from asyncrl.models.reading import Outline, open_reader
+from asyncrl.models.reading import ModelSkeleton, open_reader
 from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, wait_for_device
@@ -40,8 +40,8 @@ async def open_serving(
         return await _open_vllm(setup, config, lane, recorder, say, numbers)
     say("building the model")
     path, form = ModelPath(**setup["path"]), setup["form"]
-    outline = await lane.run(lambda: Outline(config.model), name="engine/outline")
-    digest = outline.digest()
+    skeleton = await lane.run(lambda: ModelSkeleton(config.model), name="engine/skeleton")
+    digest = skeleton.digest()
     copy_to = device if setup["copies"] else None
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
@@ -50,7 +50,7 @@ async def open_serving(
     await wait_for_device(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
     half = board.half(written)
     policy = await lane.run(
-        lambda: open_reader(outline, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
+        lambda: open_reader(skeleton, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
     )
     if setup["board"]["slab"] is not None:
         # What it has of its own goes before the cache comes: memory of a GPU is scarce, and the trainer may be on it, too.

@@ -1,1 +1,1 @@
-"""Attention over packed prefix trees. Start in `interface.py`: what a layer asks for, and who acts on it."""
+"""Attention over packed prefix trees. Start in `interface.py`: it connects the model's attention layers with our plans."""

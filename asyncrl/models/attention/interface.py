@@ -1,14 +1,14 @@
 """Our attention, registered through transformers' own interfaces for attention and for masks.
 
-A forward of the model carries an `AttentionPlan` in its keyword arguments; every attention layer hands its rotated
-queries, keys and values to `plan.attend(...)`. The plan knows the layout (a packed prefix tree, a decode batch over a
-cache); the model code knows none of it. So any architecture that uses transformers' attention interface is served.
+A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes its rotated
+queries, keys and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: a packed prefix tree, or a
+decode batch over a cache. So any architecture that uses transformers' attention interface works.
 
-What a layer does beyond `softmax(q k' scaling) v` arrives as `AttentionTerms`: the window by way of the mask that the model
-asks transformers for, which here is a note of what may be seen instead of a tensor; the rest as keyword arguments. (Layers
-pass `sliding_window` as well, for flash attention, and some (OLMoE's) one that their mask does not have: the mask counts, as
-in eager attention, which is what a model is compared with.) Whatever is neither acted on nor known to be without effect is
-refused: a model must not lose a term in silence.
+A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the
+mask that the model requests: our mask interface returns a `SeenTokens` instead of a tensor. The other terms are keyword
+arguments. The argument `sliding_window` is ignored: OLMoE passes a window that its mask does not have, and eager attention,
+our reference, uses the mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error, since a model must
+not lose a term silently.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -30,8 +30,8 @@ from ..routes import Routes
 IMPLEMENTATION = "asyncrl"
 PLAN_ARGUMENT = "attention_plan"
 
-# Keyword arguments of transformers' attention calls that change nothing here: bookkeeping, what the mask says as well, and
-# what only other implementations read.
+# Keyword arguments of transformers' attention calls that are safe to ignore. Some repeat the mask, and some are read by other
+# attention implementations only.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
@@ -43,11 +43,11 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """What one layer's attention does beyond `softmax(q k' scaling) v` under a causal mask.
+    """Additions of one layer to `softmax(q k' scaling) v` under a causal mask.
 
-    window: a query sees itself and the `window - 1` tokens of its sequence before it; None: all of them.
+    window: a query sees itself and the `window - 1` tokens before it. None: a query sees all tokens before it.
     softcap: scores s become `softcap * tanh(s / softcap)` before mask and softmax (Gemma 2, arXiv:2408.00118, section 2).
-    sinks: [H] one more score a head, which takes its share of the softmax and has no value (gpt-oss; differentiable).
+    sinks: [H], differentiable. One more score for each head takes part in the softmax and has no value (gpt-oss).
     """
 
     window: int | None = None
@@ -56,11 +56,11 @@ class AttentionTerms:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing beyond that."""
+        """Whether the layer has no addition."""
         return self.window is None and self.softcap is None and self.sinks is None
 
-    def within(self, longest: int) -> AttentionTerms:
-        """The same for sequences of at most `longest` tokens: a window that none of them leaves is none."""
+    def simplified_for(self, longest: int) -> AttentionTerms:
+        """Equal terms for sequences of at most `longest` tokens: a window that covers `longest` tokens is dropped."""
         if self.window is None or self.window < longest:
             return self
         return AttentionTerms(None, self.softcap, self.sinks)
@@ -69,35 +69,35 @@ class AttentionTerms:
 PLAIN = AttentionTerms()
 
 
-class Routed:
-    """A plan that can carry the routes of its forward."""
+class PlanWithRoutes:
+    """Base of the plans. A caller sets `routes` to record or replay the experts of each token of a forward."""
 
     routes: Routes | None = None
 
 
 class AttentionPlan(Protocol):
-    """The layout of the tokens of one forward: who sees whom; and which experts they go to, where somebody asks."""
+    """The layout of the tokens of one forward: which tokens each query sees. `routes`: as in `PlanWithRoutes`."""
 
     routes: Routes | None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:
-        """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Differentiable where asked."""
+        """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Training plans are differentiable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """What our mask interface answers in the place of a tensor: causal, within `window`. Errors: ConfigError for a model that
-    reads its mask as the tensor it is not."""
+    """Returned instead of a mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if used as a tensor."""
 
     window: int | None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that are asked for, not read
+        # Python and libraries probe for special methods, which is no use of the mask.
+        if name.startswith("__"):
             raise AttributeError(name)
-        raise ConfigError(f"the model reads the mask of its attention ({name}), instead of handing it on")
+        raise ConfigError(f"the model reads `{name}` of its attention mask; only models that pass the mask on work")
 
 
 def _attention(
@@ -112,27 +112,26 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    layer = type(module).__name__
     plan: AttentionPlan = kwargs.pop(PLAN_ARGUMENT)
     if not isinstance(attention_mask, SeenTokens):
-        raise ConfigError(f"{type(module).__name__} makes a mask of its own")
+        raise ConfigError(f"{layer} makes its own attention mask; only masks of transformers' mask interface work")
     if dropout or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise ConfigError(f"{type(module).__name__} is not causal, or drops out")
-    unknown = {name: given for name, given in kwargs.items() if name not in _WITHOUT_EFFECT and given is not None}
+        raise ConfigError(f"{layer} has dropout or is not causal; only causal attention without dropout works")
+    unknown = sorted(name for name, value in kwargs.items() if name not in _WITHOUT_EFFECT and value is not None)
     if unknown:
-        raise ConfigError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which ours does not act on"
-        )
+        raise ConfigError(f"{layer} passes {', '.join(unknown)} to its attention, which asyncrl does not support")
     if value.shape[-1] != query.shape[-1] or query.shape[0] != 1:
         raise ConfigError(
-            f"{type(module).__name__} attends with queries {tuple(query.shape)} and values {tuple(value.shape)}"
+            f"{layer} has queries {tuple(query.shape)} and values {tuple(value.shape)}; batch 1 and equal head sizes work"
         )
     if s_aux is None and getattr(module, "sinks", None) is not None:
-        raise ConfigError(f"{type(module).__name__} has sinks, which it does not hand to its attention")
+        raise ConfigError(f"{layer} has `sinks` but does not pass them to its attention; such a model is not supported")
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise ConfigError(f"{type(module).__name__} has sinks {tuple(s_aux.shape)}, not one for each of its heads")
+        raise ConfigError(f"{layer} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; they must be equal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
-        module.layer_idx,  # type: ignore[arg-type]  # an attribute of Module: Tensor or Module
+        module.layer_idx,  # type: ignore[arg-type]  # declared as Tensor or Module
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -143,26 +142,27 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> SeenTokens:
-    """The plan masks by itself; what it has to know of the mask is the window."""
+    """Returns the window alone: the plan applies the causal mask itself."""
     if kwargs.get("use_vmap") or "allow_is_bidirectional_skip" in kwargs:
-        raise ConfigError("the model lays a mask of its own over the causal one, or asks for one that is not causal")
+        raise ConfigError("the model changes the causal mask or requests a bidirectional mask; only causal masks work")
     window = kwargs.get("local_size")
     if window is not None and window != getattr(kwargs.get("config"), "sliding_window", None):
-        raise ConfigError(f"the model attends in chunks of {window} tokens")
+        raise ConfigError(f"the model attends in chunks of {window} tokens; only sliding windows work")
     return SeenTokens(window)
 
 
 def register() -> None:
-    """Idempotent; called when a policy model is loaded. Errors: PlatformError where torch keeps cuDNN's attention.
+    """Registers our attention and mask with transformers, and turns cuDNN's attention off. Idempotent.
 
-    torch takes that by itself on Hopper cards. Its backward under a mask gives NaN where the length of the keys is 64 mod 128 and
-    activations are large (pytorch#196678). It makes a plan for each new shape, which took 36 ms on an H200 where a known one took
-    0.15 ms, and keeps memory for it outside of torch's allocator; a decode step has a new shape each time.
+    torch prefers cuDNN's attention on Hopper cards. Its masked backward gives NaN if the key length is 64 mod 128 and activations
+    are large (pytorch#196678). cuDNN also builds a plan for each new shape, and every decode step has a new shape. A new plan took
+    36 ms on an H200 and a cached plan 0.15 ms. Memory of the plans is outside torch's allocator.
+    Errors: PlatformError if torch does not turn cuDNN's attention off.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.backends.cuda.cudnn_sdp_enabled():
         raise PlatformError(
-            f"torch {torch.__version__} keeps cuDNN's attention after enable_cudnn_sdp(False), whose gradients are not right"
+            f"torch {torch.__version__} cannot turn off cuDNN's attention, whose gradients may be NaN; install another version"
         )
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

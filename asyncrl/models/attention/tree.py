@@ -1,21 +1,19 @@
 """Attention over packed prefix trees: training microbatches, and the prefill of prompts (trees without suffixes).
 
-A prefix token sees its prefix up to itself; a suffix token sees its whole prefix and its own suffix up to itself. That
-is three kinds of block, none of which needs a mask or padding: prefix and suffix each causal on themselves, and all
-suffix tokens of a tree (they are adjacent) against their prefix, unmasked. The two partial results of a suffix token are
-merged by their log-sum-exp, and backward hands the *merged* output and log-sum-exp to each block, which makes every
-block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
+Each prefix and each suffix is a causal block. All suffix tokens of a tree are adjacent, and form one more block, unmasked,
+against their prefix. So no block needs a mask or padding. The two partial results of a suffix token are merged by their
+log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient of every block is exact. Ring
+attention uses the same identity (Liu et al., arXiv:2310.01889).
 
-On a CPU short rows go through `row_attention`, longer ones through torch's flash kernel on views of the packed tensors. That
-has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. On a GPU all blocks of one
-kind are one call of a kernel for ragged rows (ragged.py); where that does not take the dtype (float32), `attend` falls back to
-one masked `scaled_dot_product_attention` over padded rows.
+Plain attention has four implementations:
+* CPU, short rows: `RowAttention` (rows.py).
+* CPU, longer rows: torch's flash kernel on views of the packed tensors. Its bfloat16 backward has a fifth of the float32 rate,
+  so bfloat16 is computed in float32.
+* GPU: a kernel for ragged rows (ragged.py), with one call for all blocks of a kind.
+* GPU, a dtype without such a kernel (float32): one masked `scaled_dot_product_attention` over padded rows.
 
-All of that is for plain attention. A layer with terms (a window that some row leaves, capped scores, sinks) goes through
-`general_attention`, on every device, but for a window alone where there is a kernel for ragged rows; positions within a row
-count through the shared prefix.
-
-All index work is done once per microbatch, in the constructor or at the first layer.
+A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention` on every device. A window
+alone uses the ragged kernel if there is one. Indices are computed once per microbatch.
 
 Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
 query and key lengths.
@@ -37,18 +35,19 @@ from asyncrl.types import Microbatch
 from ..copying import to_device
 from ..native import library as native
 from .general import GeneralAttention
-from .interface import PLAIN, AttentionTerms, Routed
+from .interface import PLAIN, AttentionTerms, PlanWithRoutes
 from .ragged import RaggedTree, RaggedWindow, kernel_for
 from .rows import Row, RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Measured on two cores: in bfloat16 half the kernel's time. In float32 a third less, if the softmax takes one pass; else no less
-_BY_PRODUCTS = {torch.bfloat16} | ({torch.float32} if native.available() else set())
-# Below this a kernel call costs more than the arithmetic: spans are padded together.
+# dtypes for which row attention is faster than the flash kernel on two cores. In bfloat16 it takes half the time. In float32 it
+# takes a third less, but only with the native one-pass softmax.
+_ROW_ATTENTION_DTYPES = {torch.bfloat16} | ({torch.float32} if native.available() else set())
+# Below this a kernel call costs more than its arithmetic, so spans are padded and share one call.
 _SMALL_SPAN_FLOP = 1.5e6
-_PADDING = 1.25  # most padded tokens per real token in such a bin
+_MAX_PADDED_PER_REAL = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +58,21 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _SpanBin:
-    """Spans of tokens padded to one length. Rows of padding repeat a real token and get a zero gradient."""
+    """`count` spans, padded to `length` tokens each. Padding repeats a real token, whose gradient there must be zero."""
 
     count: int
     length: int
-    gather: Tensor  # [count * length] packed index
-    padding: Tensor  # positions in `gather` that are padding
-    real: Tensor  # positions in `gather` that are not
-    target: Tensor  # packed index of `real`
+    gather: Tensor  # [count * length] packed index of each padded position
+    padding: Tensor  # positions in `gather` with padding
+    real: Tensor  # positions in `gather` without padding
+    target: Tensor  # packed index of each position in `real`
 
 
-class TreePlan(Routed):
-    """The geometry of one packed sequence, as `types.Microbatch` describes it. Arrays of ints; suffixes may be absent.
+class TreePlan(PlanWithRoutes):
+    """The prefixes and suffixes of one packed microbatch. All arguments are integer arrays, as in `types.Microbatch`.
 
-    Requires that the packed tokens are exactly the prefixes and suffixes, and that the suffixes of a tree are adjacent
-    (zero-length ones anywhere). Errors: ValueError where they are not.
+    Every packed token must belong to exactly one prefix or suffix. The suffixes of a tree must be adjacent, except suffixes of
+    length zero. Errors: ValueError if the suffixes of a tree are not adjacent.
     """
 
     def __init__(
@@ -94,7 +93,8 @@ class TreePlan(Routed):
                 self._tree_of.append(int(tree))
         self.spans = [span for span in (*self._prefixes, *self._suffixes) if span.length]
         self.tokens = sum(span.length for span in self.spans)
-        self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
+        # Pairs of spans: all suffix tokens of a tree, and the prefix of the tree.
+        self.cross = self._cross_blocks()
         self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
@@ -104,11 +104,11 @@ class TreePlan(Routed):
 
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
-        """The plan of a microbatch."""
+        """The plan for the prefixes and suffixes of `batch`."""
         return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
 
     def rows(self) -> list[tuple[_Span, _Span]]:
-        """(prefix, own tokens) of each sequence: a suffix behind its prefix; a prefix that has none, behind nothing."""
+        """(prefix, own tokens) of each sequence. A prefix without suffixes is a sequence whose first span is empty."""
         empty, extended = _Span(0, 0), set(self._tree_of)
         rows = [(empty, span) for tree, span in enumerate(self._prefixes) if span.length and tree not in extended]
         rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
@@ -120,7 +120,7 @@ class TreePlan(Routed):
             first, end = ends.get(tree, (span.start, span.start))
             if span.start != end:
                 raise ValueError(
-                    f"the suffixes of tree {tree} are not adjacent: one ends at {end}, next at {span.start}"
+                    f"suffixes of tree {tree} must be adjacent: one ends at token {end}, the next starts at {span.start}"
                 )
             ends[tree] = (first, span.start + span.length)
         return [
@@ -132,35 +132,35 @@ class TreePlan(Routed):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:
-        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable, also in the
-        sinks."""
-        terms = terms.within(self.longest)
-        if terms.plain and query.device.type != "cpu" and self._by_kernel(query, terms) is None:
-            self._check(query)
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable in query, key,
+        value and sinks."""
+        terms = terms.simplified_for(self.longest)
+        if terms.plain and query.device.type != "cpu" and self._ragged_plan(query, terms) is None:
+            self._check_count(query)
             return self.attend_masked(query, key, value, scaling)
         result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
         return result
 
-    def _check(self, query: Tensor) -> None:
+    def _check_count(self, query: Tensor) -> None:
         if query.shape[0] != self.tokens:
-            raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
+            raise ValueError(f"the plan describes {self.tokens} tokens, but the model passed {query.shape[0]} queries")
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp, the weights of short rows, or,
-        where it computes all of it again, nothing. Without a graph."""
-        self._check(query)
-        terms = terms.within(self.longest)
-        ragged = self._by_kernel(query, terms)
+        """(output, saved): the output of `attend` without an autograd graph, and one tensor that `backward` needs. `saved` is
+        the log-sum-exp, the weights of short rows, or an empty tensor if `backward` computes the forward again."""
+        self._check_count(query)
+        terms = terms.simplified_for(self.longest)
+        ragged = self._ragged_plan(query, terms)
         if ragged is not None:
             return ragged.forward(query, key, value, scaling)
         if not terms.plain:
-            general = self._with_terms(query, terms)
+            general = self._general_plan(query, terms)
             return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
         if query.device.type != "cpu":
             return self.attend_masked(query, key, value, scaling), query.new_empty(0)
-        short = self._by_products(query)
+        short = self._short_row_plan(query)
         if short is not None:
             return short.forward(query, key, value, scaling)
         dtype = query.dtype
@@ -188,16 +188,19 @@ class TreePlan(Routed):
         terms: AttentionTerms = PLAIN,
         sinks_gradient: Tensor | None = None,
     ) -> None:
-        """`gradients` become those of query, key and value. `saved`: query, key, value and what `forward` gave for the same
-        `terms`. `sinks_gradient` [H], float32 or wider: that of the sinks is added to it; None: nobody wants it."""
+        """Writes the gradients of query, key and value into `gradients`.
+
+        saved: query, key, value and the two results of `forward` for the same `terms`.
+        sinks_gradient: [H], float32 or wider; backward adds the gradient of the sinks. None: it is not computed.
+        """
         query, key, value, out, lse = saved
-        terms = terms.within(self.longest)
-        ragged = self._by_kernel(query, terms)
+        terms = terms.simplified_for(self.longest)
+        ragged = self._ragged_plan(query, terms)
         if ragged is not None:
             ragged.backward(grad, saved, scaling, gradients)
             return
         if not terms.plain:
-            general = self._with_terms(query, terms)
+            general = self._general_plan(query, terms)
             inputs = query, key, value
             general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
             return
@@ -208,7 +211,7 @@ class TreePlan(Routed):
             for target, part in zip(gradients, torch.autograd.grad(again, leaves, grad), strict=True):
                 target.copy_(part)
             return
-        short = self._by_products(query)
+        short = self._short_row_plan(query)
         if short is not None:
             short.backward(grad, query, key, value, lse, scaling, gradients)
             return
@@ -234,8 +237,8 @@ class TreePlan(Routed):
             for target, part in zip(gradients, sums, strict=True):
                 target.copy_(part)
 
-    def _by_kernel(self, query: Tensor, terms: AttentionTerms) -> RaggedTree | RaggedWindow | None:
-        """The plan for a kernel of ragged rows, where there is one that takes these queries and computes these terms."""
+    def _ragged_plan(self, query: Tensor, terms: AttentionTerms) -> RaggedTree | RaggedWindow | None:
+        """The cached plan for a ragged kernel; None if no kernel supports the device, the dtype, the head size or the terms."""
         if terms.softcap is not None or terms.sinks is not None:
             return None
         case = terms.window, query.dtype, query.device
@@ -249,9 +252,9 @@ class TreePlan(Routed):
                 self._ragged[case] = RaggedWindow(kernel, self._own_rows(), terms.window, query.device)
         return self._ragged[case]
 
-    def _by_products(self, query: Tensor) -> RowAttention | None:
-        """The plan by products where it is the faster one, which needs every row to be short."""
-        if query.dtype not in _BY_PRODUCTS:
+    def _short_row_plan(self, query: Tensor) -> RowAttention | None:
+        """The cached row attention; None where the flash kernel is faster, such as for long rows."""
+        if query.dtype not in _ROW_ATTENTION_DTYPES:
             return None
         heads = query.shape[1]
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -260,22 +263,22 @@ class TreePlan(Routed):
             self._short[heads, dtype] = RowAttention(rows, heads, dtype) if fits(rows, heads) else None
         return self._short[heads, dtype]
 
-    def _with_terms(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
+    def _general_plan(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
         geometry = terms.window, query.shape[1], query.device
         if geometry not in self._general:
             self._general[geometry] = GeneralAttention(self._own_rows(), *geometry)
         return self._general[geometry]
 
     def _own_rows(self) -> list[Row]:
-        """Every packed token once as an own token: prefixes behind nothing, suffixes behind their prefix."""
+        """(prefix start, prefix length, start, length) of each span. The prefix length of a prefix itself is 0."""
         rows = [(0, 0, span.start, span.length) for span in self._prefixes if span.length]
         for span, tree in zip(self._suffixes, self._tree_of, strict=True):
-            before = self._prefixes[tree]
-            rows.append((before.start, before.length, span.start, span.length))
+            prefix = self._prefixes[tree]
+            rows.append((prefix.start, prefix.length, span.start, span.length))
         return rows
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_SpanBin]:
-        """The causal blocks: single spans as views where they are large, padded bins where they are small."""
+        """The causal blocks: each span by itself if spans are large, else bins of padded spans."""
         width = query.shape[1] * query.shape[2]
         flop = 4.0 * width * sum(span.length**2 for span in self.spans) / max(len(self.spans), 1)
         if flop > _SMALL_SPAN_FLOP or len(self.spans) < 4:
@@ -287,63 +290,64 @@ class TreePlan(Routed):
     # -- any device: one masked call over padded rows ---------------------------------------------------------------
 
     def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """The same through `scaled_dot_product_attention` with a mask: one row per span, its prefix in front."""
+        """Equal to `attend`, by one masked `scaled_dot_product_attention`. A padded row holds a span and its prefix."""
         if query.device not in self._rows:
             self._rows[query.device] = self._make_rows(query.device)
         rows = self._rows[query.device]
-        # Under a mask torch has no kernel for grouped heads but the one that writes all scores to memory.
+        # Keys are repeated for each query head: torch's masked kernels for grouped heads write all scores to memory.
         group = query.shape[1] // key.shape[1]
         keys, values = (rows.keys_of(part).repeat_interleave(group, 1) for part in (key, value))
         out = F.scaled_dot_product_attention(rows.queries_of(query), keys, values, attn_mask=rows.mask, scale=scaling)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, rows.place)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, rows.query_target)
 
     def _make_rows(self, device: torch.device) -> _PaddedRows:
         rows = self._own_rows()
         longest, context = max(row[3] for row in rows), max(row[1] for row in rows)
         mask = np.zeros((len(rows), longest, context + longest), np.bool_)
         causal = np.tril(np.ones((longest, longest), np.bool_))
-        place = np.zeros(self.tokens, np.int64)
+        query_target = np.zeros(self.tokens, np.int64)
         source, target = [], []
         for row, (prefix_start, prefix, start, length) in enumerate(rows):
-            place[start : start + length] = row * longest + np.arange(length)
+            query_target[start : start + length] = row * longest + np.arange(length)
             first = row * (context + longest)
             source += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
             target += [first + np.arange(prefix), first + context + np.arange(length)]
             mask[row, :, :prefix] = True
-            # A padded query sees its own padding: a row of -inf would give NaN.
+            # Padded queries see padded keys: a softmax over scores that are all -inf would give NaN.
             mask[row, :, context:] = causal
-        found = (place, np.concatenate(source), np.concatenate(target), mask[:, None])
-        return _PaddedRows(len(rows), longest, *(to_device(array, device) for array in found))
+        arrays = (query_target, np.concatenate(source), np.concatenate(target), mask[:, None])
+        return _PaddedRows(len(rows), longest, *(to_device(array, device) for array in arrays))
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Each token is written to its place among zeros: backward of an index that pads would add up the padding one by one."""
+    """Indices that copy tokens into zero-filled rows. Gathering padding instead would make backward sum all of the padding."""
 
     count: int  # R
     longest: int  # Q
-    place: Tensor  # [T] where a token is among the queries [R * Q]
-    source: Tensor  # the keys that rows have, and where among [R * C]
-    target: Tensor
+    query_target: Tensor  # [T] index of each token in [R * Q]
+    key_source: Tensor  # packed index of each key of each row
+    key_target: Tensor  # index of the same keys in [R * C]
     mask: Tensor  # bool [R, 1, Q, C], true: attend
 
     def queries_of(self, query: Tensor) -> Tensor:
         """[T, H, D] -> [R, H, Q, D]."""
         zeros = query.new_zeros(self.count * self.longest, *query.shape[1:])
-        rows = zeros.index_copy(0, self.place, query)
+        rows = zeros.index_copy(0, self.query_target, query)
         return rows.view(self.count, self.longest, *query.shape[1:]).transpose(1, 2)
 
     def keys_of(self, key: Tensor) -> Tensor:
-        """[T, K, D] -> [R, K, C, D]. Gradients of keys that rows share are summed in float32 or wider."""
+        """[T, K, D] -> [R, K, C, D]."""
+        # Rows share keys. The cast to float32 or wider makes backward sum their gradients in that dtype.
         wide = key.to(torch.promote_types(key.dtype, torch.float32))
-        seen = wide.index_select(0, self.source).to(key.dtype)
+        selected = wide.index_select(0, self.key_source).to(key.dtype)
         width = self.mask.shape[3]
-        rows = key.new_zeros(self.count * width, *key.shape[1:]).index_copy(0, self.target, seen)
+        rows = key.new_zeros(self.count * width, *key.shape[1:]).index_copy(0, self.key_target, selected)
         return rows.view(self.count, width, *key.shape[1:]).transpose(1, 2)
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Forward and backward of a plan as one node: on a CPU, and of what has terms anywhere."""
+    """`TreePlan.forward` and `TreePlan.backward` as one autograd node."""
 
     @staticmethod
     def forward(
@@ -356,7 +360,7 @@ class _TreeAttention(torch.autograd.Function):
         scaling: float,
         terms: AttentionTerms,
     ) -> Tensor:
-        """`sinks`: those of `terms`, where autograd sees them."""
+        """`sinks` is `terms.sinks`: autograd tracks tensors only if they are arguments of their own."""
         out, lse = plan.forward(query, key, value, scaling, terms)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.plan, ctx.scaling, ctx.window, ctx.softcap = plan, scaling, terms.window, terms.softcap
@@ -367,20 +371,20 @@ class _TreeAttention(torch.autograd.Function):
         *saved, sinks = ctx.saved_tensors
         terms = AttentionTerms(ctx.window, ctx.softcap, sinks)
         gradients = torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])
-        of_sinks = None
+        sinks_gradient = None
         if ctx.needs_input_grad[3]:
-            of_sinks = torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
-        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients, terms, of_sinks)
-        return (*gradients, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None)
+            sinks_gradient = torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
+        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients, terms, sinks_gradient)
+        return (*gradients, None if sinks_gradient is None else sinks_gradient.to(sinks.dtype), None, None, None)
 
 
 def _wider(tensor: Tensor) -> Tensor:
-    """The CPU kernel's bfloat16 backward runs at a fifth of its float32 rate."""
+    """16-bit tensors as float32: the CPU kernel's bfloat16 backward has a fifth of the float32 rate."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """In place: (`out` [N, H, D], `lse` [N, H]) and a second partial result become their joint softmax average."""
+    """Merges a second partial result into `out` [N, H, D] and `lse` [N, H], in place, as one softmax over all keys."""
     joint = torch.logaddexp(lse, part_lse)
     out.mul_((lse - joint).exp_().unsqueeze(-1))
     out.addcmul_(part, (part_lse - joint).exp_().unsqueeze(-1))
@@ -392,7 +396,7 @@ def _slice(tensor: Tensor, span: _Span) -> Tensor:
 
 
 def _take(tensor: Tensor, block: _Span | _SpanBin, zero_padding: bool = False) -> Tensor:
-    """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single span."""
+    """[T, X, Y] -> [rows, X, length, Y] of one block. The result is a view if the block is a single span."""
     if isinstance(block, _Span):
         return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
     rows = tensor.index_select(0, block.gather)
@@ -402,7 +406,7 @@ def _take(tensor: Tensor, block: _Span | _SpanBin, zero_padding: bool = False) -
 
 
 def _put(tensor: Tensor, block: _Span | _SpanBin, part: Tensor) -> None:
-    """The inverse of `_take`: overwrite the block's tokens."""
+    """The inverse of `_take`: overwrites the block's tokens in `tensor`."""
     if isinstance(block, _Span):
         _slice(tensor, block).copy_(part[0].transpose(0, 1))
         return
@@ -411,12 +415,12 @@ def _put(tensor: Tensor, block: _Span | _SpanBin, part: Tensor) -> None:
 
 
 def _make_bins(spans: list[_Span], device: torch.device) -> list[_SpanBin]:
-    """Sort by length, then cut where padding would pass `_PADDING`."""
+    """Sorts spans by length, and starts a new bin where padding would exceed `_MAX_PADDED_PER_REAL`."""
     bins: list[_SpanBin] = []
     members: list[_Span] = []
     real = 0
     for span in sorted(spans, key=lambda span: -span.length):
-        if members and members[0].length * (len(members) + 1) > _PADDING * (real + span.length):
+        if members and members[0].length * (len(members) + 1) > _MAX_PADDED_PER_REAL * (real + span.length):
             bins.append(_make_bin(members, device))
             members, real = [], 0
         members.append(span)

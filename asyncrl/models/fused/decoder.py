@@ -4,14 +4,14 @@
       -> norm -> [gate up] -> silu or gelu of gate * up -> down -> (norm) +
                  experts: the model's own module, through autograd
 
-transformers' own forward makes three products where one does, a fresh buffer for every elementwise result, and a graph of
-some thirty nodes a layer. Here a layer is one autograd node: it keeps the inputs of both halves, q/k/v, the attention's
-output and gate/up, computes again what is cheap, and adds weight gradients straight into the flat buffer. Sampling and
-training run the same code. Of a layer with experts the node ends with the norm before them.
+transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
+autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of both halves, q/k/v, the output of
+attention and gate/up. Its backward computes cheap values again, and adds weight gradients directly to the flat buffer. In a
+layer with experts the node ends after the norm before the experts. Sampling and training run the same code.
 
-`FusedDecoder.of` takes a model only if its layers consist of known parts alone (layers.py) *and* each repeats a recorded
-call of the model's own layer (tracing.py); every other architecture goes on through transformers, correct if
-slower. The modules stay what they are: weights, names and files are untouched.
+`FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
+recorded call of the model's own layer (tracing.py). Other models run through transformers, which is slower. Modules, weights
+and parameter names are not changed.
 
 Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
 """
@@ -39,25 +39,24 @@ from .layers import Layer, Mlp, Norm, Rotation, RotationKind, make_rotation, rea
 from .tracing import matches, trace
 
 
-class _Kept(NamedTuple):
-    """What the backward of a layer needs besides its input. Used up by it: `gate_up` becomes a gradient in place."""
+class _Saved(NamedTuple):
+    """Tensors that the backward of a layer needs besides the input. Backward overwrites `gate_up`, so it can run only once."""
 
     qkv: Tensor  # [T, (H + 2K) D], rotated
-    attended: Tensor  # [T, H, D]
-    # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave.
-    lse: Tensor
-    middle: Tensor  # [T, E], after the attention half
-    raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
-    added: Tensor | None  # [T, E] what attention adds, before its norm
-    gate_up: Tensor | None = None  # [T, 2F]; None: of the attention half alone
-    added_last: Tensor | None = None  # [T, E] what the MLP adds, before its norm
+    attended: Tensor  # [T, H, D], output of attention
+    lse: Tensor  # second result of `TreePlan.forward`
+    middle: Tensor  # [T, E], residual stream after the attention half
+    raw: Tensor | None  # [T, (H + K) D], q and k before their norms
+    attention_branch: Tensor | None  # [T, E], output of `out` before its norm
+    gate_up: Tensor | None = None  # [T, 2F]; None for the attention half alone
+    mlp_branch: Tensor | None = None  # [T, E], output of the MLP before its norm
 
 
 class FusedDecoder:
-    """Owns the packed weights and the buffers. Only the lane may call it."""
+    """Owns the fused layers and their scratch buffers. Not thread-safe: only the thread that owns the device may call it."""
 
     def __init__(self, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float) -> None:
-        """`multiplier`: of the embedded tokens."""
+        """The embedded tokens are multiplied by `multiplier`."""
         self.layers = layers
         self.final_norm = final_norm
         self.rotary = rotary
@@ -65,11 +64,12 @@ class FusedDecoder:
         self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
-        self.routing: Routing | None = None  # whose routers are told what to choose
+        # Set only if routes of experts are recorded or replayed.
+        self.routing: Routing | None = None
 
     @classmethod
-    def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
-        """None where the architecture is another. Runs the model's own decoder once, and each layer once more."""
+    def try_build(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
+        """None if a layer is not supported. Runs the model's own decoder once, and each fused layer at least once."""
         decoder: Any = decoder_of(module)
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
@@ -79,13 +79,14 @@ class FusedDecoder:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
+        # Computes single layers for the comparison, before the list of layers is known.
         trial = cls([], norm, rotary, 1.0)
         layers = []
         for number, (block, call) in enumerate(zip(blocks, calls.layers, strict=True)):
             layer = read_layer(number, block, call, flat, index, pack)
             if layer is None:
                 return None
-            # A decoder may compute rotary tables for all layers, and some layers leave theirs unread (SmolLM3).
+            # Some layers ignore the rotary tables that they get (SmolLM3), so a second try runs without rotary.
             for rotation in dict.fromkeys((layer.rotation, layer.rotation._replace(rotary=None))):
                 if matches(layer, call, trial._rotation(rotation, call.x[0], calls.positions_T), trial.compute):
                     layers.append(replace(layer, rotation=rotation))
@@ -95,11 +96,11 @@ class FusedDecoder:
         return cls(layers, norm, rotary, calls.multiplier)
 
     def products(self) -> list[JoinedLinear]:
-        """The matrix products of all layers."""
+        """The fused linear modules of all layers, in the order of the layers."""
         return [product for layer in self.layers for product in layer.products]
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
+        """Embedded tokens [T, E] and positions int [T] -> hidden states [T, E] after the final norm. Differentiable."""
         rotations = {kind: self._rotation(kind, rows_TE, positions_T) for kind in self.rotations}
         x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
@@ -109,10 +110,10 @@ class FusedDecoder:
             elif isinstance(layer.mlp, Mlp):
                 x = _FusedLayer.apply(x, self, layer, plan, rotation)
             elif self.checkpointing:
-                given = layer, cast(TreePlan, plan), rotation
-                x = checkpoint(self._before_experts, x, *given, use_reentrant=False, preserve_rng_state=False)
+                arguments = layer, cast(TreePlan, plan), rotation
+                x = checkpoint(self._expert_layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self._before_experts(x, layer, cast(TreePlan, plan), rotation)
+                x = self._expert_layer(x, layer, cast(TreePlan, plan), rotation)
         result: Tensor = self.final_norm(x)
         return result
 
@@ -124,25 +125,25 @@ class FusedDecoder:
         return make_rotation(kind, rotary, positions_T, rows_TE)
 
     def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation) -> Tensor:
-        """One layer without a graph: [T, E] -> [T, E]."""
+        """One layer without an autograd graph: [T, E] -> [T, E]."""
         if isinstance(layer.mlp, Mlp):
             return self.forward(layer, x, plan, rotation, keep=False)[0]
         middle, _ = self.attend(layer, x, plan, rotation, keep=False)
         return self._add_experts(layer, middle, self._normed(layer.mlp_norm, middle), plan)
 
-    def _before_experts(self, x: Tensor, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
+    def _expert_layer(self, x: Tensor, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
         middle, normed = _FusedAttention.apply(x, self, layer, plan, rotation)
         return self._add_experts(layer, middle, normed, plan)
 
     def _add_experts(self, layer: Layer, middle: Tensor, normed: Tensor, plan: AttentionPlan) -> Tensor:
-        """`middle` and what the model's own module makes of `normed`, [T, E] each, in a tensor of its own: what a module gives may
-        be what it was given."""
+        """`middle` [T, E] plus the output of the experts for `normed` [T, E], in a new tensor: experts may return their input."""
         experts = cast(nn.Module, layer.mlp)
         if self.routing is None:
-            found = experts(normed.unsqueeze(0))
+            output = experts(normed.unsqueeze(0))
         else:
-            found = self.routing.run(experts, normed.unsqueeze(0), plan.routes)
-        branch: Tensor = (found[0] if isinstance(found, tuple) else found).squeeze(0)
+            output = self.routing.run(experts, normed.unsqueeze(0), plan.routes)
+        # Some experts also return the logits of the router.
+        branch: Tensor = (output[0] if isinstance(output, tuple) else output).squeeze(0)
         norm = layer.output_norm
         if norm is not None:
             branch = rms_norm(branch, norm.weight, norm.eps, norm.offset)
@@ -150,21 +151,21 @@ class FusedDecoder:
 
     def forward(
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
-    ) -> tuple[Tensor, _Kept | None]:
-        """One layer: [T, E] -> [T, E], and what its backward needs."""
+    ) -> tuple[Tensor, _Saved | None]:
+        """One layer with an MLP: [T, E] -> [T, E]. With `keep` also the tensors for its backward."""
         mlp = layer.mlp
         assert isinstance(mlp, Mlp)
-        middle, kept = self.attend(layer, x, plan, rotation, keep)
+        middle, saved = self.attend(layer, x, plan, rotation, keep)
         gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle))
         active = self.scratch.take("active", x.shape[0], gate_up.shape[1] // 2, x)
         kernels.gated(gate_up, active, mlp.activation)
-        out, added_last = _add(layer, layer.output_norm, mlp.down(active), middle)
-        return out, None if kept is None else kept._replace(gate_up=gate_up, added_last=added_last)
+        out, branch = _add_branch(layer, layer.output_norm, mlp.down(active), middle)
+        return out, None if saved is None else saved._replace(gate_up=gate_up, mlp_branch=branch)
 
     def attend(
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
-    ) -> tuple[Tensor, _Kept | None]:
-        """The half before the MLP: [T, E] -> [T, E], and what its backward needs."""
+    ) -> tuple[Tensor, _Saved | None]:
+        """The attention half of a layer: [T, E] -> [T, E]. With `keep` also the tensors for its backward."""
         qkv = layer.qkv(self._normed(layer.input_norm, x))
         raw = self._rotate(layer, qkv, rotation, keep)
         q, k, v = _split(layer, qkv)
@@ -172,152 +173,152 @@ class FusedDecoder:
             attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
             attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
-        middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
-        return middle, _Kept(qkv, attended, lse, middle, raw, added) if keep else None
+        middle, branch = _add_branch(layer, layer.attention_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
+        return middle, _Saved(qkv, attended, lse, middle, raw, branch) if keep else None
 
     def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
         return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotation: Rotation, keep: bool) -> Tensor | None:
-        """Norms of queries and keys, where there are any, and rotary, in place. Returns q and k as they were before."""
+        """Normalises and rotates queries and keys in place. With `keep`, returns a copy from before the norms, if any."""
         raw = None
         queries = layer.heads * layer.head_size
-        both = qkv[:, : queries + layer.kv_heads * layer.head_size]
+        qk = qkv[:, : queries + layer.kv_heads * layer.head_size]
         if layer.query_norm is not None and layer.key_norm is not None:
-            raw = both.clone() if keep else None
-            for part, norm in ((both[:, :queries], layer.query_norm), (both[:, queries:], layer.key_norm)):
+            raw = qk.clone() if keep else None
+            for part, norm in ((qk[:, :queries], layer.query_norm), (qk[:, queries:], layer.key_norm)):
                 rows = part.reshape(-1, norm.weight.shape[0])
                 normed = self.scratch.take("heads", rows.shape[0], rows.shape[1], rows)
                 part.copy_(norm(rows, normed).view(part.shape))
-        self._rotate_both_(layer, both, rotation)
+        self._rotate_qk_(layer, qk, rotation)
         return raw
 
-    def _rotate_both_(self, layer: Layer, both: Tensor, rotation: Rotation, inverse: bool = False) -> None:
-        """Rotary of queries and keys [T, (H + K) D] and scaling of queries, in place; with `inverse` their transposes."""
-        heads = both.view(both.shape[0], -1, layer.head_size)
+    def _rotate_qk_(self, layer: Layer, qk: Tensor, rotation: Rotation, inverse: bool = False) -> None:
+        """Rotates `qk` [T, (H + K) D] and scales its queries, in place. `inverse` applies the transposed map, for gradients."""
+        heads = qk.view(qk.shape[0], -1, layer.head_size)
         if rotation.cos is not None and rotation.sin is not None:
-            turned = 2 * rotation.cos.shape[1]
-            own = heads if turned == layer.head_size else heads[..., :turned]
-            kernels.rotate_(own, rotation.cos, rotation.sin, self.scratch, inverse)
+            # Some models rotate the first part of each head only.
+            rotated_size = 2 * rotation.cos.shape[1]
+            rotated = heads if rotated_size == layer.head_size else heads[..., :rotated_size]
+            kernels.rotate_(rotated, rotation.cos, rotation.sin, self.scratch, inverse)
         if rotation.query_scale is not None:
             heads[:, : layer.heads].mul_(rotation.query_scale[:, None, None])
 
     def backward(
-        self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, rotation: Rotation
+        self, layer: Layer, x: Tensor, saved: _Saved, grad: Tensor, plan: TreePlan, rotation: Rotation
     ) -> Tensor:
-        """Gradient of the layer's output [T, E] -> that of its input, fresh; weight gradients are added where they belong."""
-        scratch, mlp, gate_up = self.scratch, cast(Mlp, layer.mlp), cast(Tensor, kept.gate_up)
+        """Gradient [T, E] of the layer's output -> gradient of its input, in a new tensor. Adds the weight gradients."""
+        scratch, mlp, gate_up = self.scratch, cast(Mlp, layer.mlp), cast(Tensor, saved.gate_up)
         tokens, size = x.shape[0], gate_up.shape[1] // 2
         active = scratch.take("active", tokens, size, x)
-        inner = scratch.take("inner", tokens, size, x)
-        own = self._into_branch(layer, layer.output_norm, grad, kept.added_last)
-        torch.mm(own, mlp.down.weight(), out=inner)
-        kernels.gated_backward_(gate_up, inner, active, scratch, mlp.activation)
-        mlp.down.add_gradient(own, active)
-        below = scratch.take("below", tokens, x.shape[1], x)
-        mlp.gate_up.backward(gate_up, self._normed(layer.mlp_norm, kept.middle), below)
-        through = grad.clone()
-        _through_norm(layer.mlp_norm, below, kept.middle, through)
-        return self.attend_backward(layer, x, kept, through, plan, rotation)
+        grad_active = scratch.take("grad_active", tokens, size, x)
+        grad_branch = self._branch_gradient(layer, layer.output_norm, grad, saved.mlp_branch)
+        torch.mm(grad_branch, mlp.down.weight(), out=grad_active)
+        kernels.gated_backward_(gate_up, grad_active, active, scratch, mlp.activation)
+        mlp.down.add_gradient(grad_branch, active)
+        grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
+        mlp.gate_up.backward(gate_up, self._normed(layer.mlp_norm, saved.middle), grad_normed)
+        grad_middle = grad.clone()
+        _add_norm_gradient(layer.mlp_norm, grad_normed, saved.middle, grad_middle)
+        return self.attend_backward(layer, x, saved, grad_middle, plan, rotation)
 
     def attend_backward(
-        self, layer: Layer, x: Tensor, kept: _Kept, through: Tensor, plan: TreePlan, rotation: Rotation
+        self, layer: Layer, x: Tensor, saved: _Saved, grad_middle: Tensor, plan: TreePlan, rotation: Rotation
     ) -> Tensor:
-        """The same of `attend`. `through`: the gradient of what it gave, contiguous, which becomes that of its input."""
+        """Backward of `attend`. `grad_middle` is contiguous; the gradient of `x` is written into it and returned."""
         scratch, tokens = self.scratch, x.shape[0]
-        own = self._into_branch(layer, layer.attention_norm, through, kept.added)
-        flat = kept.attended.view(tokens, -1)
+        grad_branch = self._branch_gradient(layer, layer.attention_norm, grad_middle, saved.attention_branch)
+        flat = saved.attended.view(tokens, -1)
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
-        layer.out.backward(own, flat, grad_attended)
-        grad_qkv = scratch.take("qkv", tokens, kept.qkv.shape[1], x)
-        saved, targets = (*_split(layer, kept.qkv), kept.attended, kept.lse), _split(layer, grad_qkv)
-        grad = grad_attended.view(kept.attended.shape)
-        plan.backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
-        self._rotate_back(layer, grad_qkv, kept.raw, rotation)
-        below = scratch.take("below", tokens, x.shape[1], x)
-        layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
-        _through_norm(layer.input_norm, below, x, through)
-        return through
+        layer.out.backward(grad_branch, flat, grad_attended)
+        grad_qkv = scratch.take("qkv", tokens, saved.qkv.shape[1], x)
+        inputs, targets = (*_split(layer, saved.qkv), saved.attended, saved.lse), _split(layer, grad_qkv)
+        grad = grad_attended.view(saved.attended.shape)
+        plan.backward(grad, inputs, layer.scaling, targets, layer.terms, layer.sinks_gradient)
+        self._rotate_backward(layer, grad_qkv, saved.raw, rotation)
+        grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
+        layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), grad_normed)
+        _add_norm_gradient(layer.input_norm, grad_normed, x, grad_middle)
+        return grad_middle
 
-    def _into_branch(self, layer: Layer, norm: Norm | None, grad: Tensor, added: Tensor | None) -> Tensor:
-        """The inverse of `_add`: gradient of the sum [T, E] -> that of the branch, before its norm and multiplier."""
+    def _branch_gradient(self, layer: Layer, norm: Norm | None, grad: Tensor, branch: Tensor | None) -> Tensor:
+        """Backward of `_add_branch`: gradient of the sum [T, E] -> gradient of the branch before norm and multiplier."""
         if norm is None and layer.multiplier == 1:
             return grad
-        own = self.scratch.take("branch", grad.shape[0], grad.shape[1], grad)
-        torch.mul(grad, layer.multiplier, out=own)
-        if norm is None or added is None:
-            return own
-        before = self.scratch.take("before norm", grad.shape[0], grad.shape[1], grad).zero_()
-        norm.backward(own, added, before)
-        return before
+        scaled = self.scratch.take("branch", grad.shape[0], grad.shape[1], grad)
+        torch.mul(grad, layer.multiplier, out=scaled)
+        if norm is None or branch is None:
+            return scaled
+        before_norm = self.scratch.take("before norm", grad.shape[0], grad.shape[1], grad).zero_()
+        norm.backward(scaled, branch, before_norm)
+        return before_norm
 
-    def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, rotation: Rotation) -> None:
+    def _rotate_backward(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, rotation: Rotation) -> None:
         queries = layer.heads * layer.head_size
-        both = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
-        self._rotate_both_(layer, both, rotation, inverse=True)
+        grad_qk = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
+        self._rotate_qk_(layer, grad_qk, rotation, inverse=True)
         if raw is None or layer.query_norm is None or layer.key_norm is None:
             return
-        for own, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
-            part, width = both[:, own], norm.weight.shape[0]
-            into = torch.zeros(part.numel() // width, width, dtype=part.dtype, device=part.device)
-            norm.backward(part.reshape(-1, width), raw[:, own].reshape(-1, width), into)
-            part.copy_(into.view(part.shape))
+        for columns, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
+            part, width = grad_qk[:, columns], norm.weight.shape[0]
+            before_norm = torch.zeros(part.numel() // width, width, dtype=part.dtype, device=part.device)
+            norm.backward(part.reshape(-1, width), raw[:, columns].reshape(-1, width), before_norm)
+            part.copy_(before_norm.view(part.shape))
 
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
-        out, kept = decoder.forward(layer, x, plan, rotation, keep=not decoder.checkpointing)
-        ctx.save_for_backward(x, *(kept or ()))
-        ctx.rest = decoder, layer, plan, rotation
+        out, saved = decoder.forward(layer, x, plan, rotation, keep=not decoder.checkpointing)
+        ctx.save_for_backward(x, *(saved or ()))
+        ctx.arguments = decoder, layer, plan, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd refuses a second backward, which would find them overwritten.
-        x, *saved = ctx.saved_tensors
-        decoder, layer, plan, rotation = ctx.rest
-        kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, rotation, keep=True)[1]
-        return decoder.backward(layer, x, kept, grad.contiguous(), plan, rotation), None, None, None, None
+        x, *tensors = ctx.saved_tensors
+        decoder, layer, plan, rotation = ctx.arguments
+        saved = _Saved(*tensors) if tensors else decoder.forward(layer, x, plan, rotation, keep=True)[1]
+        return decoder.backward(layer, x, saved, grad.contiguous(), plan, rotation), None, None, None, None
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What comes before experts: [T, E] -> the residual stream [T, E], and the same normed [T, E]."""
+    """The attention half and the norm before the experts: [T, E] -> (residual stream [T, E], its norm [T, E])."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, rotation: Rotation
     ) -> tuple[Tensor, Tensor]:
-        middle, kept = decoder.attend(layer, x, plan, rotation, keep=True)
+        middle, saved = decoder.attend(layer, x, plan, rotation, keep=True)
         norm = layer.mlp_norm
         normed = middle.clone() if norm is None else norm(middle, torch.empty_like(middle))
-        ctx.save_for_backward(x, *(kept or ()))
-        ctx.rest = decoder, layer, plan, rotation
+        ctx.save_for_backward(x, *(saved or ()))
+        ctx.arguments = decoder, layer, plan, rotation
         return middle, normed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, below: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        decoder, layer, plan, rotation = ctx.rest
-        kept, through = _Kept(*saved), grad.clone(memory_format=torch.contiguous_format)
-        _through_norm(layer.mlp_norm, below.contiguous(), kept.middle, through)
-        return decoder.attend_backward(layer, x, kept, through, plan, rotation), None, None, None, None
+    def backward(ctx: Any, grad: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        decoder, layer, plan, rotation = ctx.arguments
+        saved, grad_middle = _Saved(*tensors), grad.clone(memory_format=torch.contiguous_format)
+        _add_norm_gradient(layer.mlp_norm, grad_normed.contiguous(), saved.middle, grad_middle)
+        return decoder.attend_backward(layer, x, saved, grad_middle, plan, rotation), None, None, None, None
 
 
-def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`x` + multiplier * norm(branch), fresh or in place of the branch; and the branch, where there is a norm."""
+def _add_branch(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(`x` + multiplier * norm(branch), `branch`). Without a norm the sum overwrites `branch`, and the second is None."""
     if norm is None:
         return (branch if layer.multiplier == 1 else branch.mul_(layer.multiplier)).add_(x), None
     normed = norm(branch, torch.empty_like(branch))
     return (normed if layer.multiplier == 1 else normed.mul_(layer.multiplier)).add_(x), branch
 
 
-def _through_norm(norm: Norm | None, below: Tensor, x: Tensor, through: Tensor) -> None:
-    """`through` += the gradient of `x` by way of its norm, that of the norm's result being `below`."""
+def _add_norm_gradient(norm: Norm | None, grad_normed: Tensor, x: Tensor, grad_x: Tensor) -> None:
+    """Adds to `grad_x` the gradient of `x` through `norm(x)`, whose own gradient is `grad_normed`."""
     if norm is None:
-        through.add_(below)
+        grad_x.add_(grad_normed)
     else:
-        norm.backward(below, x, through)
+        norm.backward(grad_normed, x, grad_x)
 
 
 def _split(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

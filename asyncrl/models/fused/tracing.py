@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, Routed
+from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, PlanWithRoutes
 from ..head.output import decoder_of
 from ..rotary import original_context
 from .layers import Layer, LayerCall, RotaryCall, Rotation
@@ -41,7 +41,7 @@ class DecoderCalls:
     multiplier: float
 
 
-class _ZeroAttention(Routed):
+class _ZeroAttention(PlanWithRoutes):
     """Attention that records what it is given, and gives zeros."""
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""From hidden states to log-probs, without the logits of all tokens at once. Start in `logprobs.py`."""
+"""Computes log-probs from hidden states without the logits of all tokens at once. Start in `logprobs.py`."""

@@ -1,20 +1,19 @@
 """Log-probs and entropies of scored tokens without the logits of all tokens at once.
 
-Forward goes over chunks of rows and keeps three numbers a row; backward turns a chunk's logits, in place, into their
-gradient. Up to `KEEP_LOGITS` of them wait for it; more are computed again, so memory is bounded by that or by one chunk of
-[chunk, V], whatever S is.
+Forward computes the logits in chunks of rows and saves log-prob, log-sum-exp and entropy of each row. Backward overwrites the
+logits of a chunk with their gradient. If the batch has at most `KEEP_LOGITS` logits, forward keeps them for backward. Otherwise
+backward computes them again, so memory is bounded by one chunk of [chunk, V] for every S.
 
-    z = logits / T (of logits as head.py says),   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
+    z = logits / temperature,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
-Products are in the dtype of the weight; everything after them is float32 (float64 for float64 weights). On a CPU the
-softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster; the
-native kernels, where they were built, go over each row twice. A scale of the logits is a part of the temperature; soft-capped
-ones are capped in scratch, a few rows at a time.
+Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). On a CPU the
+torch softmax computes a few rows at a time. These rows stay in cache, so it is two to three times faster. The native kernels
+read each row twice. A scale of the logits is merged with the temperature. Soft-capping uses scratch memory for a few rows.
 
-Where Liger's kernels may be used (liger_head.py) they take the place of `own_passes`: the same function, the same results.
+Where Liger's kernels are usable (liger.py) they replace `own_passes` and give the same results.
 
-Shape legend: S scored tokens, E hidden size, V vocabulary, C rows of a chunk, R rows of a block in cache.
+Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a block in cache.
 """
 
 from __future__ import annotations
@@ -30,23 +29,24 @@ from ..native import library as native
 from ..parameters.flat import add_wider_
 from .output import PLAIN_HEAD, HeadTransform
 
-# Of backward: fewer would add to the whole weight gradient more often.
+# Rows of a chunk. Each chunk adds to the whole weight gradient, so small chunks are slow.
 CHUNK_ROWS = 512
-# A usual microbatch. More of them cost an eighth of what full logits would, or less.
+# Tokens of a usual microbatch times a usual vocabulary.
 KEEP_LOGITS = 2048 * 49_152
-# Of one forward product; measured: 64 cost a tenth more in float32.
+# Rows of one forward product on a CPU. In float32 64 rows took a tenth more time.
 _PRODUCT_ROWS = {torch.float32: 256}
-# Of any other dtype: in bfloat16 256 save no time and hold four times the memory.
-_FEW_ROWS = 64
+# The same for other dtypes. In bfloat16 256 rows save no time and need four times the memory.
+_OTHER_PRODUCT_ROWS = 64
 _CPU_BLOCK_ROWS = 16
-_CAPPED_ROWS = 128  # on a GPU: each takes four rows of wide scratch
+# Small, since each soft-capped row needs four rows of float32 scratch.
+_CAPPED_ROWS = 128
 _VOCABULARY_BLOCK = 4096
 
 
-class Spare:
-    """Memory for logits that wait, kept from one forward to the next: fresh pages cost more than what is written to them.
+class SpareMemory:
+    """Reuses the memory of logits from one forward to the next: a first write to fresh pages is slow.
 
-    A forward borrows it and its backward gives it back; who comes in between gets memory of its own.
+    A forward takes the memory and its backward puts it back. A second forward before that backward gets new memory.
     """
 
     def __init__(self) -> None:
@@ -60,38 +60,38 @@ class Spare:
             spare = torch.empty(size, dtype=torch.uint8, device=like.device)
         return spare[:size].view(like.dtype).view(rows, columns)
 
-    def give(self, tensor: Tensor) -> None:
-        """What `take` gave; nobody may read it any more."""
+    def put_back(self, tensor: Tensor) -> None:
+        """Makes the memory of `tensor`, a result of `take`, available again. No other tensor may use it any more."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Of all scored tokens, [S] each: target int64, the others float32 (float64 for float64 weights)."""
+    """Values of all scored tokens, [S] each: target int64, the others float32 (float64 for float64 weights)."""
 
-    target: Tensor
+    target: Tensor  # sampled token id
     inverse: Tensor  # 1 / temperature
     lse: Tensor
     entropy: Tensor
 
 
 class HeadPasses(Protocol):
-    """What happens to the logits [R, V] of the rows `first`, `first + 1`, ... between the products with the weight."""
+    """Elementwise passes over logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        """Writes logp, `columns.lse` and `columns.entropy` of these rows. Reads the logits only."""
+        """Writes logp [S], `columns.lse` and `columns.entropy` of these rows. Does not change the logits."""
 
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        """The logits become their gradient, in place. Gradients of the results are [S]; None: the entropy has none."""
+        """Overwrites the logits with their gradient. `grad_logp` and `grad_entropy` are [S]; None stands for zeros."""
 
 
 class HeadKernel(Protocol):
-    """A kernel package that may take the place of `own_passes`."""
+    """A kernel package that may replace `own_passes`."""
 
     def passes(self, temperature_S: Tensor) -> HeadPasses | None:
-        """For rows at these temperatures (on the host); None where torch's are to be used."""
+        """The passes for rows with these temperatures (a CPU tensor). None: the kernel does not support them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Options:
     chunk: int
     keep: bool
     project: Callable[[Tensor], Tensor] | None
-    spare: Spare
+    spare: SpareMemory
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.project is not None:
@@ -126,28 +126,27 @@ def token_logprobs(
     chunk: int = CHUNK_ROWS,
     keep_logits: int = KEEP_LOGITS,
     project: Callable[[Tensor], Tensor] | None = None,
-    spare: Spare | None = None,
+    spare: SpareMemory | None = None,
     kernel: HeadKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(transform(hidden @ weight.T + bias) / temperature)[target]` [S] and the entropy of that distribution [S], in
-    nats.
+    """Log-prob [S] of each target under `softmax(transform(hidden @ weight.T + bias) / temperature)`, and the entropy [S] in nats.
 
-    hidden_SE, weight_VE and bias_V share a dtype; target_S is int64; temperature_S is float, > 0, on any device.
-    Results are float32, or float64 for float64 inputs. The entropy carries gradient only with `entropy_grad`.
-    grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
-    bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd. bias_grad: [V], the same
-    for the bias.
-    keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T + bias` of some rows, faster.
-    kernel: what does the passes over the logits instead of torch, but for soft-capped ones. It asks for temperatures on the host:
-    there they cost no wait.
-    Targets are within the vocabulary (training/passes.py sees to it): native passes read and write there without looking.
+    hidden_SE, weight_VE and bias_V share a dtype. temperature_S is float, > 0, on any device.
+    target_S: int64, must lie in [0, V). The native passes do not check the bounds: another id corrupts memory.
+    Results are float32, or float64 for float64 inputs. The entropy is differentiable only with `entropy_grad`.
+    grad_buffer: [V, E]. Backward adds the weight gradient to this buffer, in its dtype, and autograd gets None.
+    bias_grad: [V], the same for the bias.
+    keep_logits: the largest number of logits that forward keeps for backward, in memory of `spare`.
+    project: a faster `hidden @ weight.T + bias`. kernel: replaces torch's passes over logits that are not soft-capped; it reads the
+    temperatures on the CPU, so a CPU tensor avoids a synchronisation.
     """
     target_S = target_S.to(torch.int64).contiguous()
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
     if transform.softcap is None and transform.scale != 1:
         temperature_S = temperature_S.double() / transform.scale
     passes = None if kernel is None or transform.softcap is not None else kernel.passes(temperature_S.cpu())
-    options = _Options(passes, transform, grad_buffer, bias_grad, entropy_grad, chunk, keep, project, spare or Spare())
+    spare = spare or SpareMemory()
+    options = _Options(passes, transform, grad_buffer, bias_grad, entropy_grad, chunk, keep, project, spare)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, bias_V, target_S, temperature_S, options)
     return result
 
@@ -175,7 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
             passes.statistics(chunk, first, columns, logp)
             if kept is not None:
                 kept[first:last].copy_(chunk)
-        # Becomes a gradient in place: one backward only, as everywhere else here.
+        # Backward overwrites the logits, so it can run only once.
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, target, inverse, lse, entropy)
         ctx.options = options
@@ -196,11 +195,11 @@ class _TokenLogprobs(torch.autograd.Function):
         bias_total = options.bias_grad
         if need_bias and bias_total is None:
             bias_total = torch.zeros_like(bias, dtype=lse.dtype)
-        bend = grad_entropy if options.entropy_grad else None
+        entropy_slope = grad_entropy if options.entropy_grad else None
         kept, ctx.kept = ctx.kept, None
         fresh = None
         if kept is None:
-            fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)  # not beside what once waited
+            fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)
         passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
@@ -208,50 +207,49 @@ class _TokenLogprobs(torch.autograd.Function):
             if fresh is not None:
                 for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
                     chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight, bias))
-            passes.gradient_(chunk, first, columns, grad_logp, bend)
+            passes.gradient_(chunk, first, columns, grad_logp, entropy_slope)
             if grad_hidden is not None:
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
             if need_weight and buffer is not None:
                 _accumulate(buffer, chunk, hidden[first:last])
             if need_bias and bias_total is not None:
                 bias_total.add_(chunk.sum(0, dtype=bias_total.dtype))
-        options.spare.give(kept if fresh is None else fresh)
-        reports = (
-            total.to(weight.dtype) if needed and theirs is None and total is not None else None
-            for needed, theirs, total in (
-                (need_weight, options.grad_buffer, buffer),
-                (need_bias, options.bias_grad, bias_total),
-            )
-        )
-        return grad_hidden, *reports, None, None, None
+        options.spare.put_back(kept if fresh is None else fresh)
+        grad_weight = grad_bias = None
+        # Sums in the caller's buffers are not returned: autograd would add them a second time.
+        if need_weight and buffer is not None and options.grad_buffer is None:
+            grad_weight = buffer.to(weight.dtype)
+        if need_bias and bias_total is not None and options.bias_grad is None:
+            grad_bias = bias_total.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def own_passes(hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = PLAIN_HEAD) -> HeadPasses:
-    """Those of no kernel package: native on a CPU where they were built, torch's elsewhere."""
+    """Passes without a kernel package: native kernels if they are built and support `hidden`, else torch."""
     if transform.softcap is not None:
         return CappedPasses(hidden, vocabulary, chunk, transform)
     return NativePasses() if native.takes(hidden) else TorchPasses(hidden, vocabulary, chunk)
 
 
 class NativePasses:
-    """Two passes of a native kernel over each row. float32 or bfloat16 on a CPU."""
+    """The native kernel, which reads each row twice. float32 or bfloat16 on a CPU."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        here = slice(first, first + logits.shape[0])
-        out = logp[here], columns.lse[here], columns.entropy[here]
-        native.head_statistics(logits, columns.inverse[here], columns.target[here], *out)
+        rows = slice(first, first + logits.shape[0])
+        out = logp[rows], columns.lse[rows], columns.entropy[rows]
+        native.head_statistics(logits, columns.inverse[rows], columns.target[rows], *out)
 
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        here = slice(first, first + logits.shape[0])
-        inverse, lse = columns.inverse[here], columns.lse[here]
-        bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
-        native.head_gradient_(logits, inverse, columns.target[here], lse, grad_logp[here] * inverse, bend)
+        rows = slice(first, first + logits.shape[0])
+        inverse, lse = columns.inverse[rows], columns.lse[rows]
+        entropy = None if grad_entropy is None else (grad_entropy[rows] * inverse, columns.entropy[rows])
+        native.head_gradient_(logits, inverse, columns.target[rows], lse, grad_logp[rows] * inverse, entropy)
 
 
 class TorchPasses:
-    """Several passes of torch; on a CPU over a few rows at a time. Owns [2, R, V] of scratch, so it lives for one phase."""
+    """Passes by torch, a few rows at a time on a CPU. The [2, R, V] of scratch should not outlive one forward or backward."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int) -> None:
         self._block = _block_rows(hidden, chunk)
@@ -261,27 +259,27 @@ class TorchPasses:
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         for start, end in _ranges(logits.shape[0], self._block):
-            here = slice(first + start, first + end)
+            rows = slice(first + start, first + end)
             _statistics(
-                logits[start:end], columns.inverse[here], columns.target[here], self._scratch[:, : end - start],
-                logp[here], columns.lse[here], columns.entropy[here],
+                logits[start:end], columns.inverse[rows], columns.target[rows], self._scratch[:, : end - start],
+                logp[rows], columns.lse[rows], columns.entropy[rows],
             )  # fmt: skip
 
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
         for start, end in _ranges(logits.shape[0], self._block):
-            here = slice(first + start, first + end)
-            inverse = columns.inverse[here]
-            bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
+            rows = slice(first + start, first + end)
+            inverse = columns.inverse[rows]
+            entropy = None if grad_entropy is None else (grad_entropy[rows] * inverse, columns.entropy[rows])
             _logits_gradient(
-                logits[start:end], inverse, columns.target[here], columns.lse[here], grad_logp[here] * inverse, bend,
+                logits[start:end], inverse, columns.target[rows], columns.lse[rows], grad_logp[rows] * inverse, entropy,
                 self._scratch[:, : end - start],
             )  # fmt: skip
 
 
 class CappedPasses:
-    """The same over soft-capped logits, which exist a few rows at a time and in the columns' dtype. Owns [2, R, V] of them."""
+    """Passes over soft-capped logits. A few rows at a time are capped in scratch [2, R, V], in the dtype of the columns."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform) -> None:
         self._transform = transform
@@ -291,7 +289,7 @@ class CappedPasses:
         self._inner = own_passes(self._scratch[0], vocabulary, self._block)
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        """As `HeadPasses.statistics`; the logits are read uncapped and stay so."""
+        """`logits` are not capped and stay unchanged."""
         for start, end in _ranges(logits.shape[0], self._block):
             capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
             self._inner.statistics(capped, first + start, columns, logp)
@@ -299,7 +297,7 @@ class CappedPasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        """As `HeadPasses.gradient_`: of the uncapped logits."""
+        """Overwrites `logits`, which are not capped, with the gradient of the uncapped logits."""
         for start, end in _ranges(logits.shape[0], self._block):
             capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
             slope = self._transform.derivative_(self._scratch[1, : end - start].copy_(capped))
@@ -310,7 +308,7 @@ class CappedPasses:
 def _statistics(
     logits: Tensor, inverse: Tensor, target: Tensor, scratch: Tensor, logp: Tensor, lse: Tensor, entropy: Tensor
 ) -> None:
-    """One block: logits [R, V] -> `logp`, `lse`, `entropy` [R], written in place. `scratch` is [2, R, V]."""
+    """Writes `logp`, `lse` and `entropy` [R] of logits [R, V]. `scratch` is [2, R, V]."""
     shifted, weights = scratch[0], scratch[1]
     torch.mul(logits, inverse.unsqueeze(1), out=shifted)
     largest = shifted.amax(1, keepdim=True)
@@ -331,26 +329,27 @@ def _logits_gradient(
     target: Tensor,
     lse: Tensor,
     slope: Tensor,
-    bend: tuple[Tensor, Tensor] | None,
+    entropy_terms: tuple[Tensor, Tensor] | None,
     scratch: Tensor,
 ) -> None:
-    """One block: logits [R, V] become their gradient, in place. `slope` and `bend[0]` are divided by T already."""
+    """Overwrites logits [R, V] with their gradient. `slope` [R]: gradient of logp / temperature. `entropy_terms`: gradient of the
+    entropy / temperature [R], and the entropy [R]. `scratch` is [2, R, V]."""
     logp, work = scratch[0], scratch[1]
     torch.mul(logits, inverse.unsqueeze(1), out=logp)
     logp.sub_(lse.unsqueeze(1))
     torch.exp(logp, out=work)
-    if bend is None:
+    if entropy_terms is None:
         work.mul_(-slope.unsqueeze(1))
     else:
-        outer, entropy = bend
-        logp.add_(entropy.unsqueeze(1)).mul_(outer.unsqueeze(1)).add_(slope.unsqueeze(1))
+        entropy_slope, entropy = entropy_terms
+        logp.add_(entropy.unsqueeze(1)).mul_(entropy_slope.unsqueeze(1)).add_(slope.unsqueeze(1))
         work.mul_(logp).neg_()
     work.scatter_add_(1, target.unsqueeze(1), slope.unsqueeze(1))
     logits.copy_(work)
 
 
 def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """buffer [V, E] += grad_logits.T @ hidden, in blocks of the vocabulary where the sum is wider than the product."""
+    """Adds grad_logits.T @ hidden to `buffer` [V, E]. If the buffer's dtype is wider, products are made in blocks of rows."""
     if buffer.dtype == hidden.dtype:
         buffer.addmm_(grad_logits.t(), hidden)
         return
@@ -367,7 +366,7 @@ def _block_rows(hidden: Tensor, chunk: int) -> int:
 
 
 def _product_rows(hidden: Tensor, chunk: int) -> int:
-    return min(_PRODUCT_ROWS.get(hidden.dtype, _FEW_ROWS), chunk) if hidden.device.type == "cpu" else chunk
+    return min(_PRODUCT_ROWS.get(hidden.dtype, _OTHER_PRODUCT_ROWS), chunk) if hidden.device.type == "cpu" else chunk
 
 
 def _ranges(total: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,6 @@
-"""What Liger has no Triton kernel for: the entropy of a token, and the gradient of logits where an entropy bonus sends one.
+"""Triton kernels that Liger lacks: the entropy of a token, and the gradient of logits if the loss has an entropy bonus.
 
-Importing this needs triton; only liger_head.py does. One program per row, logits read in blocks, everything in float32.
+Only liger.py imports this module, since triton may be missing. One program computes one row, in blocks and in float32.
 
 Shape legend: R rows, N vocabulary.
 """
@@ -15,10 +15,10 @@ import triton.language as tl
 def entropy_kernel(
     LOGITS: tl.tensor, INVERSE: tl.tensor, LSE: tl.tensor, ENTROPY: tl.tensor, N: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> None:
-    """ENTROPY [R] = -sum p log p, with p ~ w = exp(l), l = LOGITS [R, N] * INVERSE [R] - LSE [R].
+    """ENTROPY [R] = -sum p log p, with p = softmax(LOGITS [R, N] * INVERSE [R]). INVERSE is 1 / temperature.
 
-    w sums to one but for the rounding of LSE, which large logits make large: so log sum w - (sum w l) / sum w.
-    """
+    With l = LOGITS * INVERSE - LSE and w = exp(l), the entropy is log(sum w) - (sum w l) / sum w. It does not assume that w sums to
+    one, since LSE has a large rounding error for large logits."""
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(INVERSE + row)
     lse = tl.load(LSE + row)
@@ -47,7 +47,8 @@ def gradient_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """LOGITS [R, N] = SLOPE (onehot - p) - BEND p (log p + ENTROPY), in place. SLOPE and BEND [R]: gradient / temperature."""
+    """LOGITS [R, N] = SLOPE (onehot - p) - BEND p (log p + ENTROPY), in place. SLOPE and BEND [R] are the gradients of log-prob and
+    entropy, divided by the temperature."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGET + row)
     inverse = tl.load(INVERSE + row)

@@ -1,1 +1,1 @@
-"""Elementwise parts of a layer in one pass over memory: optional kernels of the CPU, with torch beside them."""
+"""Optional CPU kernels that compute elementwise parts of a layer in one pass over memory. Torch is the fallback."""

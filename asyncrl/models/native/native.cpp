@@ -1,18 +1,18 @@
-// Elementwise kernels, the softmax of the head, the attention of decoding and the layout of packed weights, for x86-64 with AVX2
-// or AVX-512.
+// Elementwise kernels, softmax of the head, and decode attention, for x86-64 with AVX2 or AVX-512.
 //
-// Optional: where this was not built, or for another dtype or size, the torch code of the callers runs; it is the
-// reference of the tests. What is won is passes over memory: torch needs three to eight for each function here, and in
-// bfloat16 a conversion before and after each. All arithmetic is float32; bfloat16 is rounded once, at the end.
+// The kernels are optional. Without them, and for other dtypes and sizes, the callers run torch code, the reference of the tests.
+// Each kernel replaces three to eight passes of torch over memory. In bfloat16 torch also converts before and after each pass.
+// All arithmetic here is float32, and a bfloat16 result is rounded once, at the end. Row sizes are multiples of 16, except the
+// vocabulary. No function allocates, keeps state or throws. The result of one row does not depend on the number of threads.
 //
-// Built twice, for x86-64-v3 and -v4 (setup.py); native.py picks. Plain C interface, called through ctypes, so that it
-// depends neither on Python's nor on torch's ABI. Row sizes (E, F, D, D / 2) are multiples of 16 except the vocabulary.
-// No function allocates, keeps state or throws; the work of one row does not depend on the number of threads.
+// setup.py builds this file for x86-64-v3 and for -v4, and library.py chooses one. ctypes calls the C functions, so the build
+// depends neither on Python's nor on torch's ABI.
 
 #include "vectors.h"
 
 namespace {
 
+// 1 / sqrt(mean(x^2) + eps), from the sum of squares.
 inline float root_scale(float squares, long size, float eps) { return 1.0f / __builtin_sqrtf(squares / size + eps); }
 
 template <class T>
@@ -38,13 +38,13 @@ void norm_rows(const T* x, long ldx, const T* weight, float offset, float eps, T
   }
 }
 
-// `parts` [threads, size]: the weight's gradient of each thread's rows, added to; null where the weight is frozen.
+// Adds the gradient of x to `out`. Thread t adds its weight gradient to parts[t] ([threads, size]; null for a frozen weight).
 template <class T>
 void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* weight, float offset, float eps,
                         float* parts, T* out, long ldo, long rows, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int t = 0; t < threads; ++t) {
-    float* own = parts ? parts + t * size : nullptr;
+    float* weight_grad = parts ? parts + t * size : nullptr;
     for (long r = rows * t / threads; r < rows * (t + 1) / threads; ++r) {
       const T *in = x + r * ldx, *g = grad + r * ldg;
       v16 squares = {}, dots = {};
@@ -58,13 +58,14 @@ void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* 
       T* into = out + r * ldo;
       for (long i = 0; i < size; i += W) {
         v16 normed = load(in + i) * scale, slope = load(g + i);
-        if (own) store(own + i, load(own + i) + slope * normed);
+        if (weight_grad) store(weight_grad + i, load(weight_grad + i) + slope * normed);
         store(into + i, load(into + i) + (slope * (load(weight + i) + offset) - normed * mean) * scale);
       }
     }
   }
 }
 
+// Rotary embedding in place: each head has 2 * half values. `sign` -1 applies the inverse rotation.
 template <class T>
 void rotate_rows(T* heads, long ld, long count, long half, const T* cosine, const T* sine, float sign, long rows,
                  int threads) {
@@ -93,6 +94,7 @@ void swiglu_rows(const T* gate_up, long ld, T* out, long ldo, long rows, long si
   }
 }
 
+// Overwrites gate and up with their gradients, and writes silu(gate) * up into `product`.
 template <class T>
 void swiglu_backward_rows(T* gate_up, long ld, const T* grad, long ldg, T* product, long ldp, long rows, long size,
                           int threads) {
@@ -101,48 +103,50 @@ void swiglu_backward_rows(T* gate_up, long ld, const T* grad, long ldg, T* produ
     T *gate = gate_up + r * ld, *up = gate + size;
     for (long i = 0; i < size; i += W) {
       v16 g = load(gate + i), u = load(up + i), slope = load(grad + r * ldg + i);
-      v16 gateway = 1.0f / (1.0f + exp(-g));
-      v16 active = g * gateway;
+      v16 sigmoid = 1.0f / (1.0f + exp(-g));
+      v16 active = g * sigmoid;
       store(product + r * ldp + i, active * u);
       store(up + i, active * slope);
-      store(gate + i, slope * u * gateway * (1.0f + g * (1.0f - gateway)));
+      store(gate + i, slope * u * sigmoid * (1.0f + g * (1.0f - sigmoid)));
     }
   }
 }
 
-// z = logits / T: log softmax at the target, log-sum-exp and entropy of each row.
+// For z = logits * inverse: log softmax at the target, log-sum-exp and entropy of each row.
 template <class T>
 void head_statistics_rows(const T* logits, long ld, const float* inverse, const int64_t* target, float* logp, float* lse,
                           float* entropy, long rows, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long r = 0; r < rows; ++r) {
     const T* in = logits + r * ld;
-    const float turn = inverse[r];
-    const long whole = size / W * W;
-    v16 most = all(-__builtin_inff());
-    for (long i = 0; i < whole; i += W) most = max(load(in + i) * turn, most);
-    if (whole < size) most = max(load_some(in + whole, size - whole, get(in[0])) * turn, most);
-    const float top = largest(most);
-    v16 total = {}, mean = {};
-    for (long i = 0; i < whole; i += W) {
-      v16 shifted = load(in + i) * turn - top, weight = exp(shifted);
+    const float factor = inverse[r];
+    const long vector_end = size / W * W, tail = size - vector_end;
+    v16 lane_maximum = broadcast(-__builtin_inff());
+    for (long i = 0; i < vector_end; i += W) lane_maximum = max(load(in + i) * factor, lane_maximum);
+    // Unused lanes hold the row's first logit, which cannot change the maximum.
+    if (tail) lane_maximum = max(load_some(in + vector_end, tail, to_float(in[0])) * factor, lane_maximum);
+    const float maximum = largest(lane_maximum);
+    v16 lane_sum = {}, lane_weighted = {};
+    for (long i = 0; i < vector_end; i += W) {
+      v16 shifted = load(in + i) * factor - maximum, weight = exp(shifted);
+      lane_sum += weight;
+      lane_weighted += weight * shifted;
+    }
+    float total = sum(lane_sum), weighted = sum(lane_weighted);
+    for (long i = vector_end; i < size; ++i) {
+      float shifted = to_float(in[i]) * factor - maximum, weight = __builtin_expf(shifted);
       total += weight;
-      mean += weight * shifted;
+      weighted += weight * shifted;
     }
-    float sums = sum(total), means = sum(mean);
-    for (long i = whole; i < size; ++i) {
-      float shifted = get(in[i]) * turn - top, weight = __builtin_expf(shifted);
-      sums += weight;
-      means += weight * shifted;
-    }
-    const float log_total = __builtin_logf(sums);
-    logp[r] = get(in[target[r]]) * turn - top - log_total;
-    lse[r] = log_total + top;
-    entropy[r] = log_total - means / sums;
+    const float log_total = __builtin_logf(total);
+    logp[r] = to_float(in[target[r]]) * factor - maximum - log_total;
+    lse[r] = log_total + maximum;
+    entropy[r] = log_total - weighted / total;
   }
 }
 
-// Logits become their gradient: -p (outer (log p + entropy) + slope), + slope at the target. `outer` may be null.
+// Overwrites the logits with their gradient: -p (outer (log p + entropy) + slope), + slope at the target. `slope` and `outer` are
+// the gradients of log-prob and entropy, divided by the temperature. `outer` may be null.
 template <class T>
 void head_gradient_rows(T* logits, long ld, const float* inverse, const int64_t* target, const float* lse,
                         const float* slope, const float* outer, const float* entropy, long rows, long size,
@@ -150,33 +154,34 @@ void head_gradient_rows(T* logits, long ld, const float* inverse, const int64_t*
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long r = 0; r < rows; ++r) {
     T* in = logits + r * ld;
-    const float turn = inverse[r], base = lse[r], own = slope[r];
-    const float bend = outer ? outer[r] : 0.0f, bulk = outer ? entropy[r] : 0.0f;
+    const float factor = inverse[r], row_lse = lse[r], row_slope = slope[r];
+    const float row_outer = outer ? outer[r] : 0.0f, row_entropy = outer ? entropy[r] : 0.0f;
     auto gradient = [&](v16 x) {
-      v16 log_weight = x * turn - base, weight = exp(log_weight);
-      return outer ? -weight * ((log_weight + bulk) * bend + own) : -weight * own;
+      v16 log_p = x * factor - row_lse, p = exp(log_p);
+      return outer ? -p * ((log_p + row_entropy) * row_outer + row_slope) : -p * row_slope;
     };
-    const float at_target = gradient(all(get(in[target[r]])))[0] + own;
-    const long whole = size / W * W;
-    for (long i = 0; i < whole; i += W) store(in + i, gradient(load(in + i)));
-    if (whole < size) store_some(in + whole, size - whole, gradient(load_some(in + whole, size - whole, 0.0f)));
-    v16 last = all(at_target);
-    store_some(in + target[r], 1, last);
+    // Computed before the loop overwrites the logit of the target.
+    const float at_target = gradient(broadcast(to_float(in[target[r]])))[0] + row_slope;
+    const long vector_end = size / W * W, tail = size - vector_end;
+    for (long i = 0; i < vector_end; i += W) store(in + i, gradient(load(in + i)));
+    if (tail) store_some(in + vector_end, tail, gradient(load_some(in + vector_end, tail, 0.0f)));
+    store_some(in + target[r], 1, broadcast(at_target));
   }
 }
 
 void add_widened_range(float* into, const bf16* from, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long i = 0; i < size / W; ++i) store(into + i * W, load(into + i * W) + load(from + i * W));
-  for (long i = size / W * W; i < size; ++i) into[i] += get(from[i]);
+  for (long i = size / W * W; i < size; ++i) into[i] += to_float(from[i]);
 }
 
-// The scores that one query sees: keys [0..first) of the prefix and [context..context + own) of its own row.
-struct Seen {
-  long first, context, own;
-  template <class F>  // f(place, count) for vectors of at most W scores
-  void each(F f) const {
-    for (long i = 0; i < first; i += W) f(i, first - i < W ? first - i : W);
+// The visible scores of one query: [0, prefix) and [context, context + own).
+struct VisibleScores {
+  long prefix, context, own;
+  // Calls f(start, count) for vectors of at most W scores.
+  template <class F>
+  void for_each_vector(F f) const {
+    for (long i = 0; i < prefix; i += W) f(i, prefix - i < W ? prefix - i : W);
     for (long i = 0; i < own; i += W) f(context + i, own - i < W ? own - i : W);
   }
 };
@@ -185,38 +190,39 @@ inline v16 load_scores(const float* p, long count) {
   return count == W ? load(p) : load_some(p, count, -__builtin_inff());
 }
 
-// Softmax of one query; what it does not see gets weight 0. Exponentials wait in `line`, so that each is computed once.
+// Softmax of one query. Scores that are not visible get weight 0. Exponentials are computed twice if they exceed the buffer.
 constexpr long LINE = 2048;
 template <class T>
-void softmax_of_query(const float* in, T* out, Seen seen, long size) {
-  float line[LINE + W];
+void softmax_of_query(const float* in, T* out, VisibleScores visible, long size) {
+  float exponentials[LINE + W];
   const bool fits = size <= LINE;
-  v16 most = all(-__builtin_inff());
-  seen.each([&](long i, long count) { most = max(load_scores(in + i, count), most); });
-  const float top = largest(most);
+  v16 lane_maximum = broadcast(-__builtin_inff());
+  visible.for_each_vector([&](long i, long count) { lane_maximum = max(load_scores(in + i, count), lane_maximum); });
+  const float maximum = largest(lane_maximum);
   v16 total = {};
-  seen.each([&](long i, long count) {
-    const v16 e = exp(load_scores(in + i, count) - top);
-    if (fits) store(line + i, e);
+  visible.for_each_vector([&](long i, long count) {
+    const v16 e = exp(load_scores(in + i, count) - maximum);
+    if (fits) store(exponentials + i, e);
+    // exp of -inf is 1.6e-38 and not 0, so lanes behind `count` are left out.
     if (count == W)
       total += e;
     else
       for (long j = 0; j < count; ++j) total[j] += e[j];
   });
-  const float share = 1.0f / sum(total);
-  seen.each([&](long i, long count) {
-    const v16 e = fits ? load(line + i) : exp(load_scores(in + i, count) - top);
+  const float factor = 1.0f / sum(total);
+  visible.for_each_vector([&](long i, long count) {
+    const v16 e = fits ? load(exponentials + i) : exp(load_scores(in + i, count) - maximum);
     if (count == W)
-      store(out + i, e * share);
+      store(out + i, e * factor);
     else
-      store_some(out + i, count, e * share);
+      store_some(out + i, count, e * factor);
   });
-  std::memset(out + seen.first, 0, (seen.context - seen.first) * sizeof(T));
-  std::memset(out + seen.context + seen.own, 0, (size - seen.context - seen.own) * sizeof(T));
+  std::memset(out + visible.prefix, 0, (visible.context - visible.prefix) * sizeof(T));
+  std::memset(out + visible.context + visible.own, 0, (size - visible.context - visible.own) * sizeof(T));
 }
 
-// Softmax of the scores of rows behind a shared prefix, as `RowAttention` lays them out: [count, heads, length, group, P + L].
-// Query l of row r sees the first `prefix[r]` keys and own keys 0..l of `own[r]`.
+// Softmax of scores [count rows, heads, length, group, context + length], the layout of `RowAttention`. Query l of row r sees the
+// first prefix[r] keys of the prefix, and its own keys 0..l, of which there are own[r].
 template <class T>
 void row_softmax(const float* scores, T* out, const int64_t* prefix, const int64_t* own, long count, long heads,
                  long length, long group, long context, int threads) {
@@ -224,42 +230,41 @@ void row_softmax(const float* scores, T* out, const int64_t* prefix, const int64
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long q = 0; q < count * heads * queries; ++q) {
     const long r = q / (heads * queries), l = q / group % length;
-    const Seen seen = {prefix[r], context, l + 1 < own[r] ? l + 1 : own[r]};
-    softmax_of_query(scores + q * size, out + q * size, seen, size);
+    const VisibleScores visible = {prefix[r], context, l + 1 < own[r] ? l + 1 : own[r]};
+    softmax_of_query(scores + q * size, out + q * size, visible, size);
   }
 }
 
-// `slope` [rows, size], the gradient of softmax weights, becomes that of the scores times `scale`.
+// Overwrites `slope` [rows, size], the gradient of the softmax weights, with `scale` times the gradient of the scores.
 template <class T>
 void row_softmax_backward(const T* weights, T* slope, float scale, long rows, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long r = 0; r < rows; ++r) {
     const T* w = weights + r * size;
     T* g = slope + r * size;
-    const long whole = size / W * W, rest = size - whole;
+    const long end = size / W * W, tail = size - end;
     v16 dots = {};
-    for (long i = 0; i < whole; i += W) dots += load(w + i) * load(g + i);
-    if (rest) dots += load_some(w + whole, rest, 0) * load_some(g + whole, rest, 0);
+    for (long i = 0; i < end; i += W) dots += load(w + i) * load(g + i);
+    if (tail) dots += load_some(w + end, tail, 0) * load_some(g + end, tail, 0);
     const float mean = sum(dots);
-    for (long i = 0; i < whole; i += W) store(g + i, load(w + i) * (load(g + i) - mean) * scale);
-    if (rest)
-      store_some(g + whole, rest, load_some(w + whole, rest, 0) * (load_some(g + whole, rest, 0) - mean) * scale);
+    for (long i = 0; i < end; i += W) store(g + i, load(w + i) * (load(g + i) - mean) * scale);
+    if (tail) store_some(g + end, tail, load_some(w + end, tail, 0) * (load_some(g + end, tail, 0) - mean) * scale);
   }
 }
 
-// One query head group over one row's keys and values: softmax over blocks of positions, rescaled as the maximum grows
-// (Milakov and Gimelshein, arXiv:1805.02867). G queries share every key that is read.
+// Attention of G query heads over the keys and values of one row. The softmax runs over blocks of positions and is rescaled
+// when the maximum grows (Milakov and Gimelshein, arXiv:1805.02867). The G queries share each loaded key.
 template <class T, int D, int G>
 void attend_group(const T* query, const T* keys, const T* values, long length, float scale, T* out) {
   constexpr int V = D / W, BLOCK = 64;
   v16 q[G][V], sums[G][V];
-  float most[G], total[G];
+  float maximum[G], total[G];
   for (int g = 0; g < G; ++g) {
-    most[g] = -__builtin_inff();
+    maximum[g] = -__builtin_inff();
     total[g] = 0;
     for (int i = 0; i < V; ++i) {
       q[g][i] = load(query + g * D + i * W) * scale;
-      sums[g][i] = all(0);
+      sums[g][i] = broadcast(0);
     }
   }
   float scores[G][BLOCK];
@@ -268,7 +273,7 @@ void attend_group(const T* query, const T* keys, const T* values, long length, f
     for (int j = 0; j < count; ++j) {
       const T* key = keys + (start + j) * D;
       v16 dots[G];
-      for (int g = 0; g < G; ++g) dots[g] = all(0);
+      for (int g = 0; g < G; ++g) dots[g] = broadcast(0);
       for (int i = 0; i < V; ++i) {
         const v16 k = load(key + i * W);
         for (int g = 0; g < G; ++g) dots[g] += q[g][i] * k;
@@ -277,17 +282,17 @@ void attend_group(const T* query, const T* keys, const T* values, long length, f
     }
     for (int g = 0; g < G; ++g) {
       for (int j = count; j < BLOCK; ++j) scores[g][j] = -__builtin_inff();
-      v16 high = all(most[g]);
+      v16 high = broadcast(maximum[g]);
       for (int j = 0; j < BLOCK; j += W) high = max(load(&scores[g][j]), high);
-      const float top = largest(high), shrink = exp(all(most[g] - top))[0];
+      const float new_maximum = largest(high), shrink = exp(broadcast(maximum[g] - new_maximum))[0];
       v16 added = {};
       for (int j = 0; j < BLOCK; j += W) {
-        v16 weight = exp(load(&scores[g][j]) - top);
+        v16 weight = exp(load(&scores[g][j]) - new_maximum);
         store(&scores[g][j], weight);
         added += weight;
       }
       total[g] = total[g] * shrink + sum(added);
-      most[g] = top;
+      maximum[g] = new_maximum;
       for (int i = 0; i < V; ++i) sums[g][i] *= shrink;
     }
     for (int j = 0; j < count; ++j) {
@@ -304,39 +309,40 @@ void attend_group(const T* query, const T* keys, const T* values, long length, f
 
 template <class T, int D>
 void attend_heads(const T* query, const T* keys, const T* values, long length, long group, float scale, T* out) {
-  while (group) {  // by at most four: more would not fit the registers
-    const long now = group > 4 ? 4 : group;
-    if (now == 4) attend_group<T, D, 4>(query, keys, values, length, scale, out);
-    if (now == 3) attend_group<T, D, 3>(query, keys, values, length, scale, out);
-    if (now == 2) attend_group<T, D, 2>(query, keys, values, length, scale, out);
-    if (now == 1) attend_group<T, D, 1>(query, keys, values, length, scale, out);
-    query += now * D, out += now * D, group -= now;
+  while (group) {
+    // More than four heads would not fit the registers.
+    const long heads = group > 4 ? 4 : group;
+    if (heads == 4) attend_group<T, D, 4>(query, keys, values, length, scale, out);
+    if (heads == 3) attend_group<T, D, 3>(query, keys, values, length, scale, out);
+    if (heads == 2) attend_group<T, D, 2>(query, keys, values, length, scale, out);
+    if (heads == 1) attend_group<T, D, 1>(query, keys, values, length, scale, out);
+    query += heads * D, out += heads * D, group -= heads;
   }
 }
 
-// Row r writes its key and value at `position[r]` and attends over [0..position[r]].
+// Writes key and value of row r into the cache at position[r], then attends over the positions 0..position[r].
 template <class T>
 void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* value, long ldv, T* keys, T* values,
                  long row_stride, long head_stride, const int64_t* position, float scale, T* out, long rows, long heads,
                  long group, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
   for (long item = 0; item < rows * heads; ++item) {
-    const long r = item / heads, h = item % heads, here = position[r];
+    const long r = item / heads, h = item % heads, last = position[r];
     T *k = keys + r * row_stride + h * head_stride, *v = values + r * row_stride + h * head_stride;
-    std::memcpy(k + here * size, key + r * ldk + h * size, size * sizeof(T));
-    std::memcpy(v + here * size, value + r * ldv + h * size, size * sizeof(T));
+    std::memcpy(k + last * size, key + r * ldk + h * size, size * sizeof(T));
+    std::memcpy(v + last * size, value + r * ldv + h * size, size * sizeof(T));
     const T* q = query + r * ldq + h * group * size;
     T* into = out + (r * heads + h) * group * size;
-    if (size == 16) attend_heads<T, 16>(q, k, v, here + 1, group, scale, into);
-    if (size == 32) attend_heads<T, 32>(q, k, v, here + 1, group, scale, into);
-    if (size == 64) attend_heads<T, 64>(q, k, v, here + 1, group, scale, into);
-    if (size == 128) attend_heads<T, 128>(q, k, v, here + 1, group, scale, into);
+    if (size == 16) attend_heads<T, 16>(q, k, v, last + 1, group, scale, into);
+    if (size == 32) attend_heads<T, 32>(q, k, v, last + 1, group, scale, into);
+    if (size == 64) attend_heads<T, 64>(q, k, v, last + 1, group, scale, into);
+    if (size == 128) attend_heads<T, 128>(q, k, v, last + 1, group, scale, into);
   }
 }
 
 }  // namespace
 
-// `narrow`: the tensors are bfloat16, else float32. Strides and sizes count elements.
+// Calls `function` for bfloat16 tensors if `narrow`, else for float32. Sizes and row strides (ldx: of x) count elements.
 #define BOTH(function, ...)       \
   if (narrow) {                   \
     typedef bf16 T;               \
@@ -348,7 +354,8 @@ void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* valu
 
 extern "C" {
 
-uint32_t asyncrl_source() { return ASYNCRL_SOURCE; }  // checksum of this file, from setup.py
+// Checksum of the sources, from setup.py. library.py refuses a build of other sources.
+uint32_t asyncrl_source() { return ASYNCRL_SOURCE; }
 
 void asyncrl_rms_norm(int narrow, const void* x, long ldx, const void* weight, float offset, float eps, void* out,
                       long ldo, long rows, long size, int threads) {

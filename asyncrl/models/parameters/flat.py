@@ -1,13 +1,13 @@
-"""Flat parameters: float32 masters and gradients in one buffer each; the modules hold views or a working copy.
+"""Flat parameters: all masters in one buffer, all gradients in another. The parameters of the modules are views of a buffer.
 
-* master dtype: float32, or float64 where the matmul dtype is float64.
-* matmul dtype == master dtype: module parameters are views of the master buffer and their `.grad` are views of the
-  gradient buffer, so autograd accumulates in place.
-* matmul dtype narrower (bfloat16): module parameters are views of one working buffer, refreshed once per version; a hook
-  adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it. Where other processes read
-  the working copy, each refresh may go to another place (`target`).
+The master dtype is float32, or float64 if the matmul dtype is float64. The matmul dtype decides what the modules read:
+* Equal to the master dtype: parameters are views of the masters, and each `.grad` is a view of the gradient buffer, so autograd
+  accumulates in place.
+* Narrower (bfloat16): parameters are views of a working copy, which `refresh` writes once per version. A hook adds each gradient
+  to the float32 buffer as soon as autograd has computed it, and frees it. If other processes read the working copy, `target` can
+  move each refresh to another buffer.
 
-Parameters lie in registration order, so q/k/v and gate/up are adjacent and can be read as one matrix each.
+Parameters are stored in registration order. So q, k and v are adjacent and can be used as one matrix, as can gate and up.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ _BLOCK = 1 << 18
 
 
 def add_wider_(target: Tensor, source: Tensor) -> None:
-    """`target += source` where `source` is narrower. On a CPU torch's mixed addition runs at a fifth of the rate of a
-    conversion in cache followed by a plain addition; the two need not have the same shape, only the same contiguous order.
+    """`target += source` for a `source` of the same or a narrower dtype, and of the same shape. `target` is contiguous.
+
+    On a CPU torch's addition of mixed dtypes has a fifth of the rate of a conversion in cache plus an addition.
     """
     if target.device.type != "cpu" or target.dtype == source.dtype:
         target.add_(source)
         return
-    into, values = target.view(-1), source.contiguous().view(-1)
+    sums, values = target.view(-1), source.contiguous().view(-1)
     if native.takes(values) and target.dtype == torch.float32:
-        native.add_widened(into, values)
+        native.add_widened(sums, values)
         return
     scratch = torch.empty(min(_BLOCK, values.numel()), dtype=target.dtype)
     for start in range(0, values.numel(), _BLOCK):
         block = values[start : start + _BLOCK]
-        into[start : start + _BLOCK].add_(scratch[: block.numel()].copy_(block))
+        sums[start : start + _BLOCK].add_(scratch[: block.numel()].copy_(block))
 
 
 class FlatWeights:
-    """One buffer, in one dtype, that a module reads its weights from. Without gradients: what a LoRA run freezes."""
+    """Weights without gradients in one buffer of one dtype: the frozen weights of a LoRA run."""
 
     grad: Tensor | None = None
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._lay_out(list(module.named_parameters()))
+        self._set_layout(list(module.named_parameters()))
         self.working = torch.zeros(self.size, dtype=dtype, device=self.parameters[0].device)
+        # The buffer that the modules read now.
         self.bound = self.working
         for index, parameter in enumerate(self.parameters):
             self.view(self.working, index).copy_(parameter.data)
@@ -56,8 +58,8 @@ class FlatWeights:
             parameter.data = self.view(self.working, index)
             parameter.requires_grad_(False)
 
-    def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Tied parameters appear once in `named`."""
+    def _set_layout(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """`named` must list tied parameters once."""
         layout = Layout.of(named)
         self.parameters = [p for _, p in named]
         self.names, self.shapes, self.offsets = list(layout.names), list(layout.shapes), list(layout.offsets)
@@ -70,63 +72,58 @@ class FlatWeights:
         start, shape = self.offsets[index], self.shapes[index]
         return buffer[start : start + torch.Size(shape).numel()].view(shape)
 
-    def stamp(self, places: Iterable[int]) -> tuple[int, int, int]:
-        """Changes with everything that changes the parameters at `places` as the modules read them: copies compare it.
+    def stamp(self, indices: Iterable[int]) -> tuple[int, int, int]:
+        """A value that changes when the parameters number `indices` may have changed. Owners of copies compare stamps.
 
-        `refresh` and `bind` count; the rest are torch's own counters of writes, so that a hand that writes into a
-        parameter is noticed too (a write through `.data` is not). Every product of a decode step asks: were all
-        parameters looked at, a step would cost the square of the number of layers.
+        `refresh`, `bind` and writes to a parameter change the stamp; a write through `.data` does not. The caller names its
+        parameters, since every matrix product of a decode step calls `stamp`: reading all parameters each time would be slow.
         """
         writes = 0
-        for place in places:
-            writes += self.parameters[place]._version
+        for index in indices:
+            writes += self.parameters[index]._version
         return self._generation, self.bound._version, writes
 
     def bind(self, buffer: Tensor) -> None:
-        """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""
+        """Makes the modules read `buffer`, which must have the layout and the dtype of the working copy."""
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.view(buffer, index)
         self.bound = buffer
         self._generation += 1
 
     def move_to(self, buffer: Tensor) -> None:
-        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go.
+        """Makes `buffer` the working copy, without copying. The old working copy is released.
+
         Errors: ValueError for a buffer of another size, dtype or device."""
         if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
             raise ValueError(
-                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; found {tuple(buffer.shape)} x "
-                f"{buffer.dtype} on {buffer.device}"
+                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; the new buffer must be equal, but "
+                f"is {tuple(buffer.shape)} x {buffer.dtype} on {buffer.device}"
             )
         self.working = buffer
         self.bind(buffer)
 
     def layout(self) -> Layout:
-        """Where each parameter lies, for another process."""
+        """Names, shapes and offsets of the parameters, for another process."""
         return Layout(tuple(self.names), tuple(self.shapes), tuple(self.offsets), self.size)
 
     def layout_digest(self) -> str:
-        """As `Layout.digest`, of what the modules read."""
+        """`Layout.digest` for the dtype of the working copy."""
         return self.layout().digest(self.working.dtype)
 
-    def strays(self) -> list[str]:
-        """Names of parameters that do not read `working` at their place; all, while another buffer is bound."""
-        start, size = self.working.data_ptr(), self.working.element_size()
+    def misplaced_parameters(self) -> list[str]:
+        """Names of parameters that are not the right view of `working`. While another buffer is bound these are all names."""
         if self.bound is not self.working:
             return list(self.names)
-        return [
-            name
-            for name, parameter, offset, shape in zip(
-                self.names, self.parameters, self.offsets, self.shapes, strict=True
-            )
-            if parameter.data_ptr() != start + offset * size
-            or parameter.dtype != self.working.dtype
-            or parameter.shape != shape
-            or not parameter.is_contiguous()
-        ]
+        misplaced = []
+        for (name, view), parameter in zip(self.layout().views(self.working), self.parameters, strict=True):
+            expected = view.data_ptr(), view.dtype, view.shape, True
+            if (parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.is_contiguous()) != expected:
+                misplaced.append(name)
+        return misplaced
 
 
 class FlatParameters(FlatWeights):
-    """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
+    """Owns masters, gradients and working copy of trainable parameters. Not thread-safe: only the device's thread may use it."""
 
     grad: Tensor
     frozen: frozenset[str] = frozenset()
@@ -137,20 +134,19 @@ class FlatParameters(FlatWeights):
         matmul_dtype: torch.dtype,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """`module`, or its parameters by name. `frozen`: names of those that are not trained (frozen.py)."""
+        """`module`: a module, or (name, parameter) pairs. `frozen`: names of parameters that are not trained."""
         self.frozen = frozen
-        self._lay_out(list(module.named_parameters() if isinstance(module, nn.Module) else module))
+        self._set_layout(list(module.named_parameters() if isinstance(module, nn.Module) else module))
         size, device = self.size, self.parameters[0].device
         self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
         self.master = torch.zeros(size, dtype=self.master_dtype, device=device)
         self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
-        # The buffer that the modules read now.
         self.bound = self.working
-        # Where the next refresh puts the working copy, and the modules read it from then on. None: memory of its own.
+        # The next refresh writes the working copy to this buffer, and the modules then read it. None: a private buffer.
         self.target: Tensor | None = self.working
-        self._own: Tensor | None = None
+        self._private: Tensor | None = None
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter.data)
         self.refresh()
@@ -166,7 +162,7 @@ class FlatParameters(FlatWeights):
         target = self.view(self.grad, index)
 
         def accumulate(parameter: Tensor) -> None:
-            # Its user has added to the buffer itself and reports nothing (head, embedding).
+            # Head and embedding add to the buffer themselves and return no gradient to autograd.
             if parameter.grad is None:
                 return
             add_wider_(target, parameter.grad)
@@ -175,50 +171,46 @@ class FlatParameters(FlatWeights):
         return accumulate
 
     def refresh(self) -> None:
-        """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
+        """Copies the masters to the working copy, if there is one. Copies of weights become outdated (see `stamp`)."""
         if self.has_working_copy:
             target = self.target
             if target is None:
-                self._own = target = torch.empty_like(self.working) if self._own is None else self._own
+                if self._private is None:
+                    self._private = torch.empty_like(self.working)
+                target = self._private
             else:
-                self._own = None
+                self._private = None
             target.copy_(self.master)
             if target is not self.working:
                 self.move_to(target)
         self._generation += 1
 
     def zero_grad(self) -> None:
-        """Zero the buffer; where the modules hold the masters, bind their `.grad` to it again."""
+        """Zeros the gradient buffer and resets each parameter's `.grad`, which a user of the module may have changed."""
         self.grad.zero_()
-        if not self.has_working_copy:  # somebody may have set .grad to None: bind the views again
-            for index, parameter in enumerate(self.parameters):
-                parameter.grad = self.view(self.grad, index)
-        else:
-            for parameter in self.parameters:
-                parameter.grad = None
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None if self.has_working_copy else self.view(self.grad, index)
 
     def zero_frozen(self) -> None:
-        """Drop the gradients of frozen weights: layers write them, since q, k and v are one product, whichever is trained."""
+        """Zeros the gradients of frozen weights. A fused product writes them if any of its weights (q, k, v) is trained."""
         for index, name in enumerate(self.names) if self.frozen else ():
             if name in self.frozen:
                 self.view(self.grad, index).zero_()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view of the master) for every parameter."""
-        for index, name in enumerate(self.names):
-            yield name, self.view(self.master, index)
+        return self.layout().views(self.master)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view of the gradient buffer) for every parameter."""
-        for index, name in enumerate(self.names):
-            yield name, self.view(self.grad, index)
+        return self.layout().views(self.grad)
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copy named tensors into the masters and refresh. KeyError names what is missing."""
+        """Copies named tensors into the masters and refreshes. Errors: KeyError if `state` lacks a parameter."""
         missing = [name for name in self.names if name not in state]
         if missing:
             raise KeyError(
-                f"state holds no parameter named {missing[:3]} ({len(missing)} missing of {len(self.names)})"
+                f"the state lacks {len(missing)} of {len(self.names)} parameters, such as {missing[:3]}; is it another model's?"
             )
         for name, master in self.named_masters():
             master.copy_(state[name])
@@ -226,12 +218,12 @@ class FlatParameters(FlatWeights):
 
 
 class ServedParameters(FlatParameters):
-    """All weights, in the matmul dtype, that modules only read: their masters lie cut over the ranks, somewhere else.
+    """All weights in the matmul dtype, without gradients, for modules that only read. The masters are sharded over the ranks.
 
-    Whoever owns those writes new values through `write` and calls `refresh`. There is no gradient.
+    The owner of the masters calls `write` for each parameter and then `refresh`.
     """
 
-    grad: Tensor | None = None  # type: ignore[assignment]  # as in FlatWeights; FlatParameters narrows it
+    grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor
 
     def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
         FlatWeights.__init__(self, module, matmul_dtype)
@@ -241,7 +233,7 @@ class ServedParameters(FlatParameters):
         self._index = {name: index for index, name in enumerate(self.names)}
 
     def named(self, name: str) -> Tensor:
-        """The parameter of that name, as the modules read it."""
+        """The parameter `name` as a view of the working copy."""
         return self.view(self.working, self._index[name])
 
     def move_to(self, buffer: Tensor) -> None:
@@ -249,9 +241,8 @@ class ServedParameters(FlatParameters):
         self.master = buffer
 
     def write(self, name: str, values: Tensor) -> None:
-        """Overwrite one parameter, cast to the matmul dtype. Call `refresh` after the last one."""
+        """Overwrites one parameter with `values`, cast to the matmul dtype. Call `refresh` after the last `write`."""
         self.named(name).copy_(values)
 
     def zero_grad(self) -> None:
-        """Nothing: there is no gradient."""
-        return None
+        """Does nothing, since there is no gradient."""

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer: what two processes have to agree on before one reads what the other writes."""
+"""Offsets of parameters in a flat buffer. Two processes that share a buffer must have the same layout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-# Elements: every parameter starts on a cache line in every dtype.
+# In elements. Every parameter starts on a cache line, in every dtype of at least one byte.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parameters by transformers' names, in the order of the buffer; tied ones once. Offsets and `size` in elements."""
+    """Parameters in the order of the buffer. Tied parameters have one entry. Offsets and `size` are in elements."""
 
+    # The names of transformers.
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
@@ -25,7 +26,7 @@ class Layout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, nn.Parameter]]) -> Self:
-        """One after the other, each from a multiple of `ALIGNMENT` on. Tied parameters appear once in `named`."""
+        """Places parameters one after another at multiples of `ALIGNMENT`. `named` must list tied parameters once."""
         names, shapes, offsets, size = list[str](), list[tuple[int, ...]](), list[int](), 0
         for name, parameter in named:
             names.append(name)
@@ -36,16 +37,16 @@ class Layout:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """What `dataclasses.asdict` and JSON made of one."""
+        """The inverse of `dataclasses.asdict`, also after a round trip through JSON."""
         shapes = tuple(tuple(shape) for shape in message["shapes"])
         return cls(tuple(message["names"]), shapes, tuple(message["offsets"]), int(message["size"]))
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter) for each, views of a buffer of this layout."""
+        """(name, view) of each parameter in `buffer`, which has this layout."""
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             yield name, buffer[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def digest(self, dtype: torch.dtype) -> str:
-        """Of names, shapes, places and dtype: two processes with the same one may read each other's buffers."""
-        places = list(zip(self.names, self.shapes, self.offsets, strict=True))
-        return hashlib.sha256(repr((dtype, self.size, places)).encode()).hexdigest()[:32]
+        """A hash of names, shapes, offsets and dtype. Processes with equal digests can read each other's buffers."""
+        entries = list(zip(self.names, self.shapes, self.offsets, strict=True))
+        return hashlib.sha256(repr((dtype, self.size, entries)).encode()).hexdigest()[:32]

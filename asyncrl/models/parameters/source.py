@@ -1,4 +1,4 @@
-"""Where `model.path` and `model.tokenizer` point, told without loading anything: no torch, no transformers, no network."""
+"""Checks `model.path` and `model.tokenizer` without loading the model: this module needs no torch, transformers or network."""
 
 from __future__ import annotations
 
@@ -15,87 +15,87 @@ from asyncrl.errors import AsyncrlError, ConfigError
 
 def is_builder(config: ModelConfig) -> bool:
     """Whether `model.path` names a function that builds the model."""
-    return is_address(config.path or "")
+    return is_import_path(config.path or "")
 
 
 def require_unread(config: ModelConfig) -> None:
-    """Errors: ConfigError for settings that a model built by a function does not read."""
+    """Errors: ConfigError if a setting is given that a model from a function ignores."""
     unread = [name for name in ("tokenizer", "gguf_file", "random_init") if getattr(config, name)]
     if is_builder(config) and unread:
         raise ConfigError(
-            f"model.{unread[0]} is {getattr(config, unread[0])}, and model.path names a function ({config.path}), which returns "
-            f"model and tokenizer by itself; leave model.{unread[0]} out, or do in that function what it asks for"
+            f"model.{unread[0]} is {getattr(config, unread[0])}, but model.path names a function ({config.path}), which returns "
+            f"model and tokenizer by itself; leave model.{unread[0]} out, or implement the setting in the function"
         )
 
 
-def is_address(path: str) -> bool:
-    """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
+def is_import_path(path: str) -> bool:
+    """Whether `path` is `file.py:name` or `module:name`, rather than a directory or a hub id."""
     return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
 
 
-def name_of(config: RewardModelConfig) -> str:
-    """As in metrics: the last part of the path, unless the configuration has another."""
-    last = config.path.rpartition(":")[2] if is_address(config.path) else Path(config.path).name
+def reward_model_name(config: RewardModelConfig) -> str:
+    """The name in metrics: `config.name`, else the last part of the path."""
+    last = config.path.rpartition(":")[2] if is_import_path(config.path) else Path(config.path).name
     return config.name or last
 
 
 def load_builder(path: str, setting: str) -> Callable[[int], Any]:
-    """The function at `path`, which is not called. Errors: ConfigError where it is none, or does not take a seed alone."""
-    found = load_object(path)
-    wanted = "expected a function that takes a seed and returns (model, tokenizer)"
-    if not callable(found):
-        raise ConfigError(f"{setting}: {path} is of type {type(found).__name__}; {wanted}")
+    """Imports the function at `path`. Errors: ConfigError, naming `setting`, if a seed alone is no valid argument list."""
+    builder = load_object(path)
+    expected = "expected a function that takes a seed and returns (model, tokenizer)"
+    if not callable(builder):
+        raise ConfigError(f"{setting}: {path} is of type {type(builder).__name__}; {expected}")
     try:
-        inspect.signature(found).bind(0)
+        inspect.signature(builder).bind(0)
     except TypeError as error:
-        raise ConfigError(f"{setting}: {path} cannot be called with a seed ({error}); {wanted}") from error
-    except ValueError:  # written in C: the call itself says what is wrong
+        raise ConfigError(f"{setting}: {path} cannot be called with a seed ({error}); {expected}") from error
+    except ValueError:
+        # Functions written in C have no signature. A wrong one fails when it is called.
         pass
-    return found  # type: ignore[no-any-return]  # callable, as was just seen
+    return builder  # type: ignore[no-any-return]  # callable() is true
 
 
 def call_builder(path: str, seed: int, setting: str) -> Any:
-    """What the function at `path` makes of the seed. Errors: ConfigError, with file, line and cause of what it raised."""
+    """The result of the function at `path` for `seed`. Errors: ConfigError with file, line and cause if the function raises."""
     builder = load_builder(path, setting)
     try:
         return builder(seed)
-    except AsyncrlError:
-        raise
     except BaseException as error:
-        if is_interrupt(error):
+        if isinstance(error, AsyncrlError) or is_interrupt(error):
             raise
         raise ConfigError(f"{setting}: {path} raised {raised(error)}") from error
 
 
 def model_source(config: ModelConfig) -> str:
-    """The directory or hub id of the model. Errors: ConfigError where it is neither, or lacks what is asked for."""
+    """The directory or hub id of the model. Errors: ConfigError if the directory or a file in it is missing."""
     if config.path is None:
         raise ConfigError("model.path is not set; name a directory or hub id of a Hugging Face causal language model")
     source = directory_or_hub(config.path, "model.path")
-    place = Path(source)
-    if config.gguf_file and place.is_dir() and not (place / config.gguf_file).is_file():
-        found = sorted(p.name for p in place.glob("*.gguf"))
-        raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; GGUF files there: {found}")
-    if not config.gguf_file and place.is_dir() and not (place / "config.json").is_file():
+    directory = Path(source)
+    if config.gguf_file and directory.is_dir() and not (directory / config.gguf_file).is_file():
+        names = sorted(path.name for path in directory.glob("*.gguf"))
+        raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; its GGUF files are {names}")
+    if not config.gguf_file and directory.is_dir() and not (directory / "config.json").is_file():
         raise ConfigError(f"model.path: no model configuration in {config.path!r}: it holds no config.json")
     return source
 
 
 def tokenizer_source(config: ModelConfig) -> str:
-    """The directory or hub id of the tokenizer; the model's own by default. Errors: ConfigError."""
+    """The directory or hub id of the tokenizer; by default that of the model. Errors: ConfigError."""
     return directory_or_hub(config.tokenizer, "model.tokenizer") if config.tokenizer else model_source(config)
 
 
-def directory_or_hub(given: str, setting: str) -> str:
-    """A directory as it is opened, or a hub id. Errors: ConfigError where it looks like a path and is no directory: the hub is
-    not asked for that."""
-    path = Path(given)
+def directory_or_hub(source: str, setting: str) -> str:
+    """Returns `source`, a directory or a hub id. Errors: ConfigError if `source` looks like a local path and is no directory:
+    a misspelled path must not become a request to the hub."""
+    path = Path(source)
     if path.is_dir():
-        return given
-    first, slash, _ = given.partition("/")
-    beside = bool(slash) and Path(first).is_dir()  # `runs/model`, where there is a `runs`
-    looks_local = path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1 or beside or path.exists()
-    if looks_local and not path.is_dir():
-        found = "is a file" if path.exists() else f"does not exist (looked from {Path.cwd()})"
-        raise ConfigError(f"{setting}: there is no directory {given!r}: it {found}; name a directory or a hub id")
-    return given
+        return source
+    first, slash, _ = source.partition("/")
+    # `runs/model` is local if the directory `runs` exists.
+    parent_exists = bool(slash) and Path(first).is_dir()
+    path_like = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+    if path_like or parent_exists or path.exists():
+        problem = "is a file" if path.exists() else f"does not exist (looked from {Path.cwd()})"
+        raise ConfigError(f"{setting}: there is no directory {source!r}: it {problem}; name a directory or a hub id")
+    return source
