@@ -10,7 +10,8 @@ A resume reads full tensors, one at a time, so it may use another number of rank
 
 from __future__ import annotations
 
-import os
+import contextlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,27 +24,24 @@ from .state import Writer, check_plain, read_tensors, save_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FOLDER = "shards"
+# The folder of `checkpoints/`.
+SHARDS = "shards"
 
 
-def _path(checkpoints: Path, version: int, rank: int) -> Path:
-    return checkpoints / _FOLDER / f"step_{version}-rank_{rank}.pt"
-
-
-def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, Any]) -> str:
-    """Write the file of a rank above 0 and return its SHA-256. `state` holds host tensors. Errors: CheckpointError.
+def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
+    """Write the file of a rank above 0. Returns its path and its SHA-256, both for rank 0. `state` holds host tensors.
+    Errors: CheckpointError.
     Earlier files of this rank are removed, except the newest: rank 0 saves during training and may not have moved it yet."""
     check_plain(state, f"shard {rank}")
-    path = _path(checkpoints, version, rank)
+    path = folder / f"step_{version}-rank_{rank}.pt"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         earlier = {
-            int(old.name.removeprefix("step_").partition("-")[0]): old
-            for old in path.parent.glob(f"step_*-rank_{rank}.pt")
+            int(old.name.removeprefix("step_").partition("-")[0]): old for old in folder.glob(f"step_*-rank_{rank}.pt")
         }
         for old_version in sorted(earlier)[:-1]:
             earlier[old_version].unlink(missing_ok=True)  # rank 0 may move it at this moment
-        for unfinished in path.parent.glob(f"step_*-rank_{rank}.pt.partial"):
+        for unfinished in folder.glob(f"step_*-rank_{rank}.pt.partial"):
             unfinished.unlink()
         partial = path.with_name(path.name + ".partial")
         digest = save_tensors(partial, state)
@@ -52,23 +50,28 @@ def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, 
         raise CheckpointError(
             f"rank {rank} could not write its part of version {version} to {path}: {error}"
         ) from error
-    return digest
+    return [str(path.absolute()), digest]
 
 
-def shards_writer(checkpoints: Path, version: int, digests: Mapping[int, str]) -> Writer:
+def shards_writer(checkpoints: Path, version: int, shards: Mapping[int, Sequence[str]]) -> Writer:
     """A writer for rank 0 that moves the files of all other ranks into the checkpoint.
-    `digests`: the results of `write_shard`, by rank."""
+    `shards`: the results of `write_shard`, by rank."""
 
     def write(directory: Path) -> dict[str, str]:
-        for rank in digests:
-            path = _path(checkpoints, version, rank)
-            if not path.exists():
+        for rank, (written, _) in shards.items():
+            # The run directory may have been moved after the rank wrote its file.
+            places = Path(written), checkpoints / SHARDS / Path(written).name
+            path = next((place for place in places if place.exists()), None)
+            if path is None:
                 raise CheckpointError(
-                    f"rank {rank} wrote its part of version {version}, but there is no {path} here: with "
+                    f"rank {rank} wrote its part of version {version}, but there is no {places[0]} here: with "
                     "distributed.sharding=fsdp all ranks must see the run directory; put run.dir on a shared file system"
                 )
-            os.replace(path, directory / STATE / f"shard_{rank}.pt")
-        return {f"{STATE}/shard_{rank}.pt": digest for rank, digest in digests.items()}
+            shutil.move(path, directory / STATE / f"shard_{rank}.pt")
+            if path.parent.name != SHARDS:
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
+        return {f"{STATE}/shard_{rank}.pt": digest for rank, (_, digest) in shards.items()}
 
     return write
 

@@ -19,6 +19,7 @@ link stays; the old run lies beside the directory that it names.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import orjson
 
+from asyncrl.checkpoint.shards import SHARDS
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
 from asyncrl.config.describe import check_resume, to_yaml
@@ -59,6 +61,8 @@ class RunDirectory:
         self.lost = ""
         self._config = config
         self._lock = DirectoryLock(self.real)
+        self._owner: bytes | None = None
+        self._beside: Path | None = None
         self.reserve = Reserve()
         # A line for people where a launcher starts its job again.
         self.restart: str | None = None
@@ -95,8 +99,10 @@ class RunDirectory:
             raise ConfigError(unusable(self.path, error)) from error
 
     def close(self) -> None:
-        """Unlock it for the next run. May be called twice."""
+        """Unlock it for the next run, after all ranks have ended. May be called twice."""
         self.reserve.spend()
+        if self._beside is not None:
+            shutil.rmtree(self._beside, ignore_errors=True)
         self._lock.release()
 
     def look(self) -> None:
@@ -113,6 +119,19 @@ class RunDirectory:
             f"{before} is no longer this run's: {self.lost}. The last checkpoint goes to {self.path}: go on there with "
             f"run.dir={self.path.parent} run.name={self.path.name} resume=true"
         )
+
+    def join(self) -> None:
+        """On rank > 0, once rank 0 has opened the directory: remember whose it is. Blocks."""
+        with contextlib.suppress(OSError):  # Only with fsdp must all ranks see the directory.
+            self._owner = self._lock.path.read_bytes()
+
+    def shards(self, rank: int) -> Path:
+        """Where rank > 0 writes its part of a checkpoint: into this run's directory, or beside the directory of another run."""
+        with contextlib.suppress(OSError):
+            if self._owner is None or self._lock.path.read_bytes() == self._owner:
+                return self.checkpoints / SHARDS
+        self._beside = self.real.with_name(f"{self.real.name}.rank_{rank}-{os.getpid()}")
+        return self._beside
 
     def require_own(self) -> None:
         """Errors: ConfigError where no run wrote what would be written over, and for a link to nothing."""

@@ -26,7 +26,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """Of one process for one run directory. Other ranks of the run take none: only rank 0 writes there."""
+    """The lock of rank 0 on one run directory. Other ranks read in `path` whether the directory is still their run's."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -200,8 +200,7 @@ class OpenRun:
         """
         self._at_a_version = True
         try:
-            if self.directory is not None:
-                await offload(self.directory.look, "run-directory")
+            await self.checkpointer.look()
             await self.profiler.at(version)
             await self._agree_on_time()
             await self.checkpointer.announce(version, self.graph.in_hand)

@@ -105,7 +105,12 @@ def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None)
     store = world.store("start")
     if world.is_first:
         store.set("resumes", str(saved is not None))
-    if directory is None or store.get("resumes") != b"True":
+    if directory is None:
+        return None
+    resumes = store.get("resumes") == b"True"
+    if not world.is_first:
+        directory.join()
+    if not resumes:
         return None
     return saved or SavedRun.latest(directory)
 

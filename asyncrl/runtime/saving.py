@@ -9,9 +9,8 @@ skipped or repeated. What holds NaN or infinite values is never written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
@@ -107,7 +106,8 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    shards: Mapping[int, str] = field(default_factory=dict)  # SHA-256 of the other ranks' parts, where the model is cut
+    # Path and SHA-256 of each other rank's part, where the model is cut.
+    shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks whose books are not known: those of the version before are saved.
     missing: tuple[int, ...] = ()
 
@@ -144,6 +144,8 @@ class Checkpointer:
         self._ending = False  # the last checkpoint is being made
         self._since = time.monotonic()  # of the last checkpoint by time
         self._time_is_up = False
+        # Raised after the next checkpoint.
+        self._lost: DirectoryLost | None = None
         self._positions = (
             Positions(world.store("checkpoint"), world.rank, world.world_size) if world.world_size > 1 else None
         )
@@ -158,7 +160,7 @@ class Checkpointer:
         if self._store is None or self._core is None or version == self._saved_version or version == 0:
             return False
         every = self._config.checkpoint.every
-        by_interval = self._time_is_up if every is None else version % every == 0
+        by_interval = self._time_is_up or (every is not None and version % every == 0)
         return by_interval or (last and self._config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
@@ -179,7 +181,7 @@ class Checkpointer:
         if self._store is None or self._core is None:
             return
         by_time = saving.every_s is not None and saving.every is None
-        up = by_time and time.monotonic() - self._since >= (saving.every_s or 0.0)
+        up = self._lost is not None or (by_time and time.monotonic() - self._since >= (saving.every_s or 0.0))
         if up:
             self._since = time.monotonic()
         self._time_is_up = up
@@ -213,10 +215,10 @@ class Checkpointer:
             await self._free.wait()  # two copies of a model at a time would be one too many
         captured = await self._capture(version, books)
         if last:
-            await self._write(captured)
+            await self._write(captured, last)
         else:
             self._free = anyio.Event()
-            start("checkpoint", self._write, captured)
+            start("checkpoint", self._write, captured, last)
 
     def hurry(self, grace_s: float) -> None:
         """The run is about to be stopped, and has `grace_s` for its end: parts of other ranks may be those of dead ones."""
@@ -269,7 +271,7 @@ class Checkpointer:
             self._ending = True
             try:
                 captured = await self._capture(version, books)
-                await self._write(captured)
+                await self._write(captured, True)
                 for rank in captured.missing:
                     note(f"rank {rank} did not announce where it is: a resume plays its last groups again")
             except DivergenceError as unsound:
@@ -317,7 +319,12 @@ class Checkpointer:
                     await lane.run(lambda: unsound(served, "weights"), name="checkpoint/check"), version
                 )
             if core.is_sharded and self._world.rank:
-                books = {**books, "shard": await self._write_shard(core, self._store.directory, version)}
+                try:
+                    books = {**books, "shard": await self._write_shard(core, version)}
+                except (CheckpointError, DivergenceError) as error:
+                    # Rank 0 waits for this part.
+                    await self._gather(version, {**books, "shard": str(error)})
+                    raise
             everybody, missing = await self._gather(version, books)
             if self._world.rank:
                 self._saved_version = version
@@ -338,19 +345,36 @@ class Checkpointer:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             others = range(1, self._world.world_size) if core.is_sharded else ()
             shards = {rank: everybody[rank]["shard"] for rank in others}
+            if failed := [f"rank {rank}: {each}" for rank, each in shards.items() if isinstance(each, str)]:
+                raise CheckpointError(f"version {version} was not saved: {'; '.join(failed)}")
             return Captured(version, run, snapshot, started, shards, tuple(missing))
 
-    async def _write(self, captured: Captured) -> None:
+    async def look(self, *, raises: bool = True) -> None:
+        """Before a write: check that the run directory is still this run's. Errors: DirectoryLost. It is raised after the next
+        checkpoint instead where that needs the parts of other ranks: once this rank has failed they write none."""
+        if self._directory is None:
+            return
+        try:
+            await offload(self._directory.look, "run-directory")
+        except DirectoryLost as error:
+            core = self._core
+            waits = core is not None and core.is_sharded and self._positions and self._config.checkpoint.save_final
+            if raises and not waits:
+                raise
+            self._lost = error
+
+    async def _write(self, captured: Captured, last: bool) -> None:
         """Not cut short: a run that ends meanwhile waits for it."""
         store, snapshot, version = self._store, captured.snapshot, captured.version
-        assert store is not None
+        assert store is not None and self._directory is not None
         try:
             if snapshot is None:
                 return
             self._saved_version = version
             with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
                 self._require_sound(await offload(snapshot.unsound, "checkpoint-check"), version)
-                lost = await self._find_place(store)
+                await self.look(raises=False)
+                store.directory = self._directory.checkpoints
                 await store.save_in_thread(
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._tokenizer, self._config.model.path),
@@ -358,37 +382,39 @@ class Checkpointer:
                     shards_writer(store.directory, version, captured.shards),
                 )
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
-            if lost is not None:
-                raise lost
+            if self._lost is not None:
+                raise self._lost
         except CheckpointError:
-            self._saved_version = None  # at the end it is tried once more, where that may help
-            raise
+            # At the end it is tried once more, where that may help.
+            self._saved_version = None
+            # Where the directory was lost during the write, the next checkpoint lies elsewhere.
+            await self.look()
+            if self._lost is None or last:
+                raise
         finally:
             self._free.set()
-
-    async def _find_place(self, store: CheckpointStore) -> DirectoryLost | None:
-        """Write where the run directory lies now. Returns the error to raise once the checkpoint is written."""
-        assert self._directory is not None
-        try:
-            await offload(self._directory.look, "run-directory")
-        except DirectoryLost as error:
-            return error
-        finally:
-            store.directory = self._directory.checkpoints
-        return None
 
     def _require_sound(self, place: str | None, version: int) -> None:
         if place is not None:
             self._saved_version = version  # and it is not asked for again
             raise DivergenceError(f"version {version} is not saved: {place} holds NaN or infinite values")
 
-    async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> str:
-        """Write this rank's part of a sharded state, before rank 0 takes it. Returns its SHA-256."""
+    async def _write_shard(self, core: TorchTrainer, version: int) -> list[str]:
+        """Write this rank's part of a sharded state, before rank 0 takes it. Returns what `write_shard` does."""
+        directory, rank = self._directory, self._world.rank
+        assert directory is not None
         state = await self._lane.run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
-        return await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
+        folder = directory.shards(rank)
+        try:
+            return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
+        except CheckpointError:
+            if (elsewhere := directory.shards(rank)) == folder:
+                raise
+            # The directory was lost during the write.
+            return await offload(lambda: write_shard(elsewhere, version, rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
         """See `Positions.gather`. The books of a rank that died after the step was applied come from the shared ledger."""

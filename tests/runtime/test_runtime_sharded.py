@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,47 @@ def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
     assert process.wait(120) != 0
     assert "SIGTERM: aborting the open step" in process.output
     assert (place / "checkpoints/latest/state/shard_1.pt").exists(), process.output
+
+
+@pytest.mark.parametrize(("what", "every"), [("moved", None), ("replaced", 1), ("replaced", None)])
+def test_two_ranks_whose_directory_is_lost_leave_a_checkpoint(tmp_path: Path, what: str, every: int | None) -> None:
+    """And rank 1 writes its part neither into a directory of another run nor where its own directory lay."""
+    tree = SHARDED | FAST | {"checkpoint": {"every": every}}
+    tree["train"] = tree["train"] | {"max_steps": 100_000}
+    place = tmp_path / "runs/run"
+    with start_two(tmp_path, tree) as ranks:
+        ranks[0].wait_until(lines_at_least(place, 3), "third step", 300)
+        for each in ranks:
+            each.send(signal.SIGSTOP)
+        if what == "moved":
+            place.rename(tmp_path / "runs/moved")
+        else:
+            shutil.rmtree(place)
+            place.mkdir()
+            (place / ".lock").write_text("of another run")
+        for each in ranks:
+            each.send(signal.SIGCONT)
+        assert ranks[0].wait(200) == 5, ranks[0].output
+        ranks[1].wait(200)
+    said = re.search(r"The last checkpoint goes to (\S+):", ranks[0].output)
+    assert said is not None, ranks[0].output
+    [newest] = {(Path(said[1]) / "checkpoints/latest").resolve()}
+    assert compare(newest).faults == () and (newest / "state/shard_1.pt").exists()
+    if every is None:  # else both ranks may have been in the middle of a write
+        assert [each.name for each in place.iterdir()] == [".lock"] if what == "replaced" else not place.exists()
+    assert not list(place.parent.glob("run.rank_*"))
+
+
+def test_a_part_that_cannot_be_written_fails_the_checkpoint_at_once(tmp_path: Path) -> None:
+    """Rank 0 waited 300 s for it."""
+    tree = SHARDED | FAST | {"checkpoint": {"every": 2}}
+    place = tmp_path / "runs/run"
+    with start_two(tmp_path, tree) as ranks:
+        ranks[0].wait_until(lines_at_least(place, 1), "first step", 300)
+        (place / "checkpoints/shards").write_text("no folder")
+        assert ranks[1].wait(200) == ranks[0].wait(200) != 0
+    assert "rank 1 could not write its part of version 2" in ranks[0].output
+    assert "version 2 was not saved: rank 1: rank 1 could not" in ranks[0].output
 
 
 REWARD = """
