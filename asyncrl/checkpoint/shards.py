@@ -10,7 +10,6 @@ A resume reads full tensors, one at a time, so it may use another number of rank
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,7 @@ SHARDS = "shards"
 
 
 def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
-    """Write the file of a rank above 0. Returns its path and its SHA-256, both for rank 0. `state` holds host tensors.
-    Errors: CheckpointError.
+    """Write host tensors to the file of a rank above 0. Returns its path and SHA-256, for rank 0. Errors: CheckpointError.
     Earlier files of this rank are removed, except the newest: rank 0 saves during training and may not have moved it yet."""
     check_plain(state, f"shard {rank}")
     path = folder / f"step_{version}-rank_{rank}.pt"
@@ -68,9 +66,6 @@ def shards_writer(checkpoints: Path, version: int, shards: Mapping[int, Sequence
                     "distributed.sharding=fsdp all ranks must see the run directory; put run.dir on a shared file system"
                 )
             shutil.move(path, directory / STATE / f"shard_{rank}.pt")
-            if path.parent.name != SHARDS:
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()
         return {f"{STATE}/shard_{rank}.pt": digest for rank, (_, digest) in shards.items()}
 
     return write
