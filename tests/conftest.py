@@ -32,7 +32,7 @@ pytest_runtest_setup()
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/transport/rings/link.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
-    ("asyncrl/transport/rings/record_ring.py", ("_set_aside",)): "a name in /dev/shm: no disk",
+    ("asyncrl/transport/rings/record_ring.py", ("_rename_damaged",)): "a name in /dev/shm: no disk",
     (
         "asyncrl/transport/memory/segment.py",
         ("check_platform", "close_file", "owner_of", "parts_of", "_link", "_still_named"),

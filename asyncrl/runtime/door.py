@@ -154,7 +154,7 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
     # The ring keeps the door alive, which publishes later versions in it.
-    ring.on_gone = door.producer_gone
+    ring.on_producer_end = door.producer_gone
     for line in ring.damage.lines:  # found when it was opened
         runtime.note(line)
     ring.damage.listener = runtime.note

@@ -102,7 +102,7 @@ def _with_ring(entry: Entry, data: memoryview) -> Entry:
     except TransportError as error:
         return replace(entry, rings=1, problem=f"{path_of(entry.name)}: {error}")
     problem = f"the ring of producer {memory.producer.hex()} is damaged ({path_of(entry.name)})" if damaged else ""
-    records = 0 if damaged else len(memory.live())
+    records = 0 if damaged else len(memory.live_slots())
     memory.release_views()
     return replace(entry, rings=1, records=records, problem=problem)
 

@@ -23,7 +23,7 @@ from asyncrl.transport import rendezvous
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
-from asyncrl.transport.rings.types import CameBefore, RingSettings
+from asyncrl.transport.rings.types import RingSettings, SeenMembers
 
 
 @both_loops
@@ -285,7 +285,7 @@ def test_a_put_that_is_interrupted_at_any_line_leaves_the_writer_right() -> None
         reader.release(*found[0])
         reader.release(*found[2])  # the latest: its bytes are those that are used again
         went_on = not interrupted(writer, after)
-        accepted = len(memory.live())
+        accepted = len(memory.live_slots())
         assert writer.used()[0] == accepted in (1, 2)
         more = 0
         while writer.try_put(planned(4 + more)):
@@ -332,24 +332,24 @@ def test_settings_and_states(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3)), max_size=60))
 def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int, int]]) -> None:
-    memory, known = CameBefore(1000), set[tuple[int, int]]()
+    memory, known = SeenMembers(1000), set[tuple[int, int]]()
     for arrives, group, first in steps:
         members = (first, first + 2)
         if arrives:
             expected = tuple(i for i, member in enumerate(members) if (group, member) not in known)
-            assert memory.fresh((0, group), members) == expected
+            assert memory.add((0, group), members) == expected
         else:
-            memory.leave((0, group), members)
+            memory.remove((0, group), members)
         known.update((group, member) for member in members)
 
 
 def test_only_the_latest_groups_that_left_are_remembered() -> None:
-    memory = CameBefore(3)
+    memory = SeenMembers(3)
     for group in (1, 2):
-        assert memory.fresh((0, group), (0, 1)) == (0, 1)
-        memory.leave((0, group), (0, 1))
-    assert memory.fresh((0, 2), (0, 1, 2)) == (2,)
-    assert memory.fresh((0, 1), (1,)) == (0,)
-    memory.leave((0, 3), (5, 6, 7))  # as many as it keeps: the others are forgotten, those in the ring are not
-    assert memory.fresh((0, 2), (0, 2)) == (0,)
-    assert memory.fresh((0, 3), (5, 6, 7)) == () and (0, 3) not in memory._here  # such a record is let go at once
+        assert memory.add((0, group), (0, 1)) == (0, 1)
+        memory.remove((0, group), (0, 1))
+    assert memory.add((0, 2), (0, 1, 2)) == (2,)
+    assert memory.add((0, 1), (1,)) == (0,)
+    memory.remove((0, 3), (5, 6, 7))  # as many as it keeps: the others are forgotten, those in the ring are not
+    assert memory.add((0, 2), (0, 2)) == (0,)
+    assert memory.add((0, 3), (5, 6, 7)) == () and (0, 3) not in memory._in_ring  # such a record is let go at once

@@ -151,7 +151,7 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
             ring.get_nowait()
         first.release()
         link.dead = True  # and were the producer dead by now, its ring would stay all the same
-        ring._free_if_done(link)
+        ring._free_if_ended(link)
         assert ring.close() is True
     async with RecordRing(name, SMALL) as other:
         delivery = await other.get()
@@ -471,14 +471,14 @@ def test_time_in_which_a_job_was_suspended_is_not_time_of_a_put(
     monkeypatch.setattr("time.monotonic", lambda: now)
     core = SimpleNamespace(
         waits=0,
-        space=list,
-        drain=lambda: None,
-        hear_end=lambda: None,
-        attach=lambda deadline: None,
-        advance=lambda plan, ownerless: need,
-        late=lambda plan, timeout: RingFull("late"),
+        space_descriptors=list,
+        clear_space_event=lambda: None,
+        raise_at_owner_end=lambda: None,
+        try_attach=lambda deadline: None,
+        try_put=lambda plan, ownerless: need,
+        timeout_error=lambda plan, timeout: RingFull("late"),
     )
-    steps, answer = producer_module._finish(core, None, need, now + 5.0, 5.0), None  # type: ignore[arg-type]
+    steps, answer = producer_module._complete_put(core, None, need, now + 5.0, 5.0), None  # type: ignore[arg-type]
     with pytest.raises(RingFull):
         while True:
             step = steps.send(answer)

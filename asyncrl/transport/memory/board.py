@@ -10,16 +10,14 @@ Each half is a flat buffer with all weights of one version.
 Guarantees
 * The board is a memfd without a name, so no death of a process leaves a file behind. Its size is sealed.
 * All pages are allocated at creation. A lack of memory is an error with figures there, not a SIGBUS later.
-* A reader's mapping is read-only, and the seal forbids another writable mapping. A reader that writes into a tensor of
-  `half` ends with SIGSEGV and changes nothing.
+* A reader's mapping is read-only, and the seal forbids writable mappings. A reader that writes ends with SIGSEGV.
 * A word in the memfd holds the version of each half. `write` clears the word before the copy and stores the version
   after the copy, and x86-64 keeps this order (`words.py`).
 
 On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd. A
 slab does not stop a reader that writes. The slab's description has a name in /dev/shm until the owner or the next run
 removes that name (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of
-each half and fetches each version once (`fetch`). Without the copy every decode step would read all weights over the
-bus.
+each half and fetches each version once (`fetch`). Otherwise every decode step would read all weights over the bus.
 
 A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
 function that blocks its thread until the device is ready. On a CPU they return None. `wait_for_device` calls the

@@ -8,8 +8,7 @@
 Guarantees
 * A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
   `create` links the file to the name, which fails if the name exists. A live segment is never unlinked.
-* The owner is the process that holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A
-  stopped owner keeps the lock.
+* The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps it.
 * Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
 * If a process ends without `close`, the names of its created segments are removed, unless `keep_at_exit` is set. The
   names of its adopted segments stay.
@@ -354,8 +353,7 @@ def first_gap(taken: Iterable[tuple[int, int]], size: int, capacity: int) -> int
 
 
 def _map(fd: int, total: int) -> mmap.mmap:
-    """Map the file. Python's mmap keeps a duplicate of its descriptor, which would keep the lock; so open the file
-    again."""
+    """Map the file. Python's mmap duplicates its descriptor and so would keep the lock; therefore open the file again."""
     unlocked_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(unlocked_fd, total)

@@ -2,8 +2,7 @@
 
 The allocation comes from the driver and not from torch's allocator, for two reasons. An IPC handle names a whole
 allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
-torch has no IPC handle at all. So a slab works with any PYTORCH_CUDA_ALLOC_CONF. `torch.cuda.memory_allocated()` does
-not count it.
+torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit it.
 
 Source of the rules: the CUDA driver API, "Memory Management".
 * cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and device. If the exporter frees memory that an

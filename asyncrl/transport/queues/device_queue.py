@@ -18,8 +18,7 @@ beyond those of `tensor_queue.py`:
   read the item, join these streams before the release (torch's own rule for freeing a tensor).
 * The memory belongs to the sender and ends with its process. So a sender that closes waits, at most `linger_s`, until
   the receiver has closed and its last tensor is gone. After `linger_s` the sender's process keeps the slab until then.
-  If the process dies, `get` raises `anyio.BrokenResourceError` at once, and the receiver must not use its items any
-  more.
+  If the process dies, `get` raises `anyio.BrokenResourceError`, and the receiver must not use its items any more.
 * If sender and receiver are in one process, the receiver uses the sender's memory directly.
 * `device="cpu"` gives the same queue in shared memory.
 """
@@ -47,8 +46,7 @@ from .tensor_queue import Received, TensorReceiver, TensorSender, attach_receive
 from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, Piece, item_message, number_of, release_message
 
 _TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message: slot, fence after the writes
-# Memory of closed queues that receivers in other processes still map. The end of the socket means that the mapping is
-# gone.
+# Memory of closed queues that receivers in other processes still map. A receiver's socket ends with its mapping.
 _mapped_slabs: list[tuple[socket.socket, DeviceMemory]] = []
 
 

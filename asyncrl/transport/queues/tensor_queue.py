@@ -127,8 +127,7 @@ class TensorSender(_TensorEnd):
         self._post(message)
 
     async def put(self, item: Mapping[str, Any]) -> None:
-        """Wait for a credit and for room, then put. A cancelled `put` has put no item. Errors: as `put_nowait`, also
-        during the wait."""
+        """Wait for a credit and for room, then put. A cancelled `put` has put no item. Errors: as `put_nowait`."""
         while True:
             try:
                 return self.put_nowait(item)

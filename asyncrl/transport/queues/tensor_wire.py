@@ -110,8 +110,7 @@ class MessageSocket:
         on_readable: Callable[[], None],
         on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_readable`: called when messages or an end can be read. `on_sent`: called when the buffer of unsent
-        messages is empty again."""
+        """`on_readable`: called for new messages and the end. `on_sent`: called when the last unsent message is sent."""
         connection.setblocking(False)
         self._on_sent = on_sent
         self._loop = loop

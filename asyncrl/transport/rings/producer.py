@@ -1,14 +1,14 @@
-"""Putting records into somebody else's ring: `Producer` for threads, `AsyncProducer` for one event loop.
+"""Puts records into the ring of another process: `Producer` for threads, `AsyncProducer` for one event loop.
 
-`put()` returned means accepted: the record is in shared memory and survives the death of either process (not a reboot).
-A full ring is backpressure: `put` sleeps in the kernel until the owner released something, and raises `RingFull` at its
-deadline, with nothing put. Where the owner dies, records are accepted as long as there is room, the producer attaches to
-the next owner by itself, and that one finds everything. Where the owner closed in good order, the `put` that waits, or the
-next one, raises `RingDetached` at once; a `put` after that waits for another owner.
-A `put` that raised `RingDetached` may have left its record behind: put the same one again, the owner removes duplicates by
-(epoch, group, member).
+When `put()` returns, the record is accepted: it is in shared memory and survives the death of either process.
 
-Numpy and the standard library only: this is what `asyncrl.client` is made of.
+* Full ring: `put` sleeps in the kernel until a release. At its deadline it raises `RingFull` and has put nothing.
+* Death of the owner: records are accepted while there is room. The producer attaches to the next owner by itself, and
+  the next owner finds all records.
+* Close by the owner: a waiting `put`, or else the next one, raises `RingDetached` at once. Later puts wait for an owner.
+
+A `put` that raised `RingDetached` may have stored its record. Put the same record again: the owner removes duplicates
+by (epoch, group, member). `asyncrl.client` uses this module, so it needs numpy and the standard library alone.
 """
 
 from __future__ import annotations
@@ -37,80 +37,80 @@ from .waits import SLICE_S, Call, Pause, Readable, Waits, block, stopped_s, wait
 
 
 class Need(Enum):
-    """What a put waits for."""
+    """The condition that a put waits for."""
 
-    NOTHING = "nothing"  # it was accepted
+    NOTHING = "nothing"  # the record is accepted
     SPACE = "space"
     OWNER = "owner"
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerStatistics:
-    """What this producer put, and how full its ring is."""
+    """Counts of this producer, and the use of its ring."""
 
     puts: int
     bytes: int
     waits: int  # puts that found the ring full
     attached: bool
     attachments: int
-    records_held: int  # accepted and not yet released
+    records_held: int  # accepted and not released
     bytes_held: int
-    capacity: int  # bytes
+    capacity: int  # bytes for records in the ring
 
 
 class ProducerCore:
-    """The protocol without any waiting: one try to attach, one try to put. Not thread-safe: the two classes below lock."""
+    """The protocol without waits: one try to attach, one try to put. Not thread-safe: its users hold a lock."""
 
     def __init__(self, name: str) -> None:
-        path_of(name)  # a bad name is an error here
+        path_of(name)  # raises for an invalid name
         self.name = name
         self.identity = secrets.token_bytes(16)
         self.closed = False
-        self.unannounced = False  # a record was accepted that perhaps no owner knows of
+        self.unnotified = False  # an accepted record may be unknown to the owner
         self.puts = self.bytes = self.waits = self.attachments = 0
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
         self._attachment: Attachment | None = None
-        self._heard = False  # that the owner ended
+        self._end_raised = False  # whether a put has raised for the owner's end
         self._poll = select.poll()
         self._forks = segments.forks
 
     def check(self) -> None:
-        """Errors: LifecycleError for a producer that was closed, or made before a fork."""
+        """Errors: LifecycleError for a producer that was closed, or was made before a fork."""
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed")
         if self._forks != segments.forks:
             raise LifecycleError(
-                f"the producer of ring {self.name!r} was made before a fork; each process attaches by itself, because a ring "
-                "has one writer"
+                f"the producer of ring {self.name!r} was made before a fork, and a ring has one writer; attach again in this "
+                "process"
             )
 
-    def attach(self, deadline: float) -> Attachment | None:
-        """One try. None where nobody owns a ring of this name now. Errors: RingDetached where the owner refuses."""
+    def try_attach(self, deadline: float) -> Attachment | None:
+        """Try to attach once. Returns None if the ring has no owner. Errors: RingDetached if the owner refuses."""
         self.check()
-        self._forget_attachment()
-        run = Segment.attach(self.name)
+        self._detach()
+        segment = Segment.attach(self.name)
         try:
-            found = rendezvous.attach(run, self.identity, deadline)
+            attachment = rendezvous.attach(segment, self.identity, deadline)
         finally:
-            run.close(unlink=False)
-        if found is None:
+            segment.close(unlink=False)
+        if attachment is None:
             return None
         try:
-            self._use_ring(found.ring)
+            self._open_ring(attachment.ring)
         except BaseException:
-            found.close()
+            attachment.close()
             raise
-        self._attachment = found
-        self._heard = False
-        self.unannounced = False  # whoever lets us in looks at the ring
+        self._attachment = attachment
+        self._end_raised = False
+        self.unnotified = False  # an owner polls the ring when it accepts the producer
         self.attachments += 1
         self._poll = select.poll()
-        self._poll.register(found.connection, select.POLLIN)
-        return found
+        self._poll.register(attachment.connection, select.POLLIN)
+        return attachment
 
-    def advance(self, plan: Plan, *, ownerless: bool) -> Need:
-        """One try to put. `ownerless`: nobody listens now, so put into the ring as it lies there, if it may be kept."""
+    def try_put(self, plan: Plan, *, ownerless: bool) -> Need:
+        """Try to put once. `ownerless`: no owner listens now, so put into the ring without a notification."""
         self.check()
         writer, segment, attachment = self._writer, self._segment, self._attachment
         if writer is None or segment is None or segment.sealed:
@@ -120,70 +120,70 @@ class ProducerCore:
         if not writer.try_put(plan):
             return Need.OWNER if attachment is None else Need.SPACE
         fault("producer.notify")
-        self.unannounced = True
+        self.unnotified = True
         if attachment is not None:
             os.eventfd_write(attachment.data, 1)
-            # Looked at after the record was there: an owner that lived until now was told, or the next one will look.
-            self.unannounced = self._owner_left()
+            # Check the owner after the store: a live owner got the notification, and a new owner polls the ring.
+            self.unnotified = self._owner_disconnected()
         if segment.sealed:
-            # The owner may have looked before the record was there: put it again, elsewhere.
+            # The owner may have polled the ring for the last time before the store: put the record again, elsewhere.
             return Need.OWNER
         self.puts += 1
         self.bytes += plan.size
         return Need.NOTHING
 
-    def space(self) -> list[int]:
-        """The descriptors that become readable when there may be room, or when the owner is gone."""
+    def space_descriptors(self) -> list[int]:
+        """The descriptors to wait for: readable after a release, or after the owner's end."""
         attachment = self._attachment
         return [] if attachment is None else [attachment.space, attachment.connection.fileno()]
 
-    def drain(self) -> None:
-        """Before looking for room again: what is signalled from here on is news."""
-        if self._attachment is not None and not self._owner_left():
+    def clear_space_event(self) -> None:
+        """Call before a new try to put: a release after this call makes the eventfd readable again."""
+        if self._attachment is not None and not self._owner_disconnected():
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._attachment.space)
 
-    def hear_end(self) -> None:
-        """Errors: RingDetached where the owner closed in good order, once for each end: the next put waits for another one."""
-        if self._segment is not None and self._segment.sealed and not self._heard:
-            self._heard = True
+    def raise_at_owner_end(self) -> None:
+        """Raise RingDetached if the owner has closed the ring, once for each end. The next put waits for an owner."""
+        if self._segment is not None and self._segment.sealed and not self._end_raised:
+            self._end_raised = True
             raise RingDetached(
-                f"the owner of ring {self.name!r} ended in good order and takes no records any more; what it accepted is "
-                "trained, dropped or kept for the next owner. Put this one again to wait for that"
+                f"the owner of ring {self.name!r} ended in good order and takes no more records. Accepted records are "
+                "trained, dropped or kept for the next owner. Put this record again to wait for the next owner"
             )
 
-    def late(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
-        """The error of a put whose time is up."""
+    def timeout_error(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
+        """The error of a put that has reached its deadline."""
         if self._segment is not None and self._segment.sealed:
             return RingDetached(
                 f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
-                "Put this one again once the next run is there"
+                "Put this record again when the next run has started"
             )
-        slots = self._writer.memory.slots if self._writer is not None else 0
+        slots = 0 if self._writer is None else self._writer.memory.slots
         records, used, capacity = self._used()
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
-            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put"
+            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put: put it again later"
         )
 
     @property
     def policy_version(self) -> int:
-        """The version the owner last made known; -1 before it did."""
+        """The policy version that the owner published last; -1 before the first one."""
         self.check()
         return -1 if self._writer is None else self._writer.memory.owner[1] - 1
 
     def statistics(self) -> ProducerStatistics:
-        """A snapshot of what this producer put."""
+        """The current counts of this producer."""
         attached = self._attachment is not None
         return ProducerStatistics(self.puts, self.bytes, self.waits, attached, self.attachments, *self._used())
 
     def _used(self) -> tuple[int, int, int]:
-        """(records, bytes) that are accepted and not released, and the bytes that there is room for."""
+        """(records accepted and not released, their bytes, bytes of the payload)."""
         return (0, 0, 0) if self._writer is None else (*self._writer.used(), self._writer.capacity)
 
     def close(self) -> None:
-        """What was accepted stays. Twice is fine."""
+        """Close the ring. Accepted records stay. Closing twice is fine."""
         if self.closed or self._forks != segments.forks:
             self.closed = True
             return
@@ -191,22 +191,22 @@ class ProducerCore:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self._forget_attachment()
-        self._forget_ring()
+        self._detach()
+        self._close_ring()
 
-    def _owner_left(self) -> bool:
-        """The owner speaks only by going away."""
+    def _owner_disconnected(self) -> bool:
+        """Detach if the owner has closed the connection. The owner sends nothing, so a readable connection has ended."""
         if self._attachment is None or not self._poll.poll(0):
             return False
-        self._forget_attachment()
+        self._detach()
         return True
 
-    def _forget_attachment(self) -> None:
+    def _detach(self) -> None:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
 
-    def _use_ring(self, name: str) -> None:
+    def _open_ring(self, name: str) -> None:
         if self._segment is not None and self._segment.name == name:
             return
         segment = Segment.attach(name)
@@ -216,10 +216,10 @@ class ProducerCore:
         except BaseException:
             segment.close(unlink=False)
             raise
-        self._forget_ring()
+        self._close_ring()
         self._segment, self._writer = segment, writer
 
-    def _forget_ring(self) -> None:
+    def _close_ring(self) -> None:
         if self._writer is not None:
             self._writer.memory.release_views()
             self._writer = None
@@ -228,8 +228,8 @@ class ProducerCore:
             self._segment = None
 
 
-class _Shared:
-    """What the two producers have in common beside the waits."""
+class _ProducerBase:
+    """Base of both producers: everything but the waits."""
 
     def __init__(self, core: ProducerCore) -> None:
         self._core = core
@@ -246,8 +246,8 @@ class _Shared:
         return self._core.statistics()
 
 
-class Producer(_Shared):
-    """Synchronous, for any number of threads of one process. A context manager."""
+class Producer(_ProducerBase):
+    """Blocking producer for any number of threads of one process. A context manager."""
 
     def __init__(self, core: ProducerCore) -> None:
         super().__init__(core)
@@ -255,9 +255,9 @@ class Producer(_Shared):
 
     @classmethod
     def attach(cls, name: str, *, timeout: float = 30.0) -> Producer:
-        """Attach to the ring `name` of a running owner, waiting for it at most `timeout` seconds.
+        """Attach to the ring `name` of a running owner; wait at most `timeout` seconds for the owner.
 
-        Errors: RingDetached where there is none or it refuses, PlatformError, ConfigError for the name.
+        Errors: RingDetached if there is no owner or the owner refuses; PlatformError; ConfigError for an invalid name.
         """
         core = ProducerCore(name)
         try:
@@ -268,19 +268,20 @@ class Producer(_Shared):
         return cls(core)
 
     def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """Returns when the record is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
+        """Put a record; returns when it is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
         core, deadline = self._core, time.monotonic() + timeout
+        # The first try avoids the slower `acquire` with a timeout.
         if not (self._lock.acquire(False) or self._lock.acquire(timeout=timeout)):
-            raise core.late(plan, timeout)
+            raise core.timeout_error(plan, timeout)
         try:
-            need = core.advance(plan, ownerless=False)
-            if need is not Need.NOTHING or core.unannounced:
-                block(_finish(core, plan, need, deadline, timeout))
+            need = core.try_put(plan, ownerless=False)
+            if need is not Need.NOTHING or core.unnotified:
+                block(_complete_put(core, plan, need, deadline, timeout))
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Waits for a put in another thread. What was accepted stays. Twice is fine."""
+        """Close after the current put of another thread. Accepted records stay. Closing twice is fine."""
         with self._lock:
             self._core.close()
 
@@ -291,8 +292,8 @@ class Producer(_Shared):
         self.close()
 
 
-class AsyncProducer(_Shared):
-    """For one event loop (asyncio or uvloop). `async with await AsyncProducer.attach(name) as producer`."""
+class AsyncProducer(_ProducerBase):
+    """Producer for one event loop (asyncio or uvloop). `async with await AsyncProducer.attach(name) as producer`."""
 
     def __init__(self, core: ProducerCore) -> None:
         super().__init__(core)
@@ -300,7 +301,7 @@ class AsyncProducer(_Shared):
 
     @classmethod
     async def attach(cls, name: str, *, timeout: float = 30.0) -> AsyncProducer:
-        """As `Producer.attach`; the loop goes on meanwhile."""
+        """As `Producer.attach`, without blocking the loop."""
         core = ProducerCore(name)
         try:
             await wait(_attach(core, time.monotonic() + timeout))
@@ -310,22 +311,22 @@ class AsyncProducer(_Shared):
         return cls(core)
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """Returns when the record is accepted; a cancelled put did not put, unless the owner went away meanwhile."""
+        """As `Producer.put`. A cancelled put has put nothing, unless the owner disconnected meanwhile."""
         core, deadline = self._core, time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
                 await self._lock.acquire()
         except TimeoutError:
-            raise core.late(plan, timeout) from None
+            raise core.timeout_error(plan, timeout) from None
         try:
-            need = core.advance(plan, ownerless=False)
-            if need is not Need.NOTHING or core.unannounced:
-                await wait(_finish(core, plan, need, deadline, timeout))
+            need = core.try_put(plan, ownerless=False)
+            if need is not Need.NOTHING or core.unnotified:
+                await wait(_complete_put(core, plan, need, deadline, timeout))
         finally:
             self._lock.release()
 
     async def close(self) -> None:
-        """As `Producer.close`, for a put in another task."""
+        """As `Producer.close`, after the current put of another task."""
         async with self._lock:
             self._core.close()
 
@@ -337,7 +338,7 @@ class AsyncProducer(_Shared):
 
 
 def _attach(core: ProducerCore, deadline: float) -> Waits:
-    """Errors: RingDetached at the deadline, or where the owner refuses."""
+    """Attach, or raise RingDetached at the deadline or if the owner refuses."""
     pauses = _pauses()
     while (yield Call(partial(_attach_once, core, deadline))) is None:
         if time.monotonic() >= deadline:
@@ -349,41 +350,41 @@ def _attach(core: ProducerCore, deadline: float) -> Waits:
         deadline += stopped_s(began, pause)
 
 
-def _finish(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
-    """The rest of a put that has to wait for `need`, or that no owner heard of."""
-    ownerless, full, pauses = False, False, _pauses()
+def _complete_put(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
+    """The remaining steps of a put that waits for `need`, or whose record no owner may know of."""
+    ownerless, was_full, pauses = False, False, _pauses()
     while True:
         while need is not Need.NOTHING:
             began = time.monotonic()
-            left = min(deadline - began, SLICE_S)
-            if left <= 0:
-                raise core.late(plan, timeout)
+            seconds = min(deadline - began, SLICE_S)
+            if seconds <= 0:
+                raise core.timeout_error(plan, timeout)
             if need is Need.SPACE:
-                core.waits += not full  # each put once
-                full = True
-                yield Readable(core.space(), left)
-                core.drain()
-            elif ownerless:  # nobody listened a moment ago
-                left = min(next(pauses), left)
-                yield Pause(left)
-            # A job that was suspended as a whole finds its owner where it was.
-            deadline += stopped_s(began, left)
+                core.waits += not was_full  # count each put once
+                was_full = True
+                yield Readable(core.space_descriptors(), seconds)
+                core.clear_space_event()
+            elif ownerless:  # the last try to attach found no owner
+                seconds = min(next(pauses), seconds)
+                yield Pause(seconds)
+            # The time in which this process was suspended does not count: the owner may have been suspended too.
+            deadline += stopped_s(began, seconds)
             if need is Need.OWNER:
                 ownerless = (yield Call(partial(_attach_once, core, deadline))) is None
                 if ownerless:
-                    core.hear_end()
-            need = core.advance(plan, ownerless=ownerless)
-        if not core.unannounced:
+                    core.raise_at_owner_end()
+            need = core.try_put(plan, ownerless=ownerless)
+        if not core.unnotified:
             return
-        found = yield Call(partial(_announce, core, deadline))
-        if found is None or not found.fresh:
+        attachment = yield Call(partial(_notify_owner, core, deadline))
+        if attachment is None or not attachment.fresh:
             return
-        # Nobody looks at the ring any more that it lies in (it was damaged): again, into the new one.
-        need = core.advance(plan, ownerless=False)
+        # The ring with the record was damaged and has no reader any more: put the record into the new ring.
+        need = core.try_put(plan, ownerless=False)
 
 
 def _pauses() -> Iterator[float]:
-    """Growing seconds between looks for an owner: the kernel has no event for "a name was bound"."""
+    """Growing pauses in seconds between tries to attach: the kernel has no event for a new owner."""
     seconds = 0.005
     while True:
         yield seconds
@@ -392,16 +393,16 @@ def _pauses() -> Iterator[float]:
 
 def _attach_once(core: ProducerCore, deadline: float) -> Attachment | None:
     try:
-        return core.attach(deadline)
+        return core.try_attach(deadline)
     except FileNotFoundError:
         return None
 
 
-def _announce(core: ProducerCore, deadline: float) -> Attachment | None:
-    """After a put that no owner heard of: look for one again, because one may have come, and looked, in between.
+def _notify_owner(core: ProducerCore, deadline: float) -> Attachment | None:
+    """After a put without a notification, try to attach once: a new owner may have polled the ring before the put.
 
-    An owner listens before it looks at the rings. So if nobody listens even now, the look is still to come and will find
-    the record; and if somebody does, attaching makes it look. The record is accepted either way.
+    An owner listens before it polls the rings. So if no owner listens now, the next owner will poll later and find the
+    record. If an owner listens, it polls the ring when this producer attaches. The record is accepted in both cases.
     """
     with contextlib.suppress(RingDetached):
         return _attach_once(core, deadline)

@@ -2,22 +2,22 @@
 
     async with RecordRing("my-run") as ring:
         async for delivery in ring:                 # a leased record: views of shared memory
-            ...                                     # stash it; when its group was trained or dropped:
+            ...                                     # buffer it; when its group was trained or dropped:
             delivery.release()
 
 Guarantees
-* A record that some `put` returned for is delivered, to this owner or, if that one dies first, to the next: it leaves the
-  ring by `release` only. A new owner gets everything that was not released, oldest first, then what is new.
-* A member is delivered once: duplicates by (epoch, group, member) are released and counted.
-* Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
-  once its records were released. A stopped producer is not dead: its ring waits for it.
-* Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
-* Each producer has a segment of its own, `NAME.ring-...`, that nobody else maps but the owner: who scribbles there damages no other
-  ring. A damaged one is renamed to `NAME.damaged-...` and kept for people to look at, until `asyncrl shm clear NAME
-  --drop-records`; its producer gets another. An opening that fails removes nothing.
-* `end_intake` lets producers go. So does `close`, which keeps the rings with records for the next owner.
+* A record whose `put` returned is delivered to this owner or, if this owner dies first, to the next owner. Only
+  `release` removes a record. A new owner first gets all unreleased records, oldest first, and then new records.
+* A member is delivered once. Duplicates by (epoch, group, member) are released and counted.
+* Torn or damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a
+  dead producer is freed when its records are released. A stopped producer is not dead and keeps its ring.
+* No polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
+* Each producer has its own segment `NAME.ring-...`, which only the producer and the owner map. So a producer that
+  damages its ring damages no other ring. A damaged ring is renamed to `NAME.damaged-...` and kept for inspection until
+  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. A failed opening removes nothing.
+* `end_intake` detaches all producers. `close` does so too, and keeps rings with records for the next owner.
 
-The segment NAME itself holds nothing: its lock says who the owner is, and its header where the owner listens.
+The segment NAME has no data. Its lock shows the owner, and its header has the secret of the owner's address.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -39,51 +40,51 @@ from ...records.read import Record
 from .. import rendezvous
 from ..memory.segment import Segment, locked, new_part, parts_of, path_of
 from ..queues.queue import record_wait, wait_for_wake, wake_all, wake_one
-from .link import Link, Reception
+from .link import Link, ProducerListener
 from .ring import ring_bytes
-from .types import CameBefore, Damage, Delivery, RingSettings, RingStatistics
+from .types import DamageLog, Delivery, RingSettings, RingStatistics, SeenMembers
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
-_REMEMBERED = 1 << 17  # released members that are remembered against duplicates
-# In the place of a slot: the producer is gone, and all that it put was taken.
-_GONE = -1
+_REMEMBERED = 1 << 17  # released members kept to detect duplicates
+# In place of a slot in `_ready`: the producer has ended, and all its records were taken.
+_PRODUCER_END = -1
 
 
 class RecordRing:
-    """See the module. Opened by `async with`, closed in the same loop; one consumer."""
+    """See the module. Open it with `async with`, close it in the same loop, and use one consumer."""
 
     def __init__(self, name: str, settings: RingSettings | None = None) -> None:
         self.name = name
         self.settings = settings or RingSettings()
-        self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
-        self.damage = Damage()
+        # Called with the producer's id after its end, when all its records were taken.
+        self.on_producer_end: Callable[[bytes], None] | None = None
+        self.damage = DamageLog()
         self.recorder: Recorder | None = None
-        self._known = CameBefore(_REMEMBERED)
+        self._seen = SeenMembers(_REMEMBERED)
         self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
-        # Set aside by this owner, which may still hold records of them.
-        self._aside: list[Link] = []
+        self._damaged_links: list[Link] = []  # damaged here; their records may still be in use
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._segment: Segment | None = None  # of the name itself
         self._version = -1
-        self._reception: Reception | None = None  # None: the intake has not begun, or ended
-        self._data = -1  # eventfd: something was put
-        self._failure: Exception | None = None  # of a callback of the loop
+        self._listener: ProducerListener | None = None  # None before and after the intake
+        self._data_event = -1  # eventfd that producers write after a put
+        self._failure: Exception | None = None  # of a callback
         self._state = "new"
 
-    # -- life
+    # -- opening and closing
 
     async def __aenter__(self) -> RecordRing:
         if self._state != "new":
-            raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
+            raise LifecycleError(f"record ring {self.name!r} was opened before; make a new RecordRing")
         self._loop = asyncio.get_running_loop()
         try:
             self._open()
         except BaseException:
-            self._let_go_of_all(keep=self._segment is not None and self._segment.adopted)
+            self._close_all(keep=self._segment is not None and self._segment.adopted)
             raise
         return self
 
@@ -93,29 +94,31 @@ class RecordRing:
     def _open(self) -> None:
         for name in parts_of(self.name, "damaged"):
             self.damage.add(f"{path_of(name)} is damaged and kept until `asyncrl shm clear {self.name} --drop-records`")
-        self._segment = segment = self._own_name()
-        self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Before the look at the rings, see `ProducerCore.advance`.
-        self._reception = Reception(self._loop, rendezvous.listen(segment), self._counts, self._call, self._on_hello)
-        self._loop.add_reader(self._data, self._call, self._on_data)
-        found = []
+        self._segment = segment = self._acquire_name()
+        self._data_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Listen before reading the rings: `_notify_owner` in producer.py relies on this order.
+        self._listener = ProducerListener(
+            self._loop, rendezvous.listen(segment), self._counts, self._run_callback, self._on_hello
+        )
+        self._loop.add_reader(self._data_event, self._run_callback, self._on_data)
+        replayed = []
         for name in parts_of(self.name, "ring"):
-            link = self._adopt(name)
+            link = self._adopt_ring(name)
             if link is not None:
                 self._links[link.producer] = link
-                found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
-        found.sort(key=lambda one: one[0])
-        self._ready.extend((link, slot, sequence) for sequence, link, slot in found)
-        self._counts.replayed = len(found)
+                replayed += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
+        replayed.sort(key=itemgetter(0))
+        self._ready.extend((link, slot, sequence) for sequence, link, slot in replayed)
+        self._counts.replayed = len(replayed)
         for link in list(self._links.values()):
             self._watch(link)
-            # It may have closed in good order while nobody owned its ring.
-            self._announce_if_gone(link)
+            # A producer may have closed its ring while the ring had no owner.
+            self._announce_end(link)
         segment.keep_at_exit(True)
         self._state = "open"
 
-    def _own_name(self) -> Segment:
-        """The segment of the name, adopted or made. Errors: ArenaOwned, OutOfMemory."""
+    def _acquire_name(self) -> Segment:
+        """Adopt or create the segment of the name. Errors: ArenaOwned, OutOfMemory."""
         while True:
             try:
                 return Segment.adopt(self.name)
@@ -123,17 +126,17 @@ class RecordRing:
                 pass
             except SegmentDamaged as error:
                 with contextlib.suppress(FileNotFoundError), locked(self.name):
-                    self._set_aside(self.name, str(error))
+                    self._rename_damaged(self.name, str(error))
                 continue
             try:
                 return Segment.create(self.name, 0)
             except TransportError as error:
                 if isinstance(error, ArenaOwned | OutOfMemory):
                     raise
-                # Its owner died between the two tries: adopt it.
+                # The owner died between `adopt` and `create`: adopt its segment.
 
-    def _adopt(self, name: str) -> Link | None:
-        """The ring of an earlier owner. None where it is damaged, or went just now; a damaged one is set aside."""
+    def _adopt_ring(self, name: str) -> Link | None:
+        """The ring of an earlier owner. None for a ring that was just removed, or is damaged and therefore renamed."""
         try:
             link = Link(Segment.adopt(name))
         except FileNotFoundError:
@@ -141,35 +144,35 @@ class RecordRing:
         except ArenaOwned:
             raise
         except TransportError as error:
-            self._set_aside(name, str(error))
+            self._rename_damaged(name, str(error))
             return None
         link.segment.keep_at_exit(True)
         return link
 
-    def _set_aside(self, name: str, reason: str) -> None:
-        """Rename a damaged segment, so that no owner looks for records in it."""
-        aside = new_part(self.name, "damaged")
-        with contextlib.suppress(FileNotFoundError):  # somebody removed the name
-            os.rename(path_of(name), path_of(aside))
+    def _rename_damaged(self, name: str, reason: str) -> None:
+        """Rename a damaged segment, so that no owner reads records from it."""
+        new_name = new_part(self.name, "damaged")
+        with contextlib.suppress(FileNotFoundError):  # another process removed the name
+            os.rename(path_of(name), path_of(new_name))
         self.damage.add(
-            f"{path_of(name)} is damaged: {reason}. It was renamed to {path_of(aside)} and is kept, with the records that may "
+            f"{path_of(name)} is damaged: {reason}. It was renamed to {path_of(new_name)} and is kept, with the records that may "
             f"lie in it, until `asyncrl shm clear {self.name} --drop-records`. Other rings go on"
         )
 
     def end_intake(self) -> None:
-        """Let nothing more in: a `put` that waits raises now. What is here can be taken and released. Twice is fine."""
-        if self._reception is None:
+        """Refuse new records: a waiting `put` raises now. Earlier records can be taken and released. Twice is fine."""
+        if self._listener is None:
             return
         for link in list(self._links.values()):
-            self._gather(link)
+            self._poll_ring(link)
         for link in self._links.values():
-            # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
+            # A later `put` sees the seal and may put its record elsewhere, so only the next owner reads it here.
             link.segment.seal()
             link.disconnect(self._loop)
-        self._close_reception()
+        self._close_listener()
 
     def close(self) -> bool:
-        """Stop. True where records were left for the next owner, or a damaged ring. Twice is fine."""
+        """Close. Returns whether records or a damaged ring were kept for the next owner. Closing twice is fine."""
         if self._state != "open":
             self._state = "closed"
             return False
@@ -178,18 +181,18 @@ class RecordRing:
             if not link.holds_records():
                 del self._links[producer]
                 link.close(self._loop, unlink=True)
-        return self._let_go_of_all(keep=False)
+        return self._close_all(keep=False)
 
-    def _let_go_of_all(self, *, keep: bool) -> bool:
-        """`keep`: the name stays also where no ring is left. Returns whether it stays."""
+    def _close_all(self, *, keep: bool) -> bool:
+        """Close all rings. `keep`: keep the name even without rings. Returns whether the name was kept."""
         self._state = "closed"
         wake_all(self._getters)
-        for link in (*self._links.values(), *self._aside):
+        for link in (*self._links.values(), *self._damaged_links):
             link.close(self._loop, unlink=False)
-        self._close_reception()
-        if self._data >= 0:
-            self._loop.remove_reader(self._data)
-            os.close(self._data)
+        self._close_listener()
+        if self._data_event >= 0:
+            self._loop.remove_reader(self._data_event)
+            os.close(self._data_event)
         if self._segment is None:
             return False
         keep = keep or bool(parts_of(self.name, "ring", "damaged"))
@@ -199,15 +202,15 @@ class RecordRing:
     # -- records
 
     def get_nowait(self) -> Delivery:
-        """Errors: anyio.WouldBlock where nothing is there, anyio.ClosedResourceError."""
+        """The next record. Errors: anyio.WouldBlock without a record, anyio.ClosedResourceError."""
         while True:
             self._check_open()
             if not self._ready:
                 raise anyio.WouldBlock
             link, slot, sequence = self._ready.popleft()
-            if slot == _GONE:
-                if self.on_gone is not None:
-                    self.on_gone(link.producer)
+            if slot == _PRODUCER_END:
+                if self.on_producer_end is not None:
+                    self.on_producer_end(link.producer)
                 continue
             try:
                 record = link.reader.take(slot, sequence)
@@ -216,7 +219,7 @@ class RecordRing:
                 self._release(link, slot, sequence)
                 continue
             members = tuple(record.members.tolist())
-            fresh = self._known.fresh((record.epoch, record.group), members)
+            fresh = self._seen.add((record.epoch, record.group), members)
             self._counts.duplicates += len(members) - len(fresh)
             if fresh:
                 self._counts.records += 1
@@ -224,7 +227,7 @@ class RecordRing:
             self._release(link, slot, sequence)
 
     def get(self) -> Coroutine[Any, Any, Delivery]:
-        """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
+        """Wait for a record. A cancelled `get` has taken no record. Errors: anyio.ClosedResourceError."""
         return self._next(anyio.ClosedResourceError)
 
     def __aiter__(self) -> RecordRing:
@@ -234,12 +237,12 @@ class RecordRing:
         return self._next(StopAsyncIteration)
 
     async def _next(self, ended: type[Exception]) -> Delivery:
-        """One coroutine for both: each more is resumed at every record."""
+        # `get` and `async for` return this coroutine: every further coroutine would cost time at each record.
         while True:
             if self._ready or self._state != "open" or self._failure is not None:
                 try:
                     return self.get_nowait()
-                except anyio.WouldBlock:  # of what was there nothing was new
+                except anyio.WouldBlock:  # only duplicates, torn records and ends were ready
                     pass
                 except anyio.ClosedResourceError:
                     raise ended from None
@@ -250,14 +253,14 @@ class RecordRing:
                     await wait_for_wake(self._getters)
 
     def publish_version(self, version: int) -> None:
-        """Let every producer know the policy version."""
+        """Publish the policy version to all producers."""
         self._check_open()
         self._version = version
         for link in self._links.values():
             link.memory.owner.store(1, version + 1)
 
     def statistics(self) -> RingStatistics:
-        """A snapshot, over all rings."""
+        """The current counts over all rings."""
         counts, readers = self._counts, [link.reader for link in self._links.values()]
         return replace(
             counts,
@@ -269,7 +272,7 @@ class RecordRing:
             damaged=self.damage.count,
         )
 
-    # -- inside
+    # -- internals
 
     def _check_open(self) -> None:
         if self._state == "new":
@@ -281,19 +284,19 @@ class RecordRing:
 
     def _on_release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
-            return  # the next owner gets it again
-        self._known.leave((record.epoch, record.group), tuple(record.members.tolist()))
+            return  # the next owner delivers the record again
+        self._seen.remove((record.epoch, record.group), tuple(record.members.tolist()))
         self._counts.released += 1
         self._release(link, slot, record.sequence)
 
     def _release(self, link: Link, slot: int, sequence: int) -> None:
         link.reader.release(slot, sequence)
-        if link.space is not None:
-            os.eventfd_write(link.space, 1)
-        self._free_if_done(link)
+        if link.space_event is not None:
+            os.eventfd_write(link.space_event, 1)
+        self._free_if_ended(link)
 
-    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
-        """From the loop, which would log an error of ours and go on: who takes records gets it instead of waiting for ever."""
+    def _run_callback(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a callback of the loop. The loop would only log an exception; so keep it and raise it in the consumer."""
         try:
             callback(*arguments)
         except Exception as error:
@@ -301,42 +304,42 @@ class RecordRing:
             wake_all(self._getters)
 
     def _on_data(self) -> None:
-        try:  # noqa: SIM105 - `suppress` is a third of what this costs
-            os.eventfd_read(self._data)
+        try:  # noqa: SIM105 - `suppress` takes three times as long
+            os.eventfd_read(self._data_event)
         except BlockingIOError:
             pass
         for link in list(self._links.values()):
-            self._gather(link)
+            self._poll_ring(link)
 
-    def _gather(self, link: Link) -> None:
-        if self._reception is None:  # the intake ended
+    def _poll_ring(self, link: Link) -> None:
+        if self._listener is None:  # after the intake
             return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
             wake_one(self._getters)
         if link.reader.lost and self._links.get(link.producer) is link:
-            # What was found in it can be taken; its producer attaches again, and gets another ring.
-            self._forget(link)
-            self._aside.append(link)
-            link.leave(self._loop)
+            # Records found before can still be taken. The producer attaches again and gets a new ring.
+            self._drop_link(link)
+            self._damaged_links.append(link)
+            link.close_descriptors(self._loop)
             reason = f"accepted records of producer {link.producer.hex()} are not where they belong"
-            self._set_aside(link.segment.name, reason)
+            self._rename_damaged(link.segment.name, reason)
 
-    def _forget(self, link: Link) -> None:
-        """What its reader counted stays."""
+    def _drop_link(self, link: Link) -> None:
+        """Remove a link, and add its reader's counts to the owner's."""
         self._counts.passed_over += link.reader.passed_over
         self._counts.torn += link.reader.lost
         del self._links[link.producer]
 
-    # -- producers come and go
+    # -- producers
 
-    def _close_reception(self) -> None:
-        if self._reception is not None:
-            self._reception.close()
-            self._reception = None
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _on_hello(self, connection: socket.socket) -> None:
-        assert self._reception is not None
+        assert self._listener is not None
         try:
             message, fds = rendezvous.receive(connection)
             for fd in fds:
@@ -345,60 +348,61 @@ class RecordRing:
         except BlockingIOError:
             return
         except (EOFError, OSError):
-            self._reception.dismiss(connection)
+            self._listener.reject(connection)
             return
         except TransportError as error:
             self._counts.refused += 1
             with contextlib.suppress(OSError):
                 rendezvous.send(connection, {"error": str(error)[:2000]})
-            self._reception.dismiss(connection)
+            self._listener.reject(connection)
             return
         except Exception:
-            self._reception.dismiss(connection)  # the producer waits for an answer, which will not come
+            self._listener.reject(connection)  # the producer waits for an answer
             raise
-        self._reception.let_in(connection)
-        link.connect(self._loop, connection, partial(self._call, self._on_connection))
-        self._gather(link)  # what was put while nobody owned the ring
+        self._listener.hand_over(connection)
+        link.connect(self._loop, connection, partial(self._run_callback, self._on_connection))
+        self._poll_ring(link)  # records that were put while the ring had no owner
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
-        """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
+        """Answer a hello with the producer's ring, an old one or a new one. Errors: TransportError to send back."""
         producer = rendezvous.introduced(message)
         link = self._links.get(producer)
         fresh = link is None
         if link is None:
             link = self._new_link(producer, rendezvous.peer(connection)[0])
         answer = {"ring": link.segment.name, "fresh": fresh}
-        rendezvous.send(connection, answer, [self._data, link.open_space()])
+        rendezvous.send(connection, answer, [self._data_event, link.open_space_event()])
         return link
 
     def _new_link(self, producer: bytes, pid: int) -> Link:
-        """Errors: OutOfMemory; TransportError where the producer has died meanwhile."""
-        s = self.settings
-        size, used = ring_bytes(s.slots, s.ring_bytes), sum(len(link.segment.data) for link in self._links.values())
-        if used + size > s.size:
+        """A new ring for a producer. Errors: OutOfMemory; TransportError if the producer has died meanwhile."""
+        settings = self.settings
+        size = ring_bytes(settings.slots, settings.ring_bytes)
+        used = sum(len(link.segment.data) for link in self._links.values())
+        if used + size > settings.size:
             raise OutOfMemory(
-                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {s.size:,} bytes, and one "
-                f"more takes {size:,} (door.ring_mib, door.producer_mib)"
+                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {settings.size:,} bytes, and "
+                f"one more takes {size:,}; raise door.ring_mib or lower door.producer_mib"
             )
         name = new_part(self.name, "ring")
-        self._links[producer] = link = Link.create(name, producer, pid, s.slots, s.ring_bytes)
+        self._links[producer] = link = Link.create(name, producer, pid, settings.slots, settings.ring_bytes)
         try:
             link.memory.owner.store(1, self._version + 1)
             self._watch(link)
-        except BaseException:  # its death would not be noticed
+        except BaseException:  # without a watch nobody would notice a death
             self._links.pop(producer).close(self._loop, unlink=True)
             raise
         if link.dead:
-            raise TransportError("the producer died while it attached")
+            raise TransportError("the producer died while it attached; start it again")
         link.segment.keep_at_exit(True)
         return link
 
     def _watch(self, link: Link) -> None:
-        if not link.watch(self._loop, partial(self._call, self._on_death)):
+        if not link.watch_process(self._loop, partial(self._run_callback, self._on_death)):
             self._on_death(link)
 
     def _on_connection(self, link: Link) -> None:
-        """The producer closed its end, or died: a producer never speaks here."""
+        """The producer closed its end or died. A producer sends nothing after its hello."""
         connection = link.connection
         if connection is None:
             return
@@ -406,34 +410,34 @@ class RecordRing:
             if connection.recv(1):
                 return
         link.disconnect(self._loop)
-        self._gather(link)
+        self._poll_ring(link)
         if link.ended():
-            self._announce_if_gone(link)
-        elif link.invisible:
+            self._announce_end(link)
+        elif link.process_hidden:
             self._on_death(link)
 
     def _on_death(self, link: Link) -> None:
-        """The process is gone: nothing will be stored any more, so this look is the last."""
-        link.died(self._loop)
-        self._gather(link)
-        if not link.closed_well:
+        """The process has ended, so no later put can follow this last poll."""
+        link.mark_dead(self._loop)
+        self._poll_ring(link)
+        if not link.closed_in_order:
             self._counts.deaths += 1
-            self._counts.half_written += link.memory.unpublished()
-        self._announce_if_gone(link)
+            self._counts.half_written += link.memory.has_unfinished_put()
+        self._announce_end(link)
 
-    def _announce_if_gone(self, link: Link) -> None:
-        """Behind its last record, so that who takes records hears of it in order."""
-        if link.ended() and not link.gone:
-            link.gone = True
-            self._ready.append((link, _GONE, 0))
+    def _announce_end(self, link: Link) -> None:
+        """Queue the end behind the producer's last record, so that the consumer gets both in order."""
+        if link.ended() and not link.end_announced:
+            link.end_announced = True
+            self._ready.append((link, _PRODUCER_END, 0))
             wake_one(self._getters)
-        self._free_if_done(link)
+        self._free_if_ended(link)
 
-    def _free_if_done(self, link: Link) -> None:
+    def _free_if_ended(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
             return
-        if self._reception is None:  # the intake ended: what was not looked at may lie in it
+        if self._listener is None:  # after the intake, records may be unpolled
             return
-        self._forget(link)
+        self._drop_link(link)
         link.close(self._loop, unlink=True)
         self._counts.reclaimed += 1

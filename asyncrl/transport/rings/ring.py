@@ -1,22 +1,22 @@
 """One producer's ring in shared memory: descriptors in order, payload that is freed in any order.
 
-A ring is the data of one segment, written by one producer and one consumer, without locks:
+A ring is the data of one segment. One producer and one consumer write words and payload, without locks:
 
     0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), its pid and start time, CRC32 of these
-    128   head       producer   positions given out; a record is accepted by the store that raises the head over it
-    192   releases   consumer   XOR of `released`, stored before it;  policy version + 1 (0: not known)
-    256   state      producer   1 attached, 2 closed in good order;  position being written + 1
-    320   sequences  producer   [slots] position + 1 of the record whose descriptor lies here
-          released   consumer   [slots] the sequence that was given back
-          offsets, sizes, checks  producer   [slots] place in the payload; CRC32 of (sequence, offset, size)
+    128   head       producer   positions given out; the store that raises the head past a record accepts the record
+    192   releases   consumer   XOR of all words `released`, stored before `released`;  policy version + 1 (0: none)
+    256   state      producer   1 attached, 2 closed by the producer;  position of the last put that was begun, + 1
+    320   sequences  producer   [slots] position + 1 of the slot's record
+          released   consumer   [slots] sequence of the slot's last released record
+          offsets, sizes, checks  producer   [slots] start and bytes in the payload; CRC32 of (sequence, offset, size)
           payload
 
-A position belongs to slot `position mod slots`. A slot is live while its sequence is below the head's and not released.
-Positions whose slot is still live are passed over, so a group that is trained late holds up nothing but its own bytes.
-Positions are 64-bit and only grow; they do not wrap in the life of the universe.
+A position belongs to slot `position mod slots`. A slot is in use while its sequence is at most the head and not
+released. A put passes over the positions of slots in use, so a group that is trained late blocks its own bytes only.
+Positions have 64 bits and only grow, so they never wrap.
 
-The order of a put, each a store that may be the last before a kill: `writing`, payload, descriptor, sequence, head. Until
-the head the slot is not live, so nothing half-written can be taken for a record; from the head on the record is whole.
+A put stores in this order: begun position, payload, descriptor, sequence, head. A kill may follow any of these stores.
+Before the store of the head the slot is not in use, so no reader can take an unfinished record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHECK = struct.Struct("<QQQ")
 
 
 def ring_bytes(slots: int, payload: int) -> int:
-    """Bytes of a ring of `slots` descriptors and `payload` bytes."""
+    """The bytes of a ring with `slots` descriptors and `payload` bytes of payload."""
     return _payload_at(slots) + payload
 
 
@@ -51,7 +51,7 @@ def _payload_at(slots: int) -> int:
 
 
 def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, started: int) -> None:
-    """Make `buffer`, which holds zeros, an empty ring for the producer process `pid`, which began at clock tick `started`."""
+    """Make an empty ring of zeros in `buffer`, for the producer process `pid` that started at clock tick `started`."""
     payload_at = _payload_at(slots)
     static = _STATIC.pack(MAGIC, VERSION, slots, payload_at, len(buffer) - payload_at, producer, pid, started)
     static += zlib.crc32(static).to_bytes(4, "little")
@@ -60,16 +60,16 @@ def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, start
 
 
 class RingMemory:
-    """The words of a ring. Errors: TransportError for bytes that are none."""
+    """The words and the payload of a ring. Errors: TransportError for bytes that are no ring."""
 
     def __init__(self, buffer: memoryview) -> None:
         if len(buffer) < _ARRAYS_AT:
-            raise TransportError(f"{len(buffer)} bytes are no ring")
+            raise TransportError(f"{len(buffer)} bytes are too few for a ring, which has at least {_ARRAYS_AT}")
         static, crc = buffer[: _STATIC.size], buffer[_STATIC.size : _STATIC.size + 4]
         magic, version, slots, payload_at, payload, producer, pid, started = _STATIC.unpack(static)
         good = magic == MAGIC and version == VERSION and zlib.crc32(static) == int.from_bytes(crc, "little")
         if not good or payload_at != _payload_at(slots) or payload_at + payload > len(buffer):
-            raise TransportError(f"these {len(buffer)} bytes are no ring of version {VERSION}, or damaged")
+            raise TransportError(f"these {len(buffer)} bytes are a damaged ring, or no ring of version {VERSION}")
         self.slots: int = slots
         self.producer: bytes = producer
         self.pid: int = pid
@@ -78,110 +78,115 @@ class RingMemory:
         self.head = Words(buffer, _HEAD_AT, 1, "ring.head")
         self.owner = Words(buffer, _OWNER_AT, 2, "ring.owner")
         self.state = Words(buffer, _STATE_AT, 2, "ring.state")
-        at = _ARRAYS_AT
-        self.sequences = Words(buffer, at, slots, "ring.sequence")
-        self.released = Words(buffer, at + 8 * slots, slots, "ring.released")
-        self.offsets = Words(buffer, at + 16 * slots, slots, "ring.offset")
-        self.sizes = Words(buffer, at + 24 * slots, slots, "ring.size")
-        self.checks = Words(buffer, at + 32 * slots, slots, "ring.check")
+        start = _ARRAYS_AT
+        self.sequences = Words(buffer, start, slots, "ring.sequence")
+        self.released = Words(buffer, start + 8 * slots, slots, "ring.released")
+        self.offsets = Words(buffer, start + 16 * slots, slots, "ring.offset")
+        self.sizes = Words(buffer, start + 24 * slots, slots, "ring.size")
+        self.checks = Words(buffer, start + 32 * slots, slots, "ring.check")
 
-    def live(self) -> list[int]:
-        """The slots of accepted records that were not released, oldest first."""
+    def live_slots(self) -> list[int]:
+        """The slots in use (accepted records that were not released), oldest record first."""
         head = self.head[0]
         sequences = self.sequences.view.tolist()
         released = self.released.view.tolist()
-        found = [(s, slot) for slot, s in enumerate(sequences) if s != released[slot] and s <= head]
-        return [slot for _, slot in sorted(found)]
+        used = [(number, slot) for slot, number in enumerate(sequences) if number != released[slot] and number <= head]
+        return [slot for _, slot in sorted(used)]
 
-    def unpublished(self) -> bool:
-        """The producer began a record that was never accepted."""
+    def has_unfinished_put(self) -> bool:
+        """Whether the producer began a put that is not accepted, or not yet."""
         return self.state[1] > self.head[0]
 
-    def contradiction(self) -> str:
-        """What in the words of this ring cannot be, or "". Its producer may put meanwhile; no owner may release."""
+    def find_damage(self) -> str:
+        """The first impossible state of the words, or "". During the check the producer may put; do not release."""
         head = self.head[0]
         sequences = np.array(self.sequences.view)
-        later, latest = self.head[0], int(sequences.max())
+        # The head is read again, because a put may have been accepted meanwhile.
+        later_head, latest = self.head[0], int(sequences.max())
         released = np.array(self.released.view)
         slots, one = np.arange(self.slots, dtype=np.uint64), np.uint64(1)
-        if not head <= latest <= later + 1:
+        if not head <= latest <= later_head + 1:
             return f"its head says {head} records, its latest has number {latest}"
         for numbers in (sequences, released):
             if bool(((numbers != 0) & ((numbers - one) % np.uint64(self.slots) != slots)).any()):
-                return "a record lies where its number does not belong"
+                return "a record is in a slot that does not match its number"
         if bool((released > sequences).any()):
-            return "a record is released that was never put"
+            return "a slot has released a record that was never put"
         unwritten = (sequences == 0) & (np.array(self.sizes.view) != 0)
-        if self.unpublished():
-            unwritten[(self.state[1] - 1) % self.slots] = False  # its producer died in this put
+        if self.has_unfinished_put():
+            unwritten[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
         if bool(unwritten.any()):
             return "a record has lost its number"
-        begun = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
-        if begun and not bool((released ^ sequences == np.uint64(begun)).any()):
-            return "records are marked as released that were not"
+        # Nonzero if the last owner was killed between the two stores of a release: then one slot has this difference.
+        unfinished = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
+        if unfinished and not bool((released ^ sequences == np.uint64(unfinished)).any()):
+            return "records are marked as released that no owner released"
         return "" if self.state[0] in (ATTACHED, CLOSED) else f"its state is {self.state[0]}"
 
-    def forget_begun_release(self) -> None:
-        """For a new owner: the last one was killed between the two stores of a release, which never was."""
+    def undo_unfinished_release(self) -> None:
+        """For a new owner: if the last owner was killed between the two stores of a release, undo the first store."""
         released = int(np.bitwise_xor.reduce(np.array(self.released.view)))
         if self.owner[0] != released:
             self.owner.store(0, released)
 
     def release_views(self) -> None:
-        """Let go of the memory, so that its mapping can close."""
+        """Release all views, so that the mapping can be closed."""
         for name in ("head", "owner", "state", "sequences", "released", "offsets", "sizes", "checks"):
             getattr(self, name).release()
         self.payload.release()
 
 
 class RingWriter:
-    """The producer's side. Not thread-safe: its owner locks."""
+    """The producer's side. Not thread-safe: the producer holds a lock."""
 
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.capacity = len(memory.payload)
-        # Slot -> (sequence, start, size) of each record that was accepted and not released. Kept here and not read from the ring at
-        # each put, so that whoever writes over the words of the ring does not make this writer write over a record.
-        self._held: dict[int, tuple[int, int, int]] = {}
-        self._read_held()
+        # Slot -> (sequence, start, size) of each accepted, unreleased record. This copy protects records from a put
+        # after damage to the words of the ring.
+        self._unreleased: dict[int, tuple[int, int, int]] = {}
+        self._reread_words()
 
     def used(self) -> tuple[int, int]:
-        """(records, bytes) that are accepted and not released."""
+        """(records, bytes) that were accepted and not released."""
         released = self.memory.released.view
-        sizes = [size for slot, (sequence, _, size) in tuple(self._held.items()) if released[slot] != sequence]
+        records = tuple(self._unreleased.items())
+        sizes = [size for slot, (sequence, _start, size) in records if released[slot] != sequence]
         return len(sizes), sum(sizes)
 
     def try_put(self, plan: Plan) -> bool:
-        """Write and publish; False where there is no room now. Errors: RecordTooLarge where there never will be."""
+        """Write and publish a record. Returns False without room. Errors: RecordTooLarge if an empty ring has no room."""
         if plan.size > self.capacity:
             raise RecordTooLarge(
-                f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self.capacity:,}. Make the "
+                f"group {plan.draft.group}: its record has {plan.size:,} bytes, but a ring holds {self.capacity:,}. Make the "
                 "owner's rings larger, or put the members of the group in several records"
             )
         memory, released = self.memory, self.memory.released.view
-        self._held = held = {slot: each for slot, each in self._held.items() if released[slot] != each[0]}
-        start = first_gap([(start, size) for _, start, size in held.values()], plan.size, self.capacity)
-        if start is None or len(held) == memory.slots:
+        self._unreleased = unreleased = {
+            slot: record for slot, record in self._unreleased.items() if released[slot] != record[0]
+        }
+        start = first_gap([(start, size) for _, start, size in unreleased.values()], plan.size, self.capacity)
+        if start is None or len(unreleased) == memory.slots:
             return False
         position = memory.head[0]
-        while position % memory.slots in held:
+        while position % memory.slots in unreleased:
             position += 1
         try:
             self._publish(plan, position % memory.slots, start, position + 1)
         except BaseException:
-            # Ctrl-C comes anywhere: only the words say whether the record was accepted.
-            self._read_held()
+            # Ctrl-C may interrupt anywhere, and only the words show whether the record was accepted.
+            self._reread_words()
             raise
         return True
 
-    def _read_held(self) -> None:
+    def _reread_words(self) -> None:
         memory = self.memory
-        self._held = {
-            slot: (memory.sequences[slot], memory.offsets[slot], memory.sizes[slot]) for slot in memory.live()
+        self._unreleased = {
+            slot: (memory.sequences[slot], memory.offsets[slot], memory.sizes[slot]) for slot in memory.live_slots()
         }
 
     def close(self) -> None:
-        """Nothing will be put any more."""
+        """Mark the ring as closed by its producer, and release the views."""
         self.memory.state.store(0, CLOSED)
         self.memory.release_views()
 
@@ -193,71 +198,70 @@ class RingWriter:
         memory.sizes.store(slot, size)
         memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, size)))
         memory.sequences.store(slot, sequence)
-        # From this store on the record is accepted.
-        memory.head.store(0, sequence)
-        self._held[slot] = sequence, start, size
+        memory.head.store(0, sequence)  # accepts the record
+        self._unreleased[slot] = sequence, start, size
 
 
 class RingReader:
-    """The consumer's side. A new owner starts with `replay`, then `poll`."""
+    """The consumer's side. A new owner first calls `replay`, then `poll`."""
 
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
-        # Positions that hold no descriptor at all, and heads that went back.
+        # Damage: positions without a valid descriptor, and decreases of the head.
         self.lost = 0
-        self.passed_over = 0  # positions whose slot was still live
+        self.passed_over = 0  # positions that puts skipped, as their slots were in use
         self._next = 0
 
     def replay(self) -> list[tuple[int, int]]:
-        """(slot, sequence) of every accepted record that no owner released, oldest first."""
+        """(slot, sequence) of every accepted, unreleased record, oldest first."""
         self._next = self.memory.head[0]
-        live = [(slot, self.memory.sequences[slot]) for slot in self.memory.live()]
-        # The head may have grown in between: `poll` will see those positions, so they are left to it.
-        found = [(slot, sequence) for slot, sequence in live if sequence <= self._next]
-        self.outstanding += len(found)
-        return found
+        live_slots = [(slot, self.memory.sequences[slot]) for slot in self.memory.live_slots()]
+        # The head may have grown meanwhile. `poll` finds the later records.
+        records = [(slot, sequence) for slot, sequence in live_slots if sequence <= self._next]
+        self.outstanding += len(records)
+        return records
 
     def poll(self) -> list[tuple[int, int]]:
-        """(slot, sequence) of what was accepted since the last look."""
+        """(slot, sequence) of every record that was accepted since the last `poll` or `replay`."""
         memory, head, first = self.memory, self.memory.head.view[0], self._next
-        # A put that fills one slot can have passed over all others.
+        # At most `slots` records are unreleased, and each put passed over fewer than `slots` positions.
         if head > first + memory.slots**2:
             self.lost += head - first
             first = head
         if head < first:
             self.lost += 1
             return []
-        found = []
+        records = []
         for position in range(first, head):
             slot = position % memory.slots
             sequence = memory.sequences.view[slot]
             if sequence == position + 1:
-                found.append((slot, sequence))
+                records.append((slot, sequence))
             elif sequence and (sequence - 1) % memory.slots == slot:
-                # An earlier record was live here when this position was given out (it may be gone by now, and a later
-                # one here). A record put at this very position would still be here: it leaves by our release only.
+                # The put passed over this position, because its slot was in use. A record put at this position would
+                # still be here, because only our `release` frees a slot.
                 self.passed_over += 1
             else:
                 self.lost += 1
         self._next = head
-        self.outstanding += len(found)
-        return found
+        self.outstanding += len(records)
+        return records
 
     def take(self, slot: int, sequence: int) -> Record:
-        """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
+        """The record, as views of the payload. Errors: RecordError for damage; then only call `release`."""
         memory, payload = self.memory, self.memory.payload
         start, size = memory.offsets.view[slot], memory.sizes.view[slot]
         check = zlib.crc32(_CHECK.pack(sequence, start, size))
         if check != memory.checks.view[slot] or start + size > len(payload):
-            raise RecordError(f"the descriptor of record {sequence} is damaged")
+            raise RecordError(f"the descriptor of record {sequence} is damaged; skip the record")
         return read(payload[start : start + size], sequence=sequence)
 
     def release(self, slot: int, sequence: int) -> None:
-        """The producer may use slot and payload again."""
+        """Free the slot and the payload of a record for the producer."""
         fault("ring.release")
         memory = self.memory
-        # First, so that a word of `released` that is ahead of it was never stored by an owner.
+        # Store the XOR first: then a word `released` that contradicts the XOR was not stored by an owner.
         memory.owner.store(0, memory.owner.view[0] ^ memory.released.view[slot] ^ sequence)
         memory.released.store(slot, sequence)
         self.outstanding -= 1

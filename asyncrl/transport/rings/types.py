@@ -1,4 +1,4 @@
-"""What belongs to the owner of record rings: their sizes, its counts, what it hands out, damage, and which members came before."""
+"""Types of the record rings' owner: settings, counts, a delivered record, the damage log, and the seen members."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from dataclasses import dataclass
 
 from ...records.read import Record
 
-_Group = tuple[int, int]  # (epoch, group)
+_GroupKey = tuple[int, int]  # (epoch, group)
 
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """The sizes of an owner's rings."""
+    """The sizes of all rings of one owner."""
 
     size: int = 1 << 28  # bytes of all rings together
     slots: int = 256  # records per producer
-    ring_bytes: int = 1 << 24  # payload per producer; no record can be larger
+    ring_bytes: int = 1 << 24  # payload per producer, and so the largest record
 
 
 @dataclass(slots=True)
 class RingStatistics:
-    """Of all rings of one owner, since it opened."""
+    """Counts over all rings of one owner, since it opened."""
 
     records: int = 0  # delivered
     released: int = 0
-    outstanding: int = 0  # found and not released
-    duplicates: int = 0  # members that had come before
-    torn: int = 0
-    half_written: int = 0  # begun by producers that died
-    passed_over: int = 0
-    replayed: int = 0  # found at adoption
+    outstanding: int = 0  # found in a ring and not released
+    duplicates: int = 0  # members that an earlier record had
+    torn: int = 0  # records with damaged bytes
+    half_written: int = 0  # records that a dead producer began but did not put
+    passed_over: int = 0  # positions skipped, as their slot was in use
+    replayed: int = 0  # found in rings of an earlier owner
     producers: int = 0  # attached now
     rings: int = 0
     deaths: int = 0  # producers that died without closing
     reclaimed: int = 0  # rings freed
-    refused: int = 0  # producers sent away
-    pauses: int = 0  # of 0.1 s, without a free descriptor for a producer
-    damaged: int = 0  # rings and segments that were set aside
+    refused: int = 0  # producers refused
+    pauses: int = 0  # of 0.1 s, as this process had no free descriptor
+    damaged: int = 0  # rings and segments renamed as damaged
 
 
 class Delivery:
-    """A leased record. Its arrays are views: valid until `release`, or until `copy` was asked of them."""
+    """A leased record. Its arrays are views of the ring, valid until `release`."""
 
     __slots__ = ("_release", "fresh", "record", "released")
 
     def __init__(self, release: Callable[[Record], None], record: Record, fresh: tuple[int, ...]) -> None:
         self.record = record
-        self.fresh = fresh  # positions of the members that had not come before
+        self.fresh = fresh  # positions of the members that no earlier record had
         self.released = False
         self._release = release
 
@@ -57,62 +57,63 @@ class Delivery:
         return f"group {self.record.group} of epoch {self.record.epoch}"
 
     def release(self) -> None:
-        """Its group was trained or dropped: the record leaves the ring. Twice is fine."""
+        """Free the record's place in the ring, after its group was trained or dropped. A second call does nothing."""
         if not self.released:
             self.released = True
             self._release(self.record)
 
 
-class Damage:
-    """What of the rings' memory was written over: a sentence for each thing, the latest hundred."""
+class DamageLog:
+    """Messages about damaged memory of the rings: the count of all, and the last hundred."""
 
     def __init__(self) -> None:
         self.count = 0
         self.lines: deque[str] = deque(maxlen=100)
-        self.listener: Callable[[str], None] | None = None  # is called with each further sentence
+        # Called with each new message.
+        self.listener: Callable[[str], None] | None = None
 
     def add(self, line: str) -> None:
-        """Note one more, and pass it to the listener."""
+        """Append a message and call the listener."""
         self.count += 1
         self.lines.append(line)
         if self.listener is not None:
             self.listener(line)
 
 
-class CameBefore:
-    """Which members came before: those that lie in the ring, and those of the groups that left it latest.
+class SeenMembers:
+    """The members that the owner has seen, to detect duplicates: members in the ring, and members released last.
 
-    Of the groups that left, so many are kept that their members are at most `most`; the last one is kept always.
+    At most `limit` released members are kept, by whole groups. The last released group is always kept.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._here: dict[_Group, set[int]] = {}
-        self._gone: OrderedDict[_Group, tuple[int, ...]] = OrderedDict()  # in the order in which they left
-        self._left = 0  # members in `_gone`
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_ring: dict[_GroupKey, set[int]] = {}
+        self._released: OrderedDict[_GroupKey, tuple[int, ...]] = OrderedDict()  # oldest release first
+        self._released_count = 0  # members in `_released`
 
-    def fresh(self, group: _Group, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Positions of the members (distinct) that had not come before; they are here from now on."""
-        here, gone = self._here.get(group), self._gone.get(group)
-        if here is None and gone is None:
-            self._here[group] = set(members)
+    def add(self, group: _GroupKey, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Add distinct members of a group in the ring. Returns the positions of the members not seen before."""
+        in_ring, released = self._in_ring.get(group), self._released.get(group)
+        if in_ring is None and released is None:
+            self._in_ring[group] = set(members)
             return _positions(len(members))
-        before = {*(here or ()), *(gone or ())}
-        found = tuple([position for position, member in enumerate(members) if member not in before])
-        if found:
-            self._here[group] = {*(here or ()), *[members[position] for position in found]}
-        return found
+        seen = {*(in_ring or ()), *(released or ())}
+        fresh = tuple([position for position, member in enumerate(members) if member not in seen])
+        if fresh:
+            self._in_ring[group] = {*(in_ring or ()), *[members[position] for position in fresh]}
+        return fresh
 
-    def leave(self, group: _Group, members: tuple[int, ...]) -> None:
-        """They (distinct) left the ring."""
-        rest = self._here.pop(group, set()).difference(members)
-        if rest:
-            self._here[group] = rest
-        gone = self._gone.pop(group, ())
-        self._gone[group] = both = tuple({*gone, *members})
-        self._left += len(both) - len(gone)
-        while self._left > self._most and len(self._gone) > 1:
-            self._left -= len(self._gone.popitem(last=False)[1])
+    def remove(self, group: _GroupKey, members: tuple[int, ...]) -> None:
+        """Move distinct members from the ring to the released members."""
+        remaining = self._in_ring.pop(group, set()).difference(members)
+        if remaining:
+            self._in_ring[group] = remaining
+        earlier = self._released.pop(group, ())
+        self._released[group] = released = tuple({*earlier, *members})
+        self._released_count += len(released) - len(earlier)
+        while self._released_count > self._limit and len(self._released) > 1:
+            self._released_count -= len(self._released.popitem(last=False)[1])
 
 
 @functools.lru_cache(maxsize=256)
