@@ -1,6 +1,6 @@
-"""Whether an optional native build is of the source that lies beside it, and how what is optional is installed.
+"""Optional parts of the installation: extras of the package, and native libraries that are built from source.
 
-A build that was left over from another source text could take arguments that mean something else by now, so it is refused.
+A library that was built from another source text may expect other arguments, so such a library is refused.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def wanted() -> bool:
-    """`ASYNCRL_NATIVE=0` turns native code off, to compare."""
+def native_enabled() -> bool:
+    """False if the environment has `ASYNCRL_NATIVE=0`, which turns native code off for comparisons."""
     return os.environ.get("ASYNCRL_NATIVE", "1") != "0"
 
 
 def install(extra: str) -> str:
-    """The command that brings an extra: to the checkout that this package lies in, or to the package that was installed."""
+    """The pip command that installs an extra of this package: from the checkout if the package is in one, otherwise by name."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").exists():
         return f"pip install 'asyncrl[{extra}]'"
     return f"pip install -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
 
 
-def checksum(texts: Sequence[Path]) -> int:
-    """CRC32 of the source files one after the other; setup.py gives it to the compiler."""
-    return zlib.crc32(b"".join(text.read_bytes() for text in texts))
+def checksum(sources: Sequence[Path]) -> int:
+    """CRC32 of the joined source files. setup.py computes the same number and compiles it into the library."""
+    return zlib.crc32(b"".join(source.read_bytes() for source in sources))
 
 
-def of_this_source(build: str, stamp: int, texts: Sequence[Path]) -> bool:
-    """`stamp`: what the compiler was given. Warns where the build is of another text. An editable installation has the source
-    beside the build; an installed one has the build alone."""
-    if not all(text.exists() for text in texts) or stamp == checksum(texts):
+def is_current_build(library: str, stamp: int, sources: Sequence[Path]) -> bool:
+    """Whether `stamp`, the checksum in the library, is that of `sources`. Warns if not. True if the source files are not installed,
+    because only an editable installation has them."""
+    if not all(source.exists() for source in sources) or stamp == checksum(sources):
         return True
-    names = ", ".join(text.name for text in texts)
+    names = ", ".join(source.name for source in sources)
     warnings.warn(
-        f"{build} was built of another {names} and is not used: build it again (pip install -e .)",
+        f"{library} was built from another version of {names} and is not used: build it again (pip install -e .)",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -45,7 +45,7 @@ ALLOWED: dict[str, str] = {
     "asyncrl.data.batch_meta:BatchMeta.concat": "nodes: batches of several leaders",
     "asyncrl.data.columns:materialize": "nodes: what a leader fetched",
     "asyncrl.data.columns:trim": "nodes: what a leader fetched",
-    "asyncrl.models.native.library:build": ".ci/run asks it whether the kernels were built; benchmarks name it beside each number",
+    "asyncrl.models.native.library:build_name": ".ci/run checks that there are kernels; benchmarks print it beside each number",
     "asyncrl.telemetry.output:Lossy.writelines": "a text stream has it: libraries that write to stdout call it",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
 }

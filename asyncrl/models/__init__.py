@@ -1,14 +1,14 @@
-"""The policy: a causal language model of transformers, run in the fastest way that computes what the model itself does.
+"""The policy: a causal language model of transformers, run in the fastest way that gives the model's own numbers.
 
 Start reading in `policy.py` and `paths.py`.
 
-    loading, parameters/    weights: where they come from, one buffer for all, adapters
-    fused/                  the decoder written out, for layers of known parts
+    loading, parameters/    loading weights, one flat buffer for all weights, adapters
+    fused/                  decoder layers of known parts, forward and backward written by hand
     attention/              attention over packed prefix trees
-    plain                   transformers' own forward, for everything else
+    plain                   transformers' own forward, for every other model
     head/                   from hidden states to log-probs, without the logits of all tokens at once
-    routing, routes         which experts a token goes to: recorded, and replayed
-    rotary                  the frequencies of a run, where they depend on the length of its rows
-    probe, copying          a few layers of a model, for the gate (runtime/gate.py)
-    native/                 optional kernels of the CPU
+    routing, routes         the experts of each token: recorded, and replayed
+    rotary                  rotary frequencies that depend on the length of a row
+    probe, copying          a small copy of a model, which the gate (runtime/gate.py) compares
+    native/                 optional CPU kernels in C++
 """

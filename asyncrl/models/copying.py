@@ -1,4 +1,4 @@
-"""Copies of modules, and of arrays to a device."""
+"""Copying modules, and copying host arrays to a device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array as a tensor there. On a CPU it is the same memory. To a GPU it goes by way of pinned memory: a copy from any
-    other makes the host wait for the device."""
+    """A host array as a tensor on `device`. On a CPU the tensor shares the memory of the array."""
     host = torch.from_numpy(values)
+    # A copy from memory that is not pinned would make the host wait for the GPU.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def copy_module(module: Module) -> Module:
-    """`copy.deepcopy` in a part of its time, most of which goes into the dozen empty dictionaries of hooks of every module."""
-    hooks = [value for part in module.modules() for value in vars(part).values() if type(value) is OrderedDict]
-    return copy.deepcopy(module, {id(each): OrderedDict() for each in hooks if not each})
+    """`copy.deepcopy` of a module, but faster: copies of the dozen empty dictionaries of hooks in every module are slow."""
+    dictionaries = [value for part in module.modules() for value in vars(part).values() if type(value) is OrderedDict]
+    # deepcopy takes an entry of its memo as a copy that exists already.
+    return copy.deepcopy(module, {id(hooks): OrderedDict() for hooks in dictionaries if not hooks})

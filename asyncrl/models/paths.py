@@ -1,14 +1,14 @@
-"""The three ways in which a model is run. Which one a model takes is not guessed: the gate (runtime/gate.py) compares.
+"""The three paths: the ways to run a model. The gate (runtime/gate.py) compares paths with transformers and chooses one.
 
-| path   | what computes a layer                                   | for                                                      |
+| path   | code that computes a layer                              | models                                                   |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
-| fused  | our decoder layer, forward and backward written out;    | the Llama, Qwen, Mistral, Gemma and Granite families;    |
-|        | of one with experts our half before the model's own     | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
-| packed | transformers' own modules around our attention          | whatever attends through transformers' interface         |
-| plain  | transformers' own forward and cache, row by row         | the rest: layers with a state, latent attention, ALiBi   |
+| fused  | our decoder layer, forward and backward by hand         | the Llama, Qwen, Mistral, Gemma and Granite families;    |
+|        | (with experts: our attention, the model's own experts)  | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
+| packed | transformers' modules with our attention                | models that use transformers' attention interface        |
+| plain  | transformers' own forward and cache, row by row         | others: layers with a state, latent attention, ALiBi     |
 
-`fused` and `packed` share a prompt among the members of its group, in training and in the cache. `plain` shares nothing and
-rebuilds its caches after each update of the weights: slow, and right for every model that generates with a cache.
+On `fused` and `packed` the members of a group share the prompt, in training and in the cache. On `plain` nothing is shared, and
+the caches are computed again after each update of the weights. So `plain` is slow, but works for every model with a cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """The rest is of the plain path: transformers' implementation of `attention`; whether rows share a forward (`padded` on the
-    right); whether sampling is by transformers' cache, or by a forward over all of a row for each of its tokens."""
+    """A path, with options of the plain path: the attention implementation of transformers, whether rows share a forward (`padded`
+    on the right), and whether sampling uses a cache (`cached`). Without a cache each new token takes a forward over its row."""
 
     name: Literal["fused", "packed", "plain"]
     attention: Literal["sdpa", "eager"] = "eager"
@@ -43,4 +43,4 @@ PLAIN = (
     ModelPath("plain", "eager", padded=True, cached=False),
     ModelPath("plain", "eager", cached=False),
 )
-PATHS = (FUSED, PACKED, *PLAIN)  # the faster ones first
+PATHS = (FUSED, PACKED, *PLAIN)  # from fast to slow

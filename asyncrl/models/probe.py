@@ -1,15 +1,14 @@
-"""A few layers of a model with its own weights: small enough to be compared with itself whenever a run starts.
+"""Builds a probe: a small model of the same class as a large one, with a part of its weights.
 
-    kinds of layers    as many of the first layers as it takes to have one of each kind
-    vocabulary         its first tokens
-    width              the first heads, the first units of the MLPs, and a part of the stream between the layers, where the class
-                       can be built so
-    windows, contexts  the numbers in the configuration from which on a model behaves differently, made small, so that a
-                       short row passes them
-    weights            the model's own; scaled up where they are so small that a lost term would not show, and moved off
-                       constants (a norm's 1, a bias's 0), which hide a term as well
+The gate (runtime/gate.py) compares the probe on each path with transformers at the start of a run. The comparison is about the code
+of the class under this configuration, so the sizes may be smaller:
 
-What is compared is what the class of the model computes under this configuration: code, not sizes.
+    layers             the first layers, until there is one of each kind
+    vocabulary         the first tokens
+    width              the first heads, the first units of the MLPs, and the first values of the hidden size, if the class allows it
+    windows, contexts  so small that a short row exceeds every window and every original context
+    weights            the model's own, but very small weights are scaled up and constants (1 in a norm, 0 in a bias) get noise,
+                       because the comparison could not see a missing term that is multiplied by such a weight
 """
 
 from __future__ import annotations
@@ -26,27 +25,30 @@ from transformers.initialization import no_init_weights
 from .native import library as native
 from .rotary import depends_on_length, rope_parts
 
-WINDOW = 8  # tokens that a window of the probe spans
-CONTEXT = 16  # "original" context of the probe's rotary scaling
+# Sizes of the probe: tokens in a window, tokens in the original context of rotary scaling, tokens of the vocabulary.
+WINDOW = 8
+CONTEXT = 16
 VOCABULARY = 256
-# And the chunks in which layers with a state go through a row.
+# Settings for a window of attention, or for the chunks of a row that a layer with a state takes at once.
 _WINDOWS = (
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
-_POSITIONS = ("max_position_embeddings", "max_seq_len")  # rows of a table of positions, where a class has one
-# Of an MLP's hidden layer: a number of equal units, of which a part computes what all do.
-_WIDTHS = (
+# Settings for the number of positions. Some classes have a table with so many rows.
+_POSITIONS = ("max_position_embeddings", "max_seq_len")
+# Settings for the hidden size of an MLP. All units run the same code, so the probe needs only some units.
+_MLP_SIZES = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
-# Of a layer, what says nothing of its kind: its own number, and the workings of nn.Module, which are many.
+# Attributes that may differ between layers of one kind.
 _DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
-# Of a probe, the narrowest first: fewer heads over a narrow stream; fewer heads over a stream as much narrower; as the model is.
+# Widths of a probe, from narrow to wide. "heads": fewer heads, and a hidden size that is smaller by the same factor. "stream":
+# fewer heads, and an even smaller hidden size. "whole": the width of the model.
 Width = Literal["stream", "heads", "whole"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
-_SIMPLE = (bool, int, str, type(None))
-_NARROW = 64
-_STREAM = 64
+_SIMPLE_TYPES = (bool, int, str, type(None))
+_SMALL_MLP = 64
+_SMALL_HIDDEN = 64
 _NOISE = 0.2
 _SEED = 0
 
@@ -54,42 +56,43 @@ _SEED = 0
 def build_probe(
     module: PreTrainedModel, device: torch.device | str = "cpu", *, width: Width = "whole", outgrown: bool = False
 ) -> PreTrainedModel:
-    """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
+    """A small float32 model of the class of `module`, in eval mode. Weights of `module` on the meta device become random weights.
 
-    `width`: with fewer heads and units its size hardly depends on that of the model; not every class can be built so.
-    `outgrown`: rows of the run pass the original context of rotary frequencies that follow their length (rotary.py); those of the
-    probe do so too, if they have more than CONTEXT tokens.
+    width: see `WIDTHS`. Not every class can be built with fewer heads.
+    outgrown: rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). Then the
+    original context of the probe is `CONTEXT` tokens.
 
-    Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
+    Does not change torch's global random state. Errors: any exception of the class, if it cannot be built at this width.
     """
     generator = torch.Generator().manual_seed(_SEED)
     probe = _build(module, width, outgrown)
     parameters = list(probe.named_parameters())
     with torch.no_grad():
         for name, target in [*parameters, *_saved_buffers(probe)]:
-            _copy(_named(module, name), target)
+            _copy(_find_tensor(module, name), target)
         head = probe.get_output_embeddings()
         for name, parameter in parameters:
-            tied = head is not None and parameter is head.weight  # of a size for logits, not for a residual stream
-            _enliven(parameter, "embed" in name and not tied, generator)
+            # Weights that the head shares have the scale of a matrix and not of an embedding.
+            tied = head is not None and parameter is head.weight
+            _make_visible(parameter, "embed" in name and not tied, generator)
     nn.Module.to(probe, torch.device(device))
     probe.eval()
     return probe
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest row that the model is made for, as its configuration says; None: it does not."""
+    """The most positions of a row by the configuration, or None if the configuration has no such setting."""
     text = config.get_text_config()
-    known = [value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
-    return min(known, default=None)
+    limits = [value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
+    return min(limits, default=None)
 
 
 @torch.no_grad()
 def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
-    """`most_positions` where a row of `longest` tokens goes beyond them and the model does not, as one that looks them up in a
-    table; None: it goes on.
+    """`most_positions` if a row of `longest` tokens exceeds it and the model fails beyond it, for example because positions are
+    rows of a table. None if the model can run the row.
 
-    Asked of a probe on the host whose table has CONTEXT rows. Errors: whatever the class raises where it cannot be built so.
+    Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width.
     """
     most = most_positions(module.config)
     if most is None or longest <= most:
@@ -105,48 +108,49 @@ def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whol
 
 
 def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: int | None = None) -> PreTrainedModel:
-    """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
-    then twice as many."""
-    few = layer_kinds(module)
+    """A probe with random weights. Some classes need two layers of each kind (Zamba ties the second to the first), so the second
+    try has twice the layers."""
+    fewest = layers_with_all_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
-    for layers in (few, min(2 * few, total)):
+    for layers in (fewest, min(2 * fewest, total)):
         config = _probe_config(module, layers)
         if width != "whole":
             _narrow(config.get_text_config(), stream=width == "stream")
         if outgrown:
-            _shrink_original(config.get_text_config())
+            _shrink_original_contexts(config.get_text_config())
         if positions is not None:
             _set_positions(config.get_text_config(), positions)
         try:
             return _of_config(module, config)
         except (ValueError, IndexError, KeyError):
-            if layers == total or layers > few:
+            if layers == total or layers > fewest:
                 raise
     raise AssertionError("the second number of layers returns or raises")
 
 
 def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """With random weights only where those of `module` cannot be copied: to draw them takes longer than all else."""
+    """A model of the class of `module`, with random weights only if not all weights can be copied: drawing them is slow."""
     with no_init_weights():
-        probe = _empty(module, config)
+        probe = _from_config(module, config)
     probe.tie_weights()
-    if all(_fits(_named(module, name), parameter) for name, parameter in probe.named_parameters()):
+    if all(_fits(_find_tensor(module, name), parameter) for name, parameter in probe.named_parameters()):
         return probe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return _empty(module, config)
+        return _from_config(module, config)
 
 
-def _empty(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+def _from_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     probe: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     return probe
 
 
 def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
-    """The configuration of the probe of `module`: small windows and contexts too."""
+    """A copy of the configuration of `module` with so many layers, a small vocabulary, and small windows and contexts."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
+    # A list of this length has a value for each layer.
     for name, value in vars(text).items():
         if isinstance(value, (list, tuple)) and len(value) == module.config.get_text_config().num_hidden_layers:
             setattr(text, name, type(value)(value[:layers]))
@@ -157,33 +161,32 @@ def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
                 value = getattr(part, name, None)
                 if value is not None and not (isinstance(value, int) and 0 <= value < VOCABULARY):
                     setattr(part, name, None if name != "pad_token_id" else VOCABULARY - 1)
-    _shrink_contexts(text)
+    _shrink_windows(text)
     return config
 
 
-def _shrink_contexts(text: PretrainedConfig) -> None:
+def _shrink_windows(text: PretrainedConfig) -> None:
+    """Also shrinks the original contexts of rotary frequencies that do not depend on the length of a row."""
     for name in _WINDOWS:
         value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
             setattr(text, name, WINDOW)
     for part in rope_parts(text):
-        if (
-            not depends_on_length(part["rope_type"])
-            and int(part.get("original_max_position_embeddings") or 0) > CONTEXT
-        ):
+        context = int(part.get("original_max_position_embeddings") or 0)
+        if not depends_on_length(part["rope_type"]) and context > CONTEXT:
             part["original_max_position_embeddings"] = CONTEXT
 
 
-def _shrink_original(text: PretrainedConfig) -> None:
-    of_the_model = (
-        getattr(text, "original_max_position_embeddings", None) is not None
-    )  # Phi-3's goes before that of the part
+def _shrink_original_contexts(text: PretrainedConfig) -> None:
+    """Shrinks the original contexts of rotary frequencies that depend on the length of a row."""
+    # Phi-3 reads this setting and not that of the rotary parameters.
+    has_own_context = getattr(text, "original_max_position_embeddings", None) is not None
     for part in rope_parts(text):
         if "dynamic" in part["rope_type"]:
             text.max_position_embeddings = CONTEXT
         elif depends_on_length(part["rope_type"]):
             part["original_max_position_embeddings"] = CONTEXT
-            if of_the_model:
+            if has_own_context:
                 text.original_max_position_embeddings = CONTEXT
 
 
@@ -194,71 +197,70 @@ def _set_positions(text: PretrainedConfig, positions: int) -> None:
 
 
 def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
-    """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
-    how many of equal parts it has. `stream`: narrower still, where the configuration gives heads a size of their own."""
+    """Reduces the number of heads, the hidden size and the size of MLPs. `stream`: reduces the hidden size further, if the
+    configuration has a head size that is independent of the hidden size."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int):
-        text.num_attention_heads, kept_keys, text.hidden_size = _fewer_heads(heads, keys, hidden)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(key_heads, int) and isinstance(hidden, int):
+        text.num_attention_heads, fewer_key_heads, text.hidden_size = _fewer_heads(heads, key_heads, hidden)
         if getattr(text, "num_key_value_heads", None) is not None:
-            text.num_key_value_heads = kept_keys
+            text.num_key_value_heads = fewer_key_heads
         if stream and isinstance(getattr(text, "head_dim", None), int):
-            text.hidden_size = _narrow_stream(text.num_attention_heads, text.hidden_size)
-    for name in _WIDTHS:
+            text.hidden_size = _smaller_hidden_size(text.num_attention_heads, text.hidden_size)
+    for name in _MLP_SIZES:
         value = getattr(text, name, None)
-        if isinstance(value, int) and value >= 2 * _NARROW:
-            setattr(text, name, _NARROW + value % _NARROW)
+        if isinstance(value, int) and value >= 2 * _SMALL_MLP:
+            setattr(text, name, _SMALL_MLP + value % _SMALL_MLP)
 
 
-def _narrow_stream(heads: int, hidden: int) -> int:
-    """A multiple of the heads, which many classes ask for, that leaves the same rest to our kernels' sixteen numbers; `hidden`
-    where no smaller one is both."""
-    fits = (size for size in range(_STREAM, hidden) if not size % heads and not (hidden - size) % native.LANES)
-    return next(fits, hidden)
+def _smaller_hidden_size(heads: int, hidden: int) -> int:
+    """The smallest multiple of `heads` from `_SMALL_HIDDEN` on with the remainder of `hidden` modulo the kernels' vector size.
+    Many classes require a multiple of the heads. `hidden` if no smaller size is possible."""
+    sizes = (size for size in range(_SMALL_HIDDEN, hidden) if not size % heads and not (hidden - size) % native.LANES)
+    return next(sizes, hidden)
 
 
-def _fewer_heads(heads: int, keys: int, hidden: int) -> tuple[int, int, int]:
-    """(query heads, key heads, hidden size) of the probe: two key heads, or one where the model has one.
+def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int]:
+    """(query heads, key heads, hidden size) of the probe: two key heads, or one if the model has one.
 
-    Our kernels take up to four query heads of a group at once and the rest after them, and sixteen numbers of a row at once: a
-    group of up to eight stays as it is, a larger one leaves the same rest, and so does the hidden size. Where no such size is a
-    whole number, all three are divided by the largest number that divides them so.
+    Our kernels compute four query heads of a group and 16 values of a row at once, and then the remainder. The probe keeps both
+    remainders, so that it runs the same code. A group of up to eight heads stays as it is. If two key heads are not possible,
+    the largest divisor of all three numbers that keeps the remainder is divided out.
     """
-    group, rest = divmod(heads, keys)
-    kept = min(keys, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
-    narrow, fraction = divmod(hidden * kept, heads)
-    if not rest and not fraction and narrow % native.LANES == hidden % native.LANES:
-        return kept, min(keys, 2), narrow
-    parts = (n for n in range(2, keys // 2 + 1) if not (heads % n or keys % n or hidden % n))
-    part = max((n for n in parts if hidden // n % native.LANES == hidden % native.LANES), default=1)
-    return heads // part, keys // part, hidden // part
+    group, remainder = divmod(heads, key_heads)
+    fewer = min(key_heads, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
+    narrow, fraction = divmod(hidden * fewer, heads)
+    if not remainder and not fraction and narrow % native.LANES == hidden % native.LANES:
+        return fewer, min(key_heads, 2), narrow
+    divisors = (n for n in range(2, key_heads // 2 + 1) if not (heads % n or key_heads % n or hidden % n))
+    divisor = max((n for n in divisors if hidden // n % native.LANES == hidden % native.LANES), default=1)
+    return heads // divisor, key_heads // divisor, hidden // divisor
 
 
-def layer_kinds(module: PreTrainedModel) -> int:
-    """How many of the first layers hold one of each kind; at least two where there are two."""
+def layers_with_all_kinds(module: PreTrainedModel) -> int:
+    """The number of first layers that have every kind of layer. At least two, if the model has two layers."""
     first = first_of_kind(module)
     return max(min(2, len(first)), *(number + 1 for number in first)) if first else 0
 
 
 def first_of_kind(module: PreTrainedModel) -> list[int]:
-    """Of each layer, the number of the first one of its kind."""
+    """For each layer, the number of the first layer of the same kind. If the layers cannot be found, each is its own kind."""
     text = module.config.get_text_config()
     total = int(text.num_hidden_layers)
     stacks = list(_stacks(module, total))
     if not stacks:
         return list(range(total))
-    lists = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
-    seen: dict[Any, int] = {}
-    return [
-        seen.setdefault(
-            (tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in lists)), number
-        )
-        for number in range(total)
-    ]
+    settings = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
+    first_by_kind: dict[Any, int] = {}
+    first = []
+    for number in range(total):
+        kind = tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in settings)
+        first.append(first_by_kind.setdefault(kind, number))
+    return first
 
 
 def _stacks(module: nn.Module, total: int) -> Iterator[nn.ModuleList]:
-    """Lists of `total` modules, but for those inside of one."""
+    """The outermost module lists of `total` modules: the layers."""
     for part in module.children():
         if isinstance(part, nn.ModuleList) and len(part) == total:
             yield part
@@ -267,13 +269,13 @@ def _stacks(module: nn.Module, total: int) -> Iterator[nn.ModuleList]:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Classes, shapes and settings of everything in a layer. Floats are left out: some count the layer's own number."""
+    """Classes, shapes and settings in a layer. Floats are ignored, because some classes compute them from the layer's number."""
     parts: list[Any] = []
     for name, part in block.named_modules():
         settings = sorted(
             (key, value)
             for key, value in vars(part).items()
-            if isinstance(value, _SIMPLE) and key not in _DIFFERS_WITHIN_A_KIND
+            if isinstance(value, _SIMPLE_TYPES) and key not in _DIFFERS_WITHIN_A_KIND
         )
         shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))
@@ -285,18 +287,18 @@ def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
 
 
-def _named(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of that name: asked one by one, as a model has many more than its probe."""
+def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer with this name, or None."""
     path, _, last = name.rpartition(".")
     try:
-        found = getattr(module.get_submodule(path), last)
+        tensor = getattr(module.get_submodule(path), last)
     except AttributeError:
         return None
-    return found if isinstance(found, Tensor) else None
+    return tensor if isinstance(tensor, Tensor) else None
 
 
 def _copy(source: Tensor | None, target: Tensor) -> None:
-    """The values of `source`, the first ones of a dimension that is shorter in the target; nothing where they do not fit."""
+    """Copies the first values of each dimension. Does nothing if the target does not fit into the source."""
     if source is not None and _fits(source, target):
         target.copy_(source[tuple(slice(size) for size in target.shape)])
 
@@ -304,19 +306,19 @@ def _copy(source: Tensor | None, target: Tensor) -> None:
 def _fits(source: Tensor | None, target: Tensor) -> bool:
     if source is None or source.device.type == "meta" or source.ndim != target.ndim:
         return False
-    return all(own <= size for own, size in zip(target.shape, source.shape, strict=True))
+    return all(target_size <= size for target_size, size in zip(target.shape, source.shape, strict=True))
 
 
-def _enliven(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:
-    """Nothing so small, or so constant, that a term with it would not show."""
+def _make_visible(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:
+    """Scales small matrices up, and adds noise to constant vectors."""
     if not parameter.is_floating_point() or not parameter.numel():
         return
     if parameter.ndim >= 2:
-        wanted = (1.0 if embedding else float(parameter.shape[-1])) ** -0.5
-        size = float(parameter.square().mean().sqrt())
-        if size == 0:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * wanted)
-        elif size < 0.5 * wanted:
-            parameter.mul_(wanted / size)
+        wanted_rms = (1.0 if embedding else float(parameter.shape[-1])) ** -0.5
+        rms = float(parameter.square().mean().sqrt())
+        if rms == 0:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * wanted_rms)
+        elif rms < 0.5 * wanted_rms:
+            parameter.mul_(wanted_rms / rms)
     elif float(parameter.std(correction=0)) < 0.05:
         parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)

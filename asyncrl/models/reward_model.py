@@ -29,7 +29,7 @@ from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
-from .loading import LOADING_ERRORS, OWN_CODE, REPORTED, require_all_weights
+from .loading import LOADING_ERRORS, OWN_CODE, WITH_REPORT, require_all_weights
 from .parameters.source import call_builder, is_import_path, reward_model_name
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
@@ -221,7 +221,7 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
     settings = _model_config(config)
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            config.path, config=settings, dtype=DTYPES[dtype], **REPORTED, **OWN_CODE
+            config.path, config=settings, dtype=DTYPES[dtype], **WITH_REPORT, **OWN_CODE
         )
     except LOADING_ERRORS as error:
         raise ConfigError(

@@ -99,12 +99,12 @@ def announcement(
 
 def without_native(config: Config) -> list[str]:
     """A line where a model on the CPU is run without the native kernels."""
-    from asyncrl.builds import wanted
+    from asyncrl.builds import native_enabled
     from asyncrl.models.native.library import available
 
     if available() or choose_device(config.model.device, 0).type != "cpu":
         return []
-    if not wanted():
+    if not native_enabled():
         return ["note: the native kernels are off (ASYNCRL_NATIVE=0): torch's own run, which is slower"]
     return [
         "note: there are no native kernels for this machine: torch's own run, which is slower. pip builds them where it finds a "

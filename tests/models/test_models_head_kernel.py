@@ -57,8 +57,8 @@ def test_auto_is_torch_without_a_gpu_and_for_float64(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("device", "dtype", "installed", "said"),
     [
-        (CPU, torch.float32, True, "the model is on cpu, and its kernels need a GPU; use auto or torch"),
-        (GPU, torch.float64, True, "they compute in float32, which is not enough for torch.float64; use auto or torch"),
+        (CPU, torch.float32, True, "the model is on cpu, and Liger's kernels need a GPU; use auto or torch"),
+        (GPU, torch.float64, True, "Liger's kernels compute in float32, which is not precise enough for torch.float64"),
         (GPU, torch.bfloat16, False, r"liger-kernel is not installed \(pip install -e '.*\[liger\]'\); use auto"),
     ],
 )
@@ -85,8 +85,8 @@ def test_a_kernel_is_compared_with_torch_before_it_is_used(dtype: torch.dtype) -
             gradient[2].mul_(1.1)
 
     assert disagreement(Kernel(), CPU, dtype, V) is None
-    assert disagreement(Kernel(wrong_entropy), CPU, dtype, V) == "their entropies are not those of torch"
-    expected = "their gradients with an entropy bonus are not those of torch"
+    assert disagreement(Kernel(wrong_entropy), CPU, dtype, V) == "Liger's entropies differ from torch's"
+    expected = "Liger's gradients with an entropy bonus differ from torch's"
     assert disagreement(Kernel(wrong_gradient), CPU, dtype, V) == expected
 
 
@@ -99,10 +99,10 @@ def test_kernels_that_fail_or_disagree_leave_auto_with_torch_and_a_warning(
     def half(columns: Columns, gradient: Tensor | None) -> None:
         columns.lse.mul_(0.5)
 
-    monkeypatch.setattr(liger_head, "_absent", lambda device, dtype: None)
+    monkeypatch.setattr(liger_head, "_unmet", lambda device, dtype: None)
     for found, said in (
-        (fails, r"they do not run here \(RuntimeError: no compiler\)"),
-        (lambda: Kernel(half), "their normalisers are not those of torch"),
+        (fails, r"Liger's kernels do not run here \(RuntimeError: no compiler\)"),
+        (lambda: Kernel(half), "Liger's log-sum-exps differ from torch's"),
     ):
         monkeypatch.setattr(liger_head, "LigerHead", found)
         with pytest.raises(ConfigError, match=said):
@@ -150,7 +150,7 @@ def test_a_kernel_is_told_of_a_scale_as_a_temperature_and_not_asked_about_soft_c
 
 
 def test_liger_for_a_model_with_a_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger_head, "_absent", lambda device, dtype: None)
+    monkeypatch.setattr(liger_head, "_unmet", lambda device, dtype: None)
     monkeypatch.setattr(liger_head, "LigerHead", Kernel)
     capped = HeadTransform(1.0, 30.0)
     assert choose_head_kernel("auto", CPU, torch.float32, V, capped) is None

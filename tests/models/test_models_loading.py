@@ -122,9 +122,7 @@ def test_code_beside_a_model_is_neither_run_nor_asked_about(directory: Path, cap
     code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     configure(directory, model_type="own", auto_map=code)
     (directory / "own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(
-        ConfigError, match=r"brings code of its own .* which is not run; load it in a function of yours"
-    ):
+    with pytest.raises(ConfigError, match=r"brings code of its own .* which is not run; load the model in a function"):
         load_policy(ModelConfig(path=str(directory), dtype="float32"))
     assert "[y/N]" not in "".join(capfd.readouterr())
 

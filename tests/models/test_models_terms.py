@@ -113,8 +113,8 @@ def test_equals_the_dense_formula(
     if way == "ragged":
         monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
     if way == "small blocks":
-        monkeypatch.setattr(general_attention, "_QUERIES", 3)
-        monkeypatch.setattr(general_attention, "_FEW_QUERIES", 2)
+        monkeypatch.setattr(general_attention, "_MOST_QUERIES", 3)
+        monkeypatch.setattr(general_attention, "_FEWEST_QUERIES", 2)
     window, softcap, with_sinks = case
     plan, mask = build(trees)
     leaves = inputs(mask.shape[0], (9, 3, 16), torch.float64)

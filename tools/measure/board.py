@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    print(f"{machine()}; kernels: {library.build()}, one thread")
+    print(f"{machine()}; kernels: {library.build_name()}, one thread")
     for dtype in options.dtype:
         asyncio.run(hand_over(dtype, options.layers, options.repeat))
     return 0

@@ -1,14 +1,15 @@
-"""Rows of any lengths through one kernel without padding: training trees, prefill and decode on a GPU.
+"""Attention over rows of any lengths, without padding, by one kernel: training trees, prefill and decode on a GPU.
 
-A kernel takes packed queries [Q, H, D], keys and values [C, K, D], and where each row ends; it gives the output [Q, H, D] and the
-log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention (versions 2, 3 and 4 stand behind the same two operators). It takes
-bfloat16 and float16. What it computes is compared with products in float64 once a process, in the dtype of the run: the gate
-compares models in float32 and would not see it.
+A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and the end of each row. It returns the output
+[Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
+the kernel with products in float64, because the gate compares models in float32 and would not run the kernel.
 
-A training tree takes two calls: every span is causal on itself, and the suffix tokens of each tree attend to their prefix. The two
-results of a suffix token are merged by their log-sum-exp; backward gives the merged output and log-sum-exp to both calls, which
-makes both gradients exact (Liu et al., arXiv:2310.01889). A layer with a window takes one call: each row's keys are the last
-`window - 1` of its prefix and its own. Gradients of keys that several rows share are summed in float32.
+A training tree without a window takes two calls. In the first call each token attends to its own row without the prefix. In the
+second call the suffix tokens of each tree attend to their prefix. Their two results are merged by the log-sum-exp.
+Backward gives the merged output and log-sum-exp to both calls, which makes both gradients exact (Liu et al., arXiv:2310.01889).
+
+A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its prefix.
+Gradients of keys that several rows share are summed in float32.
 
 Shape legend: T packed tokens, Q queries, C keys, H query heads, K key/value heads, D head size, N rows.
 """
@@ -33,21 +34,21 @@ from .rows import Row
 
 logger = logging.getLogger("asyncrl.models")
 
-# Of the largest entry: bfloat16 rounds to 0.004, and gradients of keys are rounded twice.
-_WITHIN = 0.02
-_WIDEST = 256  # head size
+# Accepted error of a kernel, as a share of the largest entry. bfloat16 rounds to 0.004, and rounds gradients of keys twice.
+_TOLERANCE = 0.02
+_MAX_HEAD_SIZE = 256
 
 
 class Ends(NamedTuple):
-    """Where rows end in packed tokens: int32 [N + 1] on the device, beginning with 0; and the length of the longest one."""
+    """The cumulative lengths of packed rows, and the longest length. `ends` is int32 [N + 1] on the device, and begins with 0."""
 
     ends: Tensor
     longest: int
 
 
 class RaggedRows(NamedTuple):
-    """Which keys the queries of each row see: all; or, `causal`, those up to the query, where the last query stands at the last
-    key; and of these the last `window`."""
+    """The rows of one kernel call. If `causal`, the last query of a row is at the position of its last key, and a query sees the
+    last `window` keys up to its own position. Otherwise a query sees all keys of its row."""
 
     queries: Ends
     keys: Ends
@@ -56,104 +57,103 @@ class RaggedRows(NamedTuple):
 
 
 class Kernel(Protocol):
-    """See the module. `qkv`: packed queries, keys and values."""
+    """The kernel that the module describes. `qkv` are packed queries, keys and values."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp float32 or wider). Without a graph."""
+        """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
         ...
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        """The output over the first `used_N` keys (int32) of each row, which begin at `rows.keys.ends`, in any order."""
+        """Row n has the `used_N[n]` keys (int32) from `rows.keys.ends[n]` on. The ends need not ascend. Returns [Q, H, D]."""
         ...
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values. `out`, `lse`: of all keys that a query sees, these and others."""
+        """Gradients of queries, keys and values. `out` and `lse` must cover all keys of a query, also keys of other calls."""
         ...
 
 
 class FlashKernel:
-    """The kernel of torch: its variable-length FlashAttention."""
+    """torch's variable-length FlashAttention. The same two operators dispatch to versions 2, 3 and 4."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
-        found = torch.ops.aten._flash_attention_forward(
-            *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_left(rows.window)
+        results = torch.ops.aten._flash_attention_forward(
+            *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_keys_before(rows.window)
         )
-        return found[0], found[1]
+        return results[0], results[1]
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        found: Tensor = torch.ops.aten._flash_attention_forward(
+        output: Tensor = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False,
-            scale=scaling, window_size_left=_left(rows.window), seqused_k=used_N,
+            scale=scaling, window_size_left=_keys_before(rows.window), seqused_k=used_N,
         )[0]  # fmt: skip
-        return found
+        return output
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        nothing = torch.empty(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad, *qkv, out, lse, *_sizes(rows), 0.0, rows.causal, nothing, nothing,
-            scale=scaling, window_size_left=_left(rows.window),
+        # The operator requires the random state of dropout, and does not read this tensor at a dropout rate of 0.
+        unused = torch.empty(2, dtype=torch.uint64, device=grad.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad, *qkv, out, lse, *_sizes(rows), 0.0, rows.causal, unused, unused,
+            scale=scaling, window_size_left=_keys_before(rows.window),
         )  # fmt: skip
-        return found
+        return gradients
 
 
 def _sizes(rows: RaggedRows) -> tuple[Tensor, Tensor, int, int]:
     return rows.queries.ends, rows.keys.ends, rows.queries.longest, rows.keys.longest
 
 
-def _left(window: int | None) -> int | None:
+def _keys_before(window: int | None) -> int | None:
     return None if window is None else window - 1
 
 
 @functools.cache
 def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> Kernel | None:
-    """The kernel for heads of this size; None where there is none, or where it computes something else."""
+    """The kernel for heads of this size, or None. A kernel that fails or is too far from float64 gives a warning and None."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
         return None
-    if size % 8 or size > _WIDEST or torch.cuda.get_device_capability(device) < (8, 0):
+    if size % 8 or size > _MAX_HEAD_SIZE or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     kernel = FlashKernel()
     try:
-        found = distance(kernel, device, dtype, size)
+        error_share = distance(kernel, device, dtype, size)
     except (RuntimeError, TypeError) as error:
-        reason = f"it fails ({first_line(error)})"
+        reason = f"the kernel fails ({first_line(error)})"
     else:
-        if found < _WITHIN:
+        if error_share < _TOLERANCE:
             return kernel
-        reason = f"it is {found:.2g} from float64"
+        reason = f"the kernel's error against float64 is {error_share:.2g} of the largest entry"
     logger.warning(
-        "torch's flash attention is not used for heads of %d in %s: %s; padded rows are slower", size, dtype, reason
-    )
+        "torch's flash attention is not used for heads of size %d in %s, because %s; attention on padded rows is used instead, "
+        "and is slower", size, dtype, reason,
+    )  # fmt: skip
     return None
 
 
 def distance(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """How far the kernel is from products in float64: the largest error of an output or gradient, over its largest entry."""
+    """The largest error of outputs and gradients against float64, relative to the largest entry of the tensor."""
     lengths_q, lengths_k, heads, kv_heads = [5, 70, 1, 130], [64, 70, 33, 200], 4, 2
     draw = torch.Generator().manual_seed(0)
     queries, keys = ends_of(lengths_q, device), ends_of(lengths_k, device)
     shapes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads), (sum(lengths_q), heads)
     *qkv, grad = (torch.randn(*shape, size, generator=draw).to(device, dtype) for shape in shapes)
     worst, scaling = 0.0, size**-0.5
-    for rows in (
-        RaggedRows(queries, keys, False),
-        RaggedRows(queries, keys, True),
-        RaggedRows(queries, keys, True, 40),
-    ):
+    for causal, window in ((False, None), (True, None), (True, 40)):
+        rows = RaggedRows(queries, keys, causal, window)
         out, lse = kernel.forward(qkv, rows, scaling)
-        found = [out, *kernel.backward(grad, qkv, out, lse, rows, scaling)]
+        tested = [out, *kernel.backward(grad, qkv, out, lse, rows, scaling)]
         wide = [part.double().requires_grad_() for part in qkv]
         with torch.enable_grad():
             q, k, v = wide
             slices = zip(_slices(lengths_q), _slices(lengths_k), strict=True)
             exact = torch.cat([_products(q[own], k[seen], v[seen], rows, scaling) for own, seen in slices])
-        right = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
-        for mine, theirs in zip(found, right, strict=True):
-            worst = max(worst, float((mine.double() - theirs).abs().max() / theirs.abs().max()))
-        if rows.causal:
+        references = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
+        for tensor, reference in zip(tested, references, strict=True):
+            worst = max(worst, float((tensor.double() - reference).abs().max() / reference.abs().max()))
+        if causal:
             used = torch.tensor(lengths_k, dtype=torch.int32, device=device)
             worst = max(worst, float((kernel.cached(qkv, rows, used, scaling) - out).abs().max()))
     return worst
@@ -164,70 +164,71 @@ def _slices(lengths: list[int]) -> list[slice]:
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, rows: RaggedRows, scaling: float) -> Tensor:
-    """[Q, H, D] of one row, by the definition."""
+    """The output [Q, H, D] of one row, by the definition of attention."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scaling
     if rows.causal:
-        ahead = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q) - torch.arange(len(k), device=q.device)
-        hidden = (ahead < 0) | (ahead >= (rows.window or len(k)))
+        positions = torch.arange(len(q), device=q.device) + len(k) - len(q)
+        lag = positions[:, None] - torch.arange(len(k), device=q.device)
+        hidden = (lag < 0) | (lag >= (rows.window or len(k)))
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
 
 def ends_of(lengths: Sequence[int] | Int64Array, device: torch.device) -> Ends:
-    """Of rows of these lengths, one after the other."""
+    """`Ends` of rows of these lengths that are packed one after the other."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return Ends(to_device(ends, device), int(np.max(lengths, initial=0)))
 
 
 class RaggedTree:
-    """A training tree without a window. `rows`: every packed token once as an own token, see `Row`."""
+    """A training tree, for a layer without a window. In `rows` each packed token must be an own token of exactly one row."""
 
     def __init__(self, kernel: Kernel, rows: list[Row], device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])
         self.kernel = kernel
         own = ends_of([length for *_, length in rows], device)
-        self.own = RaggedRows(own, own, causal=True)
-        # Suffixes of one tree are adjacent: they attend to their prefix as one row.
-        behind: dict[tuple[int, int], list[int]] = {}
+        self.own_rows = RaggedRows(own, own, causal=True)
+        # Suffixes of one tree are adjacent in the packed tokens, so the second call takes them as one row.
+        suffix_bounds: dict[tuple[int, int], list[int]] = {}
         for prefix_start, prefix, start, length in rows:
             if prefix:
-                behind.setdefault((prefix_start, prefix), []).extend((start, start + length))
-        queries = ends_of([max(places) - min(places) for places in behind.values()], device)
-        self.across = RaggedRows(queries, ends_of([prefix for _, prefix in behind], device), causal=False)
-        self.suffixes = _index([(min(places), max(places)) for places in behind.values()], device)
-        self.prefixes = _index([(start, start + length) for start, length in behind], device)
+                suffix_bounds.setdefault((prefix_start, prefix), []).extend((start, start + length))
+        suffix_spans = [(min(bounds), max(bounds)) for bounds in suffix_bounds.values()]
+        queries = ends_of([end - start for start, end in suffix_spans], device)
+        self.suffix_rows = RaggedRows(queries, ends_of([prefix for _, prefix in suffix_bounds], device), causal=False)
+        self.suffixes = _index(suffix_spans, device)
+        self.prefixes = _index([(start, start + length) for start, length in suffix_bounds], device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """[T, H, D], [T, K, D] twice -> the output [T, H, D] and its log-sum-exp [H, T]."""
-        out, lse = self.kernel.forward((query, key, value), self.own, scaling)
-        if not self.across.queries.longest:
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> the output [T, H, D] and its log-sum-exp [H, T]."""
+        out, lse = self.kernel.forward((query, key, value), self.own_rows, scaling)
+        if not self.suffix_rows.queries.longest:
             return out, lse
-        own, seen = self.suffixes, self.prefixes
-        part, part_lse = self.kernel.forward((query[own], key[seen], value[seen]), self.across, scaling)
-        own_lse = lse[:, own]
+        suffix, prefix = self.suffixes, self.prefixes
+        part, part_lse = self.kernel.forward((query[suffix], key[prefix], value[prefix]), self.suffix_rows, scaling)
+        own_lse = lse[:, suffix]
         joint = torch.logaddexp(own_lse, part_lse)
-        merged = out[own] * (own_lse - joint).exp_().t().unsqueeze(-1)
-        out[own] = merged.addcmul_(part, (part_lse - joint).exp_().t().unsqueeze(-1)).to(out.dtype)
-        lse[:, own] = joint
+        merged = out[suffix] * (own_lse - joint).exp_().t().unsqueeze(-1)
+        out[suffix] = merged.addcmul_(part, (part_lse - joint).exp_().t().unsqueeze(-1)).to(out.dtype)
+        lse[:, suffix] = joint
         return out, lse
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """`gradients` become those of query, key and value. `saved`: these three and what `forward` gave."""
+        """Writes the gradients of query, key and value into `gradients`. `saved` is (query, key, value, output, log-sum-exp)."""
         query, key, value, out, lse = saved
-        found = self.kernel.backward(grad, (query, key, value), out, lse, self.own, scaling)
-        for target, part in zip(gradients, found, strict=True):
+        own_parts = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
+        for target, part in zip(gradients, own_parts, strict=True):
             target.copy_(part)
-        if not self.across.queries.longest:
+        if not self.suffix_rows.queries.longest:
             return
-        own, seen = self.suffixes, self.prefixes
-        parts = self.kernel.backward(
-            grad[own], (query[own], key[seen], value[seen]), out[own], lse[:, own].contiguous(), self.across, scaling
-        )
-        for target, part, rows in zip(gradients, parts, (own, seen, seen), strict=True):
-            # torch adds in float32 and rounds once
+        suffix, prefix = self.suffixes, self.prefixes
+        qkv, suffix_lse = (query[suffix], key[prefix], value[prefix]), lse[:, suffix].contiguous()
+        parts = self.kernel.backward(grad[suffix], qkv, out[suffix], suffix_lse, self.suffix_rows, scaling)
+        for target, part, rows in zip(gradients, parts, (suffix, prefix, prefix), strict=True):
+            # torch adds in float32 and rounds once.
             if isinstance(rows, slice):
                 target[rows].add_(part)
             else:
@@ -235,7 +236,7 @@ class RaggedTree:
 
 
 class RaggedWindow:
-    """The same of a layer whose queries see `window` tokens."""
+    """A training tree, for a layer whose queries see `window` tokens. The `rows` are those of `RaggedTree`."""
 
     def __init__(self, kernel: Kernel, rows: list[Row], window: int, device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])
@@ -247,7 +248,7 @@ class RaggedWindow:
         spans = []
         for tail, (prefix_start, prefix, start, length) in zip(tails, rows, strict=True):
             spans += [(prefix_start + prefix - tail, prefix_start + prefix), (start, start + length)]
-        self.seen = to_device(np.concatenate([np.arange(*span) for span in spans]), device)
+        self.key_index = to_device(np.concatenate([np.arange(*span) for span in spans]), device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         return self.kernel.forward(self._with_keys(query, key, value), self.rows, scaling)
@@ -256,18 +257,18 @@ class RaggedWindow:
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         query, key, value, out, lse = saved
-        found = self.kernel.backward(grad, self._with_keys(query, key, value), out, lse, self.rows, scaling)
-        gradients[0].copy_(found[0])
-        for target, part in zip(gradients[1:], found[1:], strict=True):
+        parts = self.kernel.backward(grad, self._with_keys(query, key, value), out, lse, self.rows, scaling)
+        gradients[0].copy_(parts[0])
+        for target, part in zip(gradients[1:], parts[1:], strict=True):
             total = torch.zeros(target.shape, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device)
-            target.copy_(total.index_add_(0, self.seen, part.to(total.dtype)))
+            target.copy_(total.index_add_(0, self.key_index, part.to(total.dtype)))
 
     def _with_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query, key[self.seen], value[self.seen]
+        return query, key[self.key_index], value[self.key_index]
 
 
 def _index(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
-    """The packed tokens [first, end) of each span: a slice where they are one, which costs no launch, else int64."""
+    """The index of the packed tokens [first, end) of all spans: int64, or for a single span a slice, which costs no launch."""
     if len(spans) < 2:
         return slice(*spans[0]) if spans else slice(0, 0)
     return to_device(np.concatenate([np.arange(*span) for span in spans]), device)

@@ -1,1 +1,1 @@
-"""The decoder written out, for layers that consist of known parts. Start in `decoder.py`."""
+"""Decoder layers of known parts, with forward and backward written by hand. Start in `decoder.py`."""

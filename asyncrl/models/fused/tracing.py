@@ -1,10 +1,10 @@
-"""How transformers runs a decoder: one forward over a few tokens, in which the call of each layer is recorded.
+"""Records how transformers runs a decoder: `trace` runs one forward over a few tokens and records the call of each layer.
 
-The calls say what names cannot: how attention scales its scores, which window, softcap and sinks it has, which arguments the rotary
-embedding takes, and which layers turn no query. `matches` then computes a recorded call with a fused layer. It compares the queries
-and keys that reach attention, and the output of the layer where attention gives zeros.
+The recorded calls show facts that names of modules do not prove: the scaling, window, softcap and sinks of attention, the
+arguments of the rotary embedding, and the layers without rotary embedding. `matches` computes a recorded call with a fused layer.
+It compares the queries and keys that reach attention, and the output of the layer. Attention returns zeros in both runs.
 
-What so few tokens do not show is found by the gate (runtime/gate.py), which compares whole models.
+A few tokens do not show every difference, so the gate (runtime/gate.py) also compares whole models.
 
 Shape legend: T tokens, E hidden size.
 """
@@ -28,13 +28,13 @@ from .layers import Layer, LayerCall, RotaryCall, Rotation
 Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
 
 _TOKENS = 24
-# What a layer may be handed beside its input.
-_TENSORS = {"position_ids", "position_embeddings", "cache_position"}
+# Tensors that a layer may get as keyword arguments. A layer with any other tensor is unknown.
+_KNOWN_TENSORS = {"position_ids", "position_embeddings", "cache_position"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderCalls:
-    """What was recorded of a decoder. `multiplier`: by which it scales the embedded tokens."""
+    """The recorded calls of a decoder's layers. The decoder multiplies the embedded tokens by `multiplier`."""
 
     layers: list[LayerCall]
     positions_T: Tensor
@@ -42,23 +42,23 @@ class DecoderCalls:
 
 
 class _ZeroAttention(PlanWithRoutes):
-    """Attention that records what it is given, and gives zeros."""
+    """Records the arguments of `attend` for each layer, and returns zeros."""
 
     def __init__(self) -> None:
-        self.given: dict[int, tuple[Tensor, Tensor, float, AttentionTerms]] = {}
+        self.recorded: dict[int, tuple[Tensor, Tensor, float, AttentionTerms]] = {}
         self.calls = 0
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:
-        self.given[layer] = query, key, float(scaling), terms
+        self.recorded[layer] = query, key, float(scaling), terms
         self.calls += 1
         return torch.zeros_like(query)
 
 
 @torch.no_grad()
 def trace(module: PreTrainedModel) -> DecoderCalls | None:
-    """One forward of the decoder of `module`. None where it is more than embedding, layers in a row, and a norm."""
+    """Records one forward of the decoder. None if the decoder is more than an embedding, a chain of layers and a norm."""
     decoder: Any = decoder_of(module)
     embedding: Any = module.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
@@ -84,82 +84,83 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
     try:
         arguments = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "use_cache": False}
         last = decoder(**arguments, **{PLAN_ARGUMENT: attention}).last_hidden_state
-        calls = [(_rotary_call(call), call[2]) for call in list(rotations)]
+        rotary_calls = [(_rotary_call(call), call[2]) for call in rotations]
         layers = [
-            _layer_call(call, out, calls, attention.given[number])
+            _layer_call(call, out, rotary_calls, attention.recorded[number])
             for number, (call, out) in enumerate(zip(inputs, outputs, strict=True))
         ]
-    except Exception:  # another architecture, which raises whatever it likes
+    except Exception:
+        # Unknown architectures may raise any exception here.
         return None
     finally:
         module.train(training)
         for hook in hooks:
             hook.remove()
     multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
+    # In a chain each layer gets the output of the layer before it, and the norm gets the last output.
     chain = [(embedding(tokens_T) * multiplier)[None], *(layer.out for layer in layers if layer is not None)]
-    if (
-        [number for number, _, _ in inputs] != list(range(len(blocks)))
-        or attention.calls != len(blocks)
-        or any(layer is None or not torch.equal(layer.x, x) for layer, x in zip(layers, chain, strict=False))
-        or not torch.equal(decoder.norm(chain[-1]), last)
+    in_order = [number for number, _, _ in inputs] == list(range(len(blocks))) and attention.calls == len(blocks)
+    if not in_order or any(
+        layer is None or not torch.equal(layer.x, x) for layer, x in zip(layers, chain, strict=False)
     ):
+        return None
+    if not torch.equal(decoder.norm(chain[-1]), last):
         return None
     return DecoderCalls(cast(list[LayerCall], layers), positions_T, multiplier)
 
 
 def _positions(config: Any) -> Tensor:
-    """[T] from 0 to beyond all contexts, each a constant factor after the one before, where the model allows that."""
+    """Positions [T] int64 that grow exponentially, up to the original context (rotary.py) or to four times the longest context."""
     rope = getattr(config, "rope_parameters", None) or {}
-    known = [part.get("original_max_position_embeddings") for part in (rope, *rope.values()) if isinstance(part, dict)]
-    contexts = [int(length) for length in (*known, getattr(config, "max_position_embeddings", None)) if length]
+    lengths = [
+        part.get("original_max_position_embeddings") for part in (rope, *rope.values()) if isinstance(part, dict)
+    ]
+    contexts = [int(length) for length in (*lengths, getattr(config, "max_position_embeddings", None)) if length]
     end = original_context(config) or 4 * max(contexts, default=1024)
     return torch.linspace(0, math.log(end), _TOKENS, dtype=torch.float64).exp().sub_(1).round_().long()
 
 
 def _rotary_call(call: tuple[tuple[Any, ...], dict[str, Any], Any]) -> RotaryCall:
-    """Errors: TypeError for arguments that cannot be told apart by their values: rotations are kept by them."""
-    arguments, named, given = call
-    rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
-    half = given[0].shape[-1] // 2
-    doubled = all(torch.equal(table[..., :half], table[..., half:]) for table in given)
-    found = RotaryCall(tuple(arguments[2:]), tuple(sorted(rest.items())), doubled)
-    hash(found)
-    return found
+    """Errors: TypeError for unhashable arguments, because the decoder has a dictionary with `RotaryCall` keys."""
+    arguments, named, tables = call
+    others = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
+    half = tables[0].shape[-1] // 2
+    doubled = all(torch.equal(table[..., :half], table[..., half:]) for table in tables)
+    rotary_call = RotaryCall(tuple(arguments[2:]), tuple(sorted(others.items())), doubled)
+    hash(rotary_call)
+    return rotary_call
 
 
 def _layer_call(
     call: tuple[int, tuple[Any, ...], dict[str, Any]],
     out: Any,
-    rotations: list[tuple[RotaryCall, Any]],
+    rotary_calls: list[tuple[RotaryCall, Any]],
     attention: tuple[Tensor, Tensor, float, AttentionTerms],
 ) -> LayerCall | None:
     _, arguments, named = call
-    rotary = next((own for own, given in rotations if any(value is given for value in named.values())), None)
-    strange = [name for name, value in named.items() if isinstance(value, Tensor) and name not in _TENSORS]
-    if len(arguments) != 1 or strange or not isinstance(out, Tensor):
+    rotary = [rotary_call for rotary_call, tables in rotary_calls if any(value is tables for value in named.values())]
+    unknown = [name for name, value in named.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    if len(arguments) != 1 or unknown or not isinstance(out, Tensor):
         return None
-    return LayerCall(arguments[0], out, rotary, *attention)
+    return LayerCall(arguments[0], out, rotary[0] if rotary else None, *attention)
 
 
 @torch.no_grad()
 def matches(layer: Layer, call: LayerCall, rotation: Rotation, compute: Compute) -> bool:
-    """Whether `layer`, as `compute(layer, x [T, E], plan, rotation) -> [T, E]` runs it, gives attention the recorded queries and
-    keys, and adds to its input what was recorded. Within half the digits of the model's dtype."""
+    """Whether `layer` computes the recorded queries, keys and output, up to half the digits of the model's dtype.
+    `compute(layer, x [T, E], plan, rotation) -> [T, E]` runs the layer. Output errors are relative to output minus input."""
     x, expected, attention = call.x[0], call.out[0], _ZeroAttention()
     if rotation.cos is not None and 2 * rotation.cos.shape[1] > layer.head_size:
         return False
-    found = compute(layer, x, attention, rotation)
-    unit = float(torch.finfo(x.dtype).eps)
-    query, key, *_ = attention.given[layer.number]
-    for own, given in ((query, call.query), (key, call.key)):
-        if own.shape != given.shape or not _distance(own, given) <= math.sqrt(unit) * _size(given):
+    out = compute(layer, x, attention, rotation)
+    eps = float(torch.finfo(x.dtype).eps)
+    query, key, *_ = attention.recorded[layer.number]
+    for ours, recorded in ((query, call.query), (key, call.key)):
+        # `not <=` also refuses NaN.
+        if ours.shape != recorded.shape or not _norm(ours - recorded) <= math.sqrt(eps) * _norm(recorded):
             return False
-    return _distance(found, expected) <= math.sqrt(unit) * _distance(expected, x) + 2 * unit * _size(expected)
+    return _norm(out - expected) <= math.sqrt(eps) * _norm(expected - x) + 2 * eps * _norm(expected)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return _size(a - b)
-
-
-def _size(a: Tensor) -> float:
+def _norm(a: Tensor) -> float:
     return float(a.double().norm())

@@ -1,22 +1,21 @@
-"""The head's passes over logits by Triton kernels of Liger, where `liger-kernel` is installed and the logits are on a GPU.
+"""The head's passes over logits by Triton kernels of Liger. They need `liger-kernel` and logits on a GPU.
 
-Liger's are the two halves of its GRPO loss over full logits (liger_kernel.ops.grpo_loss). Launched as VESPO, whose weight of
-a sequence is a constant that we set to 1, at advantage -1, without KL or correction, the loss of a token is its log-prob,
-and what is handed in as that loss's gradient is multiplied in: any loss stays outside.
+The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with a loss that equals the
+log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the gradient of
+this loss, so the caller can use any loss of log-probs.
 
-    forward     one read of the logits: log-prob and lse of each token
+    forward     one read of the logits: log-prob and log-sum-exp (lse) of each token
     backward    one read and one write, in place: the gradient of the logits
 
-Ours (head_triton.py), because Liger's Triton kernels have nothing for it: the entropy, one more read; and, where the loss has
-an entropy bonus, the gradient, again one read and one write. Everything is computed in float32 from logits in their own dtype.
+Liger has no kernel for the entropy, so `triton_kernels.py` has two: the entropy (one read), and the gradient of a loss with an
+entropy bonus (one read, one write). All kernels compute in float32 and read logits of any dtype.
 
-Liger's other candidates do not fit. `fused_linear_scaled_cross_entropy` returns entropies, but its kernel wants a Hopper GPU,
-bfloat16 and the CuTe DSL, gives entropies in bfloat16 at one temperature, and the weight's gradient as a bfloat16 tensor of
-its own; elsewhere it is torch as ours. `liger_cross_entropy_kernel` writes the gradient before the loss's derivative is known,
-so that this needs one more pass over what was rounded already, and it has no temperature. `chunked_loss.grpo_loss` is torch.
+Other functions of Liger do not fit. `fused_linear_scaled_cross_entropy` needs a Hopper GPU and bfloat16, takes one temperature, and
+rounds entropies to bfloat16. `liger_cross_entropy_kernel` takes no temperature, and writes the gradient before the derivative of
+the loss is known. `chunked_loss.grpo_loss` is written in torch.
 
-The temperature is a constant of Liger's compiled code: the first `MOST_TEMPERATURES` that a process sees are served, each after
-a compilation of a second or so; batches with others go through torch.
+Liger's compiled code has the temperature as a constant. A process compiles the kernels, for about a second, for each of its first
+`MOST_TEMPERATURES` temperatures. Batches with further temperatures are computed by torch.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
 from .output import PLAIN_HEAD, HeadTransform
 
 MOST_TEMPERATURES = 8
-_MOST_ROWS = 65_535  # of one launch: rows are the second axis of Liger's grid
+_MOST_ROWS = 65_535  # CUDA's limit of the second axis of a grid
 _CHECKED_ROWS = 4
-# What Triton did unasked before it began to warn that it will not.
+# The former default of Triton. Without the option, newer versions of Triton warn.
 _FUSION = {"enable_fp_fusion": True}
-_FORWARD = {"BLOCK_N": 2048, "num_stages": 2, "num_warps": 1, **_FUSION}  # as Liger launches them
-_BACKWARD = {"BLOCK_N": 4096, "num_stages": 1, "num_warps": 16, **_FUSION}
-_OUR_OWN = {"BLOCK_N": 4096, "num_warps": 8, **_FUSION}
+# Liger launches its kernels with these options.
+_FORWARD_OPTIONS = {"BLOCK_N": 2048, "num_stages": 2, "num_warps": 1, **_FUSION}
+_BACKWARD_OPTIONS = {"BLOCK_N": 4096, "num_stages": 1, "num_warps": 16, **_FUSION}
+_ENTROPY_OPTIONS = {"BLOCK_N": 4096, "num_warps": 8, **_FUSION}
 
 logger = logging.getLogger("asyncrl.models")
 
@@ -51,139 +51,143 @@ logger = logging.getLogger("asyncrl.models")
 def choose_head_kernel(
     kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = PLAIN_HEAD
 ) -> HeadKernel | None:
-    """`model.head_kernel` on this machine; None: torch's passes. Errors: ConfigError where `liger` cannot be had.
+    """The kernel for the setting `model.head_kernel` (`kind`: auto, liger or torch). None: torch's passes are used.
 
-    A scale of the logits and a bias are nothing to the kernels: the one is a temperature to them, the other in the logits
-    that they read. A soft cap is not in their formulas."""
+    Errors: ConfigError if `liger` is asked for and cannot be used. The kernels do not compute a soft cap. They work for a model
+    that scales its logits, because a scale is a temperature, and for a head with a bias."""
     require_head_kernel(kind, device, dtype)
     if transform.softcap is not None:
         if kind == "liger":
             raise ConfigError(
-                f"model.head_kernel is liger, but the model soft-caps its logits (at {transform.softcap:g}), which its kernels "
-                "do not compute; use auto or torch"
+                f"model.head_kernel is liger, but the model soft-caps its logits (at {transform.softcap:g}), and Liger's kernels "
+                "compute no soft cap; use auto or torch"
             )
         return None
-    if kind == "torch" or _absent(device, dtype) is not None:
+    if kind == "torch" or _unmet(device, dtype) is not None:
         return None
     try:
         kernel = LigerHead()
         reason = disagreement(kernel, device, dtype, vocabulary)
     except Exception as error:
-        # What a Liger, a Triton, a compiler and a driver that do not fit each other may raise.
-        reason = f"they do not run here ({type(error).__name__}: {error})"
+        # Versions of Liger, Triton, compiler and driver that do not fit each other may raise any exception.
+        reason = f"Liger's kernels do not run here ({type(error).__name__}: {error})"
     if reason is None:
         return kernel
     if kind == "liger":
         raise ConfigError(f"model.head_kernel is liger, but {reason}; use auto or torch")
-    logger.warning("Liger's kernels are installed, but %s; the head's logits go through torch", reason)
+    logger.warning("liger-kernel is installed, but %s; the head's logits go through torch", reason)
     return None
 
 
 def require_head_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Errors: ConfigError where `liger` is asked for and package, GPU or dtype is missing. Before anything is loaded."""
-    reason = _absent(device, dtype)
+    """Errors: ConfigError if `liger` is asked for and the package, the GPU or the dtype does not fit. Needs no loaded model."""
+    reason = _unmet(device, dtype)
     if kind == "liger" and reason is not None:
         raise ConfigError(f"model.head_kernel is liger, but {reason}; use auto or torch")
 
 
-def _absent(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why there is nothing to try."""
+def _unmet(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The requirement of Liger's kernels that this machine or run does not meet."""
     if device.type != "cuda":
-        return f"the model is on {device}, and its kernels need a GPU"
+        return f"the model is on {device}, and Liger's kernels need a GPU"
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"they compute in float32, which is not enough for {dtype}"
+        return f"Liger's kernels compute in float32, which is not precise enough for {dtype}"
     if importlib.util.find_spec("liger_kernel") is None:
         return f"liger-kernel is not installed ({install('liger')})"
     return None
 
 
 def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, vocabulary: int) -> str | None:
-    """What `kernel` computes otherwise than torch, on a few rows of this vocabulary: its interface is not a public one."""
+    """The first result of `kernel` that differs from torch's, or None. Liger's kernels are private, so any version may differ."""
     rows = _CHECKED_ROWS
-    shape = (rows, vocabulary)
-    logits = (
-        torch.arange(rows * vocabulary, dtype=torch.float32, device=device)
-        .mul_(0.7)
-        .sin_()
-        .mul_(6)
-        .view(shape)
-        .to(dtype)
-    )
+    angles = torch.arange(rows * vocabulary, dtype=torch.float32, device=device).mul_(0.7)
+    logits = angles.sin_().mul_(6).view(rows, vocabulary).to(dtype)
     target = torch.tensor([0, vocabulary - 1, vocabulary // 2, vocabulary // 3], device=device)
     grad_logp, grad_entropy = (torch.linspace(start, 2.0, rows, device=device) for start in (-1.0, 0.5))
     passes = kernel.passes(torch.ones(rows))
     assert passes is not None
-    found: list[list[Tensor]] = []
-    for each in (TorchPasses(logits, vocabulary, rows), passes):
+    results: list[list[Tensor]] = []
+    for head_passes in (TorchPasses(logits, vocabulary, rows), passes):
         logp, lse, entropy = (torch.zeros(rows, device=device) for _ in range(3))
         columns = Columns(target, torch.ones(rows, device=device), lse, entropy)
-        each.statistics(logits, 0, columns, logp)
-        gradients = [logits.clone() for _ in range(2)]
-        for gradient, bend in zip(gradients, (None, grad_entropy), strict=True):
-            each.gradient_(gradient, 0, columns, grad_logp, bend)
-        found.append([logp, lse, entropy, *gradients])
-    near = 2**-7 if dtype == torch.bfloat16 else 1e-4  # of what is rounded to the logits' dtype
-    names = ("log-probs", "normalisers", "entropies", "gradients", "gradients with an entropy bonus")
-    for name, theirs, ours in zip(names, *found, strict=True):
-        if not torch.allclose(theirs, ours, rtol=near if "gradients" in name else 1e-5, atol=1e-4):
-            return f"their {name} are not those of torch"
+        head_passes.statistics(logits, 0, columns, logp)
+        gradient, gradient_with_bonus = logits.clone(), logits.clone()
+        head_passes.gradient_(gradient, 0, columns, grad_logp, None)
+        head_passes.gradient_(gradient_with_bonus, 0, columns, grad_logp, grad_entropy)
+        results.append([logp, lse, entropy, gradient, gradient_with_bonus])
+    # Gradients are rounded to the dtype of the logits.
+    gradient_tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-4
+    names = ("log-probs", "log-sum-exps", "entropies", "gradients", "gradients with an entropy bonus")
+    for name, expected, actual in zip(names, *results, strict=True):
+        if not torch.allclose(expected, actual, rtol=gradient_tolerance if "gradients" in name else 1e-5, atol=1e-4):
+            return f"Liger's {name} differ from torch's"
     return None
 
 
 class LigerHead:
-    """Errors: ImportError and AttributeError where Liger or Triton is missing or has other kernels."""
+    """Errors: ImportError and AttributeError if Liger or Triton is not installed or has other kernels."""
 
     def __init__(self) -> None:
-        from liger_kernel.ops import grpo_loss  # seconds to import, and only where it is used
+        # Both imports take seconds.
+        from liger_kernel.ops import grpo_loss
 
-        from . import triton_kernels as head_triton
+        from . import triton_kernels
 
         self._forward: Any = grpo_loss._grpo_loss_fwd_kernel
         self._backward: Any = grpo_loss._grpo_loss_bwd_kernel
         self._loss_type: int = grpo_loss._str_to_loss_type["vespo"]
-        self._own: Any = head_triton
+        self._triton_kernels: Any = triton_kernels
         self._temperatures: set[float] = set()
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def passes(self, temperature_S: Tensor) -> HeadPasses | None:
-        """None where a temperature is one too many. Rows of one sequence lie together: a launch each, or fewer."""
+        """None if this process would exceed `MOST_TEMPERATURES`. Adjacent rows with equal temperatures share a launch."""
         values, counts = torch.unique_consecutive(temperature_S, return_counts=True)
         temperatures = [float(value) for value in values]
-        seen = self._temperatures.union(temperatures)
-        if len(seen) > MOST_TEMPERATURES:
+        all_temperatures = self._temperatures.union(temperatures)
+        if len(all_temperatures) > MOST_TEMPERATURES:
             return None
-        self._temperatures = seen
+        self._temperatures = all_temperatures
         starts = accumulate(counts.tolist(), initial=0)
         return _LigerPasses(self, [(*span, t) for span, t in zip(pairwise(starts), temperatures, strict=True)])
 
     def forward(
-        self, logits: Tensor, target: Tensor, temperature: float, logp: Tensor, lse: Tensor, spoilt: Tensor
+        self, logits: Tensor, target: Tensor, temperature: float, logp: Tensor, lse: Tensor, scratch: Tensor
     ) -> None:
-        """logits [R, V] -> logp and lse [R]. `spoilt` [R] takes a column that means nothing here: which tokens are clipped."""
+        """logits [R, V] -> logp and lse [R]. The kernel also writes to `scratch` [R] which tokens are clipped (none are)."""
         arguments = self._arguments(logits, target, temperature)
-        self._forward[(1, len(target))](**arguments, LOSS=logp, LSE=lse, KL=None, IS_CLIPPED=spoilt, **_FORWARD)
+        arguments |= {"LOSS": logp, "LSE": lse, "KL": None, "IS_CLIPPED": scratch}
+        self._forward[(1, len(target))](**arguments, **_FORWARD_OPTIONS)
 
     def backward_(self, logits: Tensor, target: Tensor, temperature: float, lse: Tensor, grad_logp: Tensor) -> None:
-        """logits [R, V] become grad_logp (onehot - p) / temperature."""
+        """Overwrites logits [R, V] with their gradient, grad_logp (onehot - p) / temperature."""
         arguments = self._arguments(logits, target, temperature)
-        strides = {"loss_stride0": 0, "loss_stride1": grad_logp.stride(0)}
-        self._backward[(1, len(target))](**arguments, DLOSS=grad_logp, DLOGITS=logits, LSE=lse, **strides, **_BACKWARD)
+        arguments |= {"loss_stride0": 0, "loss_stride1": grad_logp.stride(0)}
+        self._backward[(1, len(target))](**arguments, DLOSS=grad_logp, DLOGITS=logits, LSE=lse, **_BACKWARD_OPTIONS)
 
     def entropy(self, logits: Tensor, inverse: Tensor, lse: Tensor, entropy: Tensor) -> None:
-        """Our kernel: `entropy` [rows] of these logits, whose normalisers are `lse`."""
-        self._own.entropy_kernel[(len(lse),)](logits, inverse, lse, entropy, N=logits.shape[1], **_OUR_OWN)
+        """Writes the entropies of logits [R, V] to `entropy` [R]. `inverse` [R] is 1 / temperature."""
+        kernel = self._triton_kernels.entropy_kernel[(len(lse),)]
+        kernel(logits, inverse, lse, entropy, N=logits.shape[1], **_ENTROPY_OPTIONS)
 
     def backward_with_entropy_(
-        self, logits: Tensor, target: Tensor, inverse: Tensor, lse: Tensor, entropy: Tensor, slope: Tensor, bend: Tensor
+        self,
+        logits: Tensor,
+        target: Tensor,
+        inverse: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        logp_slope: Tensor,
+        entropy_slope: Tensor,
     ) -> None:
-        """Our kernel: the logits become their gradient, in place; `slope` and `bend` [rows] are the gradients of log-prob and
-        entropy, over the temperature."""
-        self._own.gradient_kernel[(len(lse),)](
-            logits, target, inverse, lse, entropy, slope, bend, N=logits.shape[1], **_OUR_OWN
-        )
+        """Overwrites logits [R, V] with their gradient. `inverse` [R] is 1 / temperature. `logp_slope` and `entropy_slope` [R] are
+        the gradients of log-prob and entropy, divided by the temperature."""
+        kernel = self._triton_kernels.gradient_kernel[(len(lse),)]
+        kernel(logits, target, inverse, lse, entropy, logp_slope, entropy_slope, N=logits.shape[1], **_ENTROPY_OPTIONS)
 
     def _arguments(self, logits: Tensor, target: Tensor, temperature: float) -> dict[str, Any]:
-        """What both of Liger's kernels take. One sequence of R tokens: so neither its length nor L enters an address."""
+        """Arguments of both Liger kernels. All R tokens are sequence number 0. The kernels multiply the sequence length L by this
+        number, so L has no effect."""
         assert logits.is_contiguous() and len(target) <= _MOST_ROWS
         if logits.device not in self._constants:
             one = torch.ones(1, device=logits.device)
@@ -209,9 +213,9 @@ class _LigerPasses:
         rows = slice(first, first + logits.shape[0])
         lse, entropy = columns.lse[rows], columns.entropy[rows]
         with torch.cuda.device_of(logits):
-            for part, here, temperature in self._within(first, logits.shape[0]):
-                target, spoilt = columns.target[here], columns.entropy[here]
-                self._kernels.forward(logits[part], target, temperature, logp[here], columns.lse[here], spoilt)
+            for part, span, temperature in self._spans_in(first, logits.shape[0]):
+                target, scratch = columns.target[span], columns.entropy[span]
+                self._kernels.forward(logits[part], target, temperature, logp[span], columns.lse[span], scratch)
             self._kernels.entropy(logits, columns.inverse[rows], lse, entropy)
 
     def gradient_(
@@ -220,18 +224,17 @@ class _LigerPasses:
         rows = slice(first, first + logits.shape[0])
         with torch.cuda.device_of(logits):
             if grad_entropy is None:
-                for part, here, temperature in self._within(first, logits.shape[0]):
-                    target, lse = columns.target[here], columns.lse[here]
-                    self._kernels.backward_(logits[part], target, temperature, lse, grad_logp[here])
+                for part, span, temperature in self._spans_in(first, logits.shape[0]):
+                    target, lse = columns.target[span], columns.lse[span]
+                    self._kernels.backward_(logits[part], target, temperature, lse, grad_logp[span])
                 return
+            target, lse, entropy = columns.target[rows], columns.lse[rows], columns.entropy[rows]
             inverse = columns.inverse[rows]
-            slope, bend = grad_logp[rows] * inverse, grad_entropy[rows] * inverse
-            self._kernels.backward_with_entropy_(
-                logits, columns.target[rows], inverse, columns.lse[rows], columns.entropy[rows], slope, bend
-            )
+            logp_slope, entropy_slope = grad_logp[rows] * inverse, grad_entropy[rows] * inverse
+            self._kernels.backward_with_entropy_(logits, target, inverse, lse, entropy, logp_slope, entropy_slope)
 
-    def _within(self, first: int, count: int) -> Iterator[tuple[slice, slice, float]]:
-        """(rows of the chunk, rows of all, their temperature) of the `count` rows from `first` on."""
+    def _spans_in(self, first: int, count: int) -> Iterator[tuple[slice, slice, float]]:
+        """Spans of the chunk of `count` rows from `first` on: (rows of the chunk, rows of all tokens, temperature)."""
         for start, end, temperature in self._spans:
             low, high = max(start, first), min(end, first + count)
             if low < high:

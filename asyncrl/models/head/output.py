@@ -1,13 +1,13 @@
-"""What a model does around its head: which product gives its logits, and what becomes of them after it.
+"""Finds how a model computes its logits from its last hidden states `h`: the product of the head, a scale and a soft cap.
 
     z = h W' + b,   logits = scale z,   or, with a soft cap (Gemma 2, arXiv:2408.00118, section 2),
     logits = softcap tanh(scale z / softcap)
 
-`h` is the decoder's last hidden state. Names in a configuration only propose: `logits_scaling` divides logits in Granite,
-multiplies them in HyperCLOVA X and divides the hidden states in MiniCPM3, and a key may be there that nobody reads. So the
-model's own forward is asked. It runs once over a few tokens; hooks see what its decoder gave and what its head took and
-gave, and put numbers in the place of the head's output that are large enough for any of the proposed transforms to show. What
-comes out is what the proposal says, or the model is refused.
+The keys of a configuration are not proof. `logits_scaling` divides the logits in Granite, multiplies the logits in HyperCLOVA X,
+and divides the hidden states in MiniCPM3. Other models have such a key and never read the key. So the keys give candidates, and
+one forward over a few tokens tests the candidates. Hooks record the output of the decoder, and the input and output of the head.
+A hook also replaces the output of the head by test values, which are large enough to show every scale and soft cap. The first
+candidate that explains the logits is used. A model that no candidate explains is refused.
 
 Shape legend: L tokens, V vocabulary.
 """
@@ -32,25 +32,25 @@ from ..attention.tree import TreePlan
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
-# Arguments of tanh up to here: beyond it float32 tells caps apart no better.
-_WIDEST = 3.0
+# Largest argument of tanh in the test values. Larger arguments do not separate two caps better in float32.
+_LARGEST_ARGUMENT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """`scale` is above 0; `softcap` too, where there is one."""
+    """The scale and the soft cap of logits, both above 0. `softcap` None: no soft cap."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place, in the dtype of `logits`, without a graph."""
+        """Overwrites `logits` with the transformed logits, in the same dtype. Has no gradient."""
         if self.softcap is None:
             return logits if self.scale == 1 else logits.mul_(self.scale)
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
 
     def derivative_(self, transformed: Tensor) -> Tensor:
-        """What `apply_` gave becomes, in place, its derivative: scale (1 - (logits / softcap)^2)."""
+        """Overwrites `transformed`, a result of `apply_`, with the derivative scale (1 - (transformed / softcap)^2)."""
         if self.softcap is None:
             return transformed.fill_(self.scale)
         return transformed.div_(self.softcap).square_().neg_().add_(1).mul_(self.scale)
@@ -60,91 +60,95 @@ PLAIN_HEAD = HeadTransform()
 
 
 def head_transform(module: PreTrainedModel) -> HeadTransform:
-    """What the own forward of `module` does. Leaves the module in eval mode.
-    Errors: ConfigError for a model without decoder or linear head, and for one that does anything else."""
+    """The transform that the forward of `module` applies. Leaves the module in eval mode. Errors: ConfigError for a model without
+    decoder or linear head, and for a model that no candidate explains."""
     name = type(module).__name__
     head = linear_head(module)
-    found = _watch(module, head, _proposals(module))
-    if not (found.decoder and found.inputs) or len(found.inputs) > 1:
+    trial = _run_trial(module, head, _candidates(module))
+    if not trial.decoder_outputs or len(trial.head_inputs) != 1:
         raise ConfigError(
-            f"model.path: the forward of {name} calls its head {len(found.inputs)} times and its decoder "
-            f"{len(found.decoder)} times; its logits are not those of one product with the last hidden states"
+            f"model.path: the forward of {name} calls its head {len(trial.head_inputs)} times and its decoder "
+            f"{len(trial.decoder_outputs)} times; supported are models that call the head once, after the decoder"
         )
-    hidden, given, out = found.decoder[-1], found.inputs[0], found.outputs[0]
-    if not (torch.isfinite(given).all() and torch.isfinite(out).all()):
-        raise ConfigError(f"model.path: {name} gives logits that are not finite; are its weights?")
-    if not _near(out, F.linear(given, head.weight, head.bias)):
+    hidden, head_input, head_output = trial.decoder_outputs[-1], trial.head_inputs[0], trial.head_outputs[0]
+    if not (torch.isfinite(head_input).all() and torch.isfinite(head_output).all()):
+        raise ConfigError(f"model.path: {name} gives logits that are not finite; check that its weights are finite")
+    if not _near(head_output, F.linear(head_input, head.weight, head.bias)):
         raise ConfigError(f"model.path: the head of {name} ({type(head).__name__}) is no plain linear layer")
-    before = [scale for scale in found.scales if _near(given, hidden * scale)]
+    before = [scale for scale in trial.scales if _near(head_input, hidden * scale)]
+    # With a bias, a scale before the head is not the same as a scale of the logits.
     if not before or (before[0] != 1 and head.bias is not None):
         raise ConfigError(
-            f"model.path: {name} transforms its last hidden states before the head; only a factor that its configuration "
-            f"names ({', '.join(SCALES)}) is supported, and that in a model without bias in the head"
+            f"model.path: {name} transforms its last hidden states before the head; supported is only a factor that the "
+            f"configuration of a model without bias in the head has as one of {', '.join(SCALES)}"
         )
-    after = [each for each in found.transforms if _near(found.logits, each.apply_(found.planted.double()))]
+    test_values = trial.test_values.double()
+    after = [transform for transform in trial.transforms if _near(trial.logits, transform.apply_(test_values.clone()))]
     if not after:
-        said = {key: value for key in (*SCALES, *SOFTCAPS) if (value := _number(module, key)) is not None}
+        keys = {key: value for key in (*SCALES, *SOFTCAPS) if (value := _number(module, key)) is not None}
         raise ConfigError(
-            f"model.path: {name} transforms its logits after the head, by none of: nothing, a factor, a soft cap of its "
-            f"configuration ({said or 'which names none'})"
+            f"model.path: {name} transforms its logits after the head; supported are no transform, and a factor or a soft cap "
+            f"from the configuration ({keys or 'which names none'})"
         )
     return replace(after[0], scale=after[0].scale * before[0])
 
 
 def linear_head(module: PreTrainedModel) -> nn.Linear:
-    """Errors: ConfigError where the model has none."""
+    """The head of `module`. Errors: ConfigError if the head is missing or not a linear layer."""
     head = module.get_output_embeddings()
     if head is None:
-        raise ConfigError(
-            f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
-        )
+        raise ConfigError(_no_causal_model(module))
     if not isinstance(head, nn.Linear):
         raise ConfigError(f"model.path: the head of {type(module).__name__} is {type(head).__name__}, no linear layer")
     return head
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:
-    """What gives `module` its last hidden states. For Llama 4 and Mllama transformers' own `get_decoder` gives the whole model:
-    their `base_model_prefix` names no part of it. Errors: ConfigError where there is no such part."""
+    """The part of `module` that computes the last hidden states. Errors: ConfigError if `module` has no such part."""
     decoder: nn.Module = module.get_decoder()
+    # `get_decoder` of Llama 4 and Mllama returns the model itself, because their `base_model_prefix` names no part of the model.
     if decoder is not module:
         return decoder
     parts = [part for part in module.children() if isinstance(part, PreTrainedModel)]
     if len(parts) != 1:
-        raise ConfigError(
-            f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
-        )
+        raise ConfigError(_no_causal_model(module))
     return parts[0]
 
 
+def _no_causal_model(module: PreTrainedModel) -> str:
+    return f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
+
+
 @dataclass(slots=True)
-class _Found:
-    """`planted` went on in the place of the head's output, and `logits` came of it: [1, L, V] each."""
+class _Trial:
+    """The candidates, and the records of one forward. `test_values` replaced the output of the head, and `logits` are the result
+    of the forward: [1, L, V] each."""
 
     scales: list[float]
     transforms: list[HeadTransform]
-    decoder: list[Tensor] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    planted: Tensor = field(default_factory=lambda: torch.empty(0))
+    decoder_outputs: list[Tensor] = field(default_factory=list)
+    head_inputs: list[Tensor] = field(default_factory=list)
+    head_outputs: list[Tensor] = field(default_factory=list)
+    test_values: Tensor = field(default_factory=lambda: torch.empty(0))
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def plant(self, output: Tensor) -> Tensor:
-        """Numbers of all sizes up to those at which the caps saturate, in the place of `output`."""
-        reach = max((t.softcap or 1.0) / min(t.scale, 1.0) for t in self.transforms) * _WIDEST
+    def make_test_values(self, like: Tensor) -> Tensor:
+        """Values of many sizes, with the shape, dtype and device of `like`. The largest values saturate the soft caps."""
+        largest = max((t.softcap or 1.0) / min(t.scale, 1.0) for t in self.transforms) * _LARGEST_ARGUMENT
         generator = torch.Generator().manual_seed(0)
-        planted = torch.rand(output.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).pow_(3).mul_(reach)
-        self.planted = planted.to(output.device, output.dtype)
-        return self.planted.clone()
+        values = torch.rand(like.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).pow_(3).mul_(largest)
+        self.test_values = values.to(like.device, like.dtype)
+        return self.test_values.clone()  # the forward may change its tensor
 
 
-def _proposals(module: PreTrainedModel) -> _Found:
-    """Nothing, and what the configuration may mean. The first that fits is taken."""
+def _candidates(module: PreTrainedModel) -> _Trial:
+    """A trial of no transform, and of every scale, inverse scale and soft cap in the configuration."""
     scales = [1.0]
     for value in (_number(module, key) for key in SCALES):
-        scales += [] if value is None else [value, 1 / value]
+        if value is not None:
+            scales += [value, 1 / value]
     caps = [None, *(value for key in SOFTCAPS if (value := _number(module, key)) is not None)]
-    return _Found(scales, [HeadTransform(scale, cap) for cap in caps for scale in scales])
+    return _Trial(scales, [HeadTransform(scale, cap) for cap in caps for scale in scales])
 
 
 def _number(module: PreTrainedModel, key: str) -> float | None:
@@ -155,36 +159,36 @@ def _number(module: PreTrainedModel, key: str) -> float | None:
 
 
 @torch.no_grad()
-def _watch(module: PreTrainedModel, head: nn.Linear, found: _Found) -> _Found:
-    """One forward of a few tokens with hooks at decoder and head."""
+def _run_trial(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> _Trial:
+    """Runs one forward of a few tokens with hooks at decoder and head, and records it in `trial`."""
     module.eval()
     embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
     vocabulary = embedding.weight.shape[0]
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
-    if module.config._attn_implementation == IMPLEMENTATION:  # it was a policy's before
+    if module.config._attn_implementation == IMPLEMENTATION:  # a policy prepared the module before
         arguments[PLAN_ARGUMENT] = TreePlan([0], [_TOKENS])
-    with _hooks(module, head, found):
+    with _hooks(module, head, trial):
         try:
-            found.logits = module(**arguments).logits
-        except Exception as error:  # whatever a model raises that wants to be called otherwise
+            trial.logits = module(**arguments).logits
+        except Exception as error:  # a model may raise any exception
             raise ConfigError(
-                f"model.path: the forward of {type(module).__name__} does not run on {_TOKENS} tokens "
-                f"({type(error).__name__}: {error})"
+                f"model.path: the forward of {type(module).__name__} does not run on {_TOKENS} tokens alone "
+                f"({type(error).__name__}: {error}); choose a model that needs only token ids"
             ) from error
-    return found
+    return trial
 
 
 @contextmanager
-def _hooks(module: PreTrainedModel, head: nn.Linear, found: _Found) -> Iterator[None]:
+def _hooks(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> Iterator[None]:
     def at_decoder(part: nn.Module, arguments: Any, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
-        found.decoder.append(output[0] if hidden is None else hidden)
+        trial.decoder_outputs.append(output[0] if hidden is None else hidden)
 
     def at_head(part: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        found.inputs.append(arguments[0])
-        found.outputs.append(output)
-        return found.plant(output)
+        trial.head_inputs.append(arguments[0])
+        trial.head_outputs.append(output)
+        return trial.make_test_values(output)
 
     handles = [decoder_of(module).register_forward_hook(at_decoder), head.register_forward_hook(at_head)]
     try:
@@ -194,10 +198,10 @@ def _hooks(module: PreTrainedModel, head: nn.Linear, found: _Found) -> Iterator[
             handle.remove()
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for the rounding of a few operations in the dtype of `found`."""
-    if found.shape != expected.shape:
+def _near(actual: Tensor, expected: Tensor) -> bool:
+    """Equal up to the rounding of a few operations in the dtype of `actual`."""
+    if actual.shape != expected.shape:
         return False
-    tolerance = min(64 * torch.finfo(found.dtype).eps, 0.02)
-    difference = (found.double() - expected.double()).abs().max()
+    tolerance = min(64 * torch.finfo(actual.dtype).eps, 0.02)
+    difference = (actual.double() - expected.double()).abs().max()
     return bool(difference <= tolerance * expected.double().abs().max())

@@ -1,8 +1,8 @@
-"""RMS normalisation as one autograd node that keeps its input and one number a row.
+"""RMS normalisation as one autograd node, which saves its input and one number per row.
 
-transformers' own modules compute it in float32 even for a float64 model (which would spoil every exactness test) and let
-autograd keep several copies of the activations. `replace_norms` swaps the class of each module that provably computes
-`(offset + weight) * x / sqrt(mean(x^2) + eps)` with an offset of 0, or of 1 as Gemma's have it; others stay as they are.
+The modules of transformers compute in float32 even for a float64 model, and autograd saves several copies of their activations.
+`replace_norms` changes the class of each module that computes `(offset + weight) * x / sqrt(mean(x^2) + eps)`. The offset is 0, or
+1 in Gemma. The output of each module is tested first, and a module with another output keeps its class.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467), eq. 4.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x [..., E], weight [E] -> [..., E] in the dtype of x; computed in float32 or wider, `offset + weight` too."""
+    """x [..., E], weight [E] -> [..., E] in the dtype of x. All intermediate values are float32 or wider."""
     if fuses(x, weight, offset):
         return F.rms_norm(x, weight.shape, weight, eps)
     result: Tensor = _RMSNorm.apply(x, weight, eps, offset)
@@ -26,8 +26,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def fuses(x: Tensor, weight: Tensor, offset: float) -> bool:
-    """Whether torch's fused norm computes this: on a GPU, with a weight in the dtype of x. It adds no offset, and a sum made before
-    would be rounded (`shifted`)."""
+    """Whether torch's fused norm is used: on a GPU, for a weight in the dtype of x, without an offset. The fused norm takes no
+    offset, and adding the offset to the weight first would round the sum to the dtype of the weight."""
     return x.device.type != "cpu" and not offset and weight.dtype == x.dtype
 
 
@@ -55,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def shifted(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """`offset + weight` in `dtype`: in bfloat16 a small weight would be lost in the sum. Without an offset, the weight itself."""
+    """`offset + weight` in `dtype`, because a sum in bfloat16 would lose small weights. Offset 0: the weight, unconverted."""
     return weight.to(dtype) + offset if offset else weight
 
 
@@ -64,7 +64,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class FusedRMSNorm(nn.Module):
-    """Takes the place of a module's class, not of the module: parameters, names and hooks stay where they are."""
+    """The class that `replace_norms` gives to a module of transformers. The module keeps its parameters, name and hooks."""
 
     weight: Tensor
     eps: float
@@ -76,47 +76,45 @@ class FusedRMSNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> int:
-    """Swap every RMS norm inside that is a plain one; returns how many. Call while the weights are float32 or wider."""
+    """Gives `FusedRMSNorm` to every module inside that computes this norm. Returns the number of these modules. The weights must be
+    float32 or wider, because the outputs are compared."""
     count = 0
     for part in module.modules():
         eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
         if "RMSNorm" not in type(part).__name__ or not isinstance(eps, float) or not _takes_one_tensor(part):
             continue
         for offset in (0.0, 1.0):
-            if _computes(part, eps, offset):
+            if _computes_rms_norm(part, eps, offset):
                 part.__class__ = FusedRMSNorm
-                part.eps, part.offset = eps, offset  # type: ignore[assignment]  # its class was changed in the line above
+                part.eps, part.offset = eps, offset  # type: ignore[assignment]  # now a FusedRMSNorm
                 count += 1
                 break
     return count
 
 
 def _takes_one_tensor(part: nn.Module) -> bool:
-    """Norms with a gate or a residual beside their input have more arguments, optional ones too: they are never called."""
+    """False for norms that also take a gate or a residual, even as an optional argument."""
     arguments = list(inspect.signature(part.forward).parameters.values())
     return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @torch.no_grad()
-def _computes(part: nn.Module, eps: float, offset: float) -> bool:
-    """Compare with what the module itself gives, for values of about 1 and for some so small that `eps` shows.
-
-    The weights of the comparison differ from each other: with equal ones two formulas that differ would give the same.
-    """
+def _computes_rms_norm(part: nn.Module, eps: float, offset: float) -> bool:
+    """Whether the module has one weight and its output is that of `rms_norm`."""
     weight = getattr(part, "weight", None)
-    own = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or own != {"weight"}:
+    names = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or names != {"weight"}:
         return False
+    # Half of the values are so small that `eps` has an effect.
     x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
     x = torch.cat([x, x * eps**0.5])
+    # With equal weights two different formulas could give the same output.
     weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=weight.dtype, device=weight.device)
     try:
-        found = torch.func.functional_call(part, {"weight": weight}, (x,))
+        out = torch.func.functional_call(part, {"weight": weight}, (x,))
     except Exception:
-        # Somebody else's module, called outside of its model: whatever it raises, it is not a plain one.
+        # Unknown modules may raise any exception here.
         return False
-    return (
-        isinstance(found, Tensor)
-        and found.shape == x.shape
-        and torch.allclose(found, rms_norm(x, weight, eps, offset), rtol=1e-4, atol=1e-5)
-    )
+    if not isinstance(out, Tensor) or out.shape != x.shape:
+        return False
+    return torch.allclose(out, rms_norm(x, weight, eps, offset), rtol=1e-4, atol=1e-5)

@@ -1,1 +1,1 @@
-"""Weights: where they come from, one buffer for all of them, packed copies, adapters. Start in `flat.py`."""
+"""The weights of a model: their source, one flat buffer for all weights, packed copies, adapters. Start in `flat.py`."""

@@ -1,12 +1,11 @@
 """Linear layers that read the same input, as one product over a packed copy of their weights.
 
-On a CPU a plain `F.linear` reaches half of the GEMM rate for the batches of decoding: the weight is laid out anew in every
-call. oneDNN can do that once (`mkldnn._reorder_linear_weight`, what torch's own freezing uses), so the copy is made once per
-version of the weights, at their first use: the first step with new weights takes that much longer. Backward products read the plain
-weights: their layout suits the GEMM as it is.
+On a CPU, `F.linear` reaches half of the GEMM rate for batches of decoding, because every call reorders the weight. oneDNN can
+reorder a weight once (`mkldnn._reorder_linear_weight`, which torch's freezing uses). So a packed copy is made at the first product
+with new weights, which makes that product slower. Backward products read the plain weights, whose layout suits them.
 
-The copy must never outlive the weights. `FlatWeights.stamp()` changes with everything that changes them; each product
-compares. Where oneDNN is not there, or the dtype is not its own, or a swapped buffer is bound, the plain product runs.
+Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
+used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `FlatWeights.working`.
 
 Shape legend: N rows, I input features, O output features of all members together.
 """
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from .flat import FlatWeights, add_wider_
 
-# The layout does not depend on it between 16 and 1,024 rows (measured).
+# Rows of a later product. oneDNN chooses the same layout for any number from 16 to 1,024 (measured).
 _ROWS_HINT = 64
 
 
 @cache
 def packing_works(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch packs weights of `dtype` here, tried on a small one."""
+    """Whether torch can pack weights of `dtype` on `device`. Packs a small weight to find out."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
@@ -37,36 +36,36 @@ def packing_works(dtype: torch.dtype, device: torch.device) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        packed = product(x, pack(weight), None)
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operators: another torch may lack them
+        out = product(x, pack(weight), None)
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operators may be missing
         return False
-    return torch.allclose(packed.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-1)
+    return torch.allclose(out.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-1)
 
 
 def pack(weight_OI: Tensor) -> Tensor:
-    """A fresh copy in the layout of oneDNN's products, opaque."""
-    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS_HINT)
-    return found
+    """A copy of the weight in the layout of oneDNN's products. Only `product` can read the copy."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS_HINT)
+    return packed
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W' + bias` [N, O] with a packed W; no gradient."""
+    """`x W' + bias` [N, O] for x [N, I] and `packed`, the result of `pack(W)`. Has no gradient."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return result
 
 
 class JoinedLinear:
-    """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Lives on the lane."""
+    """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Use it only on the lane."""
 
     def __init__(self, flat: FlatWeights, members: list[nn.Linear], index: dict[int, int], pack: bool) -> None:
-        """`index`: id of a parameter -> its place in `flat`."""
+        """`index`: id of a parameter -> the parameter's index in `flat`. `pack`: whether to use packed copies."""
         self.flat = flat
         self.weights = [index[id(member.weight)] for member in members]
         self.biases = [index[id(member.bias)] for member in members if member.bias is not None]
-        self._copied = (*self.weights, *self.biases)
+        self._parameters = (*self.weights, *self.biases)
         self.sizes = [member.out_features for member in members]
         self.inputs = members[0].in_features
-        self.adapters = [getattr(member, "adapter", None) for member in members]  # lora.Adapter
+        self.adapters = [getattr(member, "adapter", None) for member in members]  # lora.Adapter or None
         self._pack = pack
         self._adjacent = all(
             flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b]
@@ -77,37 +76,40 @@ class JoinedLinear:
         self._stamp: Any = None
 
     def weight(self) -> Tensor:
-        """[O, I] as the modules read it now: a view where the members are neighbours in the flat buffer, else a copy."""
+        """The current weights [O, I]: a view if the members are adjacent in the flat buffer, otherwise a copy."""
         return self._join(self.flat.bound, self.weights)
 
-    def _join(self, buffer: Tensor, places: list[int]) -> Tensor:
-        parts = [self.flat.view(buffer, i) for i in places]
+    def _join(self, buffer: Tensor, indices: list[int]) -> Tensor:
+        parts = [self.flat.view(buffer, i) for i in indices]
         if len(parts) == 1:
             return parts[0]
+        # `_adjacent` is true of the weights only. A bias has one dimension.
         if not self._adjacent or parts[0].ndim < 2:
             return torch.cat(parts)
-        start = self.flat.offsets[places[0]]
+        start = self.flat.offsets[indices[0]]
         return buffer[start : start + sum(self.sizes) * self.inputs].view(-1, self.inputs)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        """[N, I] -> [N, O], a fresh tensor."""
-        if self.flat.stamp(self._copied) != self._stamp:  # asked here: a call less for every product
+        """[N, I] -> [N, O], a new tensor."""
+        # `renew` compares too, but this runs for every product, and a call of `renew` costs more.
+        if self.flat.stamp(self._parameters) != self._stamp:
             self.renew()
         if self._packed is None:
             return F.linear(x_NI, self.weight(), self._bias)
         return product(x_NI, self._packed, self._bias)
 
     def renew(self) -> None:
-        """Make the copies, where they are older than the weights, as every product does."""
-        stamp = self.flat.stamp(self._copied)
+        """Copies the weights and biases again if they have changed. Every product calls this first."""
+        stamp = self.flat.stamp(self._parameters)
         if stamp == self._stamp:
             return
-        # The old one goes first: there is memory for one.
+        # Frees the old copy first: the memory may not suffice for two copies.
         self._packed = None
         bound = self.flat.bound
         bias = self._join(bound, self.biases) if self.biases else None
         if len(self.biases) > 1 and bias is not None and self._bias is not None:
-            self._bias.copy_(bias)  # where it is: a captured graph has its address
+            # A captured CUDA graph reads the address of this copy, so the copy must not move.
+            self._bias.copy_(bias)
         else:
             self._bias = bias
         if self._pack and bound is self.flat.working:
@@ -115,12 +117,12 @@ class JoinedLinear:
         self._stamp = stamp
 
     def backward(self, grad_NO: Tensor, x_NI: Tensor, out_NI: Tensor) -> None:
-        """Adds the gradients of weights and biases to the flat gradient; `out_NI` becomes that of the input."""
+        """Writes the gradient of the input to `out_NI`, and calls `add_gradient`."""
         torch.mm(grad_NO, self.weight(), out=out_NI)
         self.add_gradient(grad_NO, x_NI)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Those of weights and biases alone; of frozen ones, those of their adapters."""
+        """Adds the gradients of weights and biases to the flat gradient. Without a flat gradient, the adapters get gradients."""
         flat = self.flat
         if flat.grad is None:
             for adapter, part in zip(self.adapters, grad_NO.split(self.sizes, 1), strict=True):
@@ -130,16 +132,16 @@ class JoinedLinear:
         if self._adjacent:
             accumulate(self._join(flat.grad, self.weights), grad_NO, x_NI)
         else:
-            for place, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
-                accumulate(flat.view(flat.grad, place), part, x_NI)
+            for i, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
+                accumulate(flat.view(flat.grad, i), part, x_NI)
         if self.biases:
             total = grad_NO.sum(0, dtype=flat.grad.dtype)
-            for place, part in zip(self.biases, total.split(self.sizes), strict=True):
-                flat.view(flat.grad, place).add_(part)
+            for i, part in zip(self.biases, total.split(self.sizes), strict=True):
+                flat.view(flat.grad, i).add_(part)
 
 
 def accumulate(buffer_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
-    """`buffer += grad.T @ x`: in place in one dtype, through a product in the narrower one else."""
+    """`buffer += grad.T @ x`. The product has the dtype of `x_NI`, which may be narrower than that of `buffer_OI`."""
     if buffer_OI.dtype == x_NI.dtype:
         buffer_OI.addmm_(grad_NO.t(), x_NI)
     else:

@@ -75,4 +75,4 @@ def prompt_tokens(job: RatesJob) -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("torch", *more)} | {"kernels": native.build()}
+    return {name: metadata.version(name) for name in ("torch", *more)} | {"kernels": native.build_name()}
