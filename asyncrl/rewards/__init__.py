@@ -1,4 +1,4 @@
-"""Rewards: functions in worker processes of our own (`rewards.pool.RewardPool`), and reward models (`models.py`).
+"""Rewards: functions in worker processes (`pool.py`), and reward models on the device (`models.py`).
 
-This module stays empty: every worker process imports it, and start-up time counts.
+This module must stay empty, since every worker process imports it and should start fast.
 """

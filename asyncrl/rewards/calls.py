@@ -1,4 +1,4 @@
-"""What a reward function is, what it is called with and what came back: the values around a call, no processes here."""
+"""Reward functions, their arguments and their results as plain values. The processes that call them are in `pool.py`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ RewardFunction: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """One reward function in TRL's form, sync or async, by import path or as a callable (sent by cloudpickle):
+    """One reward function in TRL's form, sync or async. `function` is an import path or a callable, which cloudpickle serialises.
 
         def f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]
 
-    All arguments are passed by name, and only those that the signature takes. Each is a list with one entry per
-    completion: `completions` strings (or `[{"role": "assistant", "content": ...}]` for conversational prompts),
-    `completion_ids` lists of token ids, `generation_prompt` what the template wrote behind the last message (it may open <think>),
-    and every other column of the row. The entries of a column are one object.
-    `trainer_state` has `global_step`, `max_steps` (None: without end) and `epoch`; `log_metric(name, value)` and
-    `log_extra(column, values)` log a number of the call, and a value of each completion, as `NAME/name` and `NAME/column`.
-    None means "does not apply to this completion". `name` is the function's own by default.
-    """
+    The score None means "does not apply to this completion". `name` is the function's own name by default.
+    Arguments are passed by keyword, and only if the signature accepts them. `trainer_state` has `global_step`, `epoch` and
+    `max_steps` (or None). `log_metric(name, value)` logs a number of the call as `NAME/name`. `log_extra(column, values)` logs a
+    value per completion as `NAME/column`. All other arguments are lists with one entry per completion:
+    `completions` (strings, or `[{"role": "assistant", "content": ...}]` for conversational prompts), `completion_ids` (token ids),
+    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. All entries of a column
+    are the same object."""
 
     function: str | RewardFunction
     weight: float = 1.0
@@ -38,30 +37,33 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one call gave, one entry per completion."""
+    """The result of one call of a reward function. Lists have one entry per completion."""
 
     scores: list[float | None]
-    # Completions by number, and what stood there instead of a score.
-    wrong: Sequence[tuple[int, str]] = ()
-    extras: Mapping[str, list[Any]] = field(default_factory=dict)  # what the function logged, by name
+    # (index of the completion, text of the value) for each value that is not a score.
+    invalid: Sequence[tuple[int, str]] = ()
+    # Columns that the function logged by `log_extra`.
+    extras: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFunction:
-    """A function as the workers reported it."""
+    """A function as described by the worker that loaded it."""
 
+    # Its number in the worker.
     index: int
     name: str
-    accepts: Sequence[str] | None  # None: every column (`**kwargs`)
+    # Names of the arguments. None: every column (`**kwargs`).
+    accepts: Sequence[str] | None
     asynchronous: bool
 
     def select(self, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """What the function's signature takes: nothing else travels to the worker."""
+        """The arguments that the signature accepts. Only these are sent to the worker."""
         return {k: v for k, v in arguments.items() if self.accepts is None or k in self.accepts}
 
 
-def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, list[Any]]:
-    """TRL's arguments by name; a column of the row never replaces one that we set."""
+def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, list[Any]]:
+    """The list arguments of `RewardSpec` by name. Columns of the row cannot replace the other arguments."""
     arguments: dict[str, list[Any]] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
@@ -77,26 +79,27 @@ def with_scores(
     recorder: Recorder,
     extras: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """The trajectory with these components and extras, the weighted sum of the components added to the reward that it has. Errors:
-    ValueError for one that is infinite."""
+    """A copy with the scores as components, the extras, and the weighted sum of the scores added to its reward.
+    Errors: ValueError for an infinite score."""
     for name, value in scores.items():
         if value is not None:
             recorder.observe(f"reward/{name}/mean", value)
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)
-    components, others = {**trajectory.components, **scores}, {**trajectory.extras, **(extras or {})}
-    return replace(trajectory, reward=reward, components=components, extras=others)
+    components, all_extras = {**trajectory.components, **scores}, {**trajectory.extras, **(extras or {})}
+    return replace(trajectory, reward=reward, components=components, extras=all_extras)
 
 
-def source_of(spec: RewardSpec) -> str | bytes:
-    """What travels to a worker: the import path, or the function itself by cloudpickle. Errors: ConfigError where it cannot."""
+def function_source(spec: RewardSpec) -> str | bytes:
+    """The import path, or the function pickled by cloudpickle. Errors: ConfigError if it cannot be pickled."""
     if isinstance(spec.function, str):
         return spec.function
     try:
         return bytes(cloudpickle.dumps(spec.function))
-    except Exception as error:  # whatever the pickling of a user's object may raise
-        raise ConfigError(f"reward function {spec.function!r} cannot be sent to a worker: {error}") from error
+    # Pickling a user's object may raise any exception.
+    except Exception as error:
+        raise ConfigError(f"reward function {spec.function!r} cannot be pickled: {error}; name its path") from error
 
 
 def remote_text(reply: dict[str, str]) -> str:

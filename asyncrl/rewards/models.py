@@ -1,12 +1,12 @@
-"""Reward models beside the reward functions, behind the same port: scored in batches on the lane that owns their device.
+"""Reward models, which score completions on the thread that owns their device, after the reward functions.
 
-    score ──▶ functions in their workers (pool.py) ──▶ each model: texts, then batches, a closure each ──▶ components, reward
+    score ──▶ functions in their workers (pool.py) ──▶ each model: tokenize texts, then run batches ──▶ components, reward
 
-A closure a batch: decoding and training go on in between, and the loop waits for none of them. A batch holds what one call
-of `score` brings: the completions of a group, or one (`reward.batch`).
+Every batch is one closure on the device's thread, so decoding and training can run between two batches. A batch holds texts of
+one call of `score`: the completions of a group, or a single one (`reward.batch`).
 
-`on_error` means the same as for functions, for each text by itself where it is the text that is at fault (too long, or scored
-as no finite number), for the whole call where the model raised. Counted as `reward/{name}/errors`.
+`reward.on_error` also applies to models. If a text is too long or has no finite score, it applies to this text. If the model
+raises, it applies to all texts of the call. The metric `reward/{name}/errors` counts both.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from .pool import RewardPool
 logger = logging.getLogger("asyncrl.rewards")
 
 T = TypeVar("T")
-Text = list[int]
+# A tokenized prompt with its completion.
+TokenIds = list[int]
 
 
 class TextModel(Protocol):
-    """What is asked of a reward model (models/reward_model.py), on the lane."""
+    """The interface of a reward model (models/reward_model.py). Methods are called on the thread that owns the device."""
 
     name: str
+    # The largest number of tokens of a text.
     longest: int
 
-    def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
-        """Prompt and completion as the model's token ids. Errors: RewardError where messages cannot be rendered."""
-        ...
+    def text(self, prompt: str | Messages, completion: str | Messages) -> TokenIds:
+        """Prompt and completion as the model's token ids. Errors: RewardError if the messages cannot be rendered."""
 
-    def batches(self, texts: Sequence[Text]) -> Iterable[list[int]]:
-        """Which texts, by number, go into one forward."""
-        ...
+    def batches(self, texts: Sequence[TokenIds]) -> Iterable[list[int]]:
+        """Splits the texts into batches for one forward each. A batch is a list of indices of texts."""
 
-    def scores(self, texts: Sequence[Text]) -> list[float]:
-        """One score a text, in one forward."""
-        ...
+    def scores(self, texts: Sequence[TokenIds]) -> list[float]:
+        """Scores of a batch, one per text, by one forward."""
 
 
 class ModelRewards:
-    """Implements `ports.Reward` with models after the functions of `pool`, which is open as long as this is used."""
+    """Implements `ports.Reward`: the functions of `pool`, then the models. The pool must stay open while it is used."""
 
     def __init__(
         self,
@@ -61,14 +60,12 @@ class ModelRewards:
         on_error: Literal["fail", "none", "zero"],
         recorder: Recorder,
     ) -> None:
-        """`models`: each with its weight. Errors: ConfigError where two components have one name."""
+        """`models`: pairs of a model and its weight. Errors: ConfigError if two components have the same name."""
         names = [model.name for model, _ in models]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"{len(twice)} reward models are named {twice[0]!r}; give them a `name` each")
-        if both := set(names) & set(pool.weights):
-            raise ConfigError(
-                f"a reward function and a reward model are both named {min(both)!r}; give one another `name`"
-            )
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{len(repeated)} reward models are named {repeated[0]!r}; give each its own `name`")
+        if shared := set(names) & set(pool.weights):
+            raise ConfigError(f"a reward function and a reward model are both named {min(shared)!r}; change one `name`")
         self._pool = pool
         self._models = tuple(model for model, _ in models)
         self._weights = {model.name: weight for model, weight in models}
@@ -78,11 +75,11 @@ class ModelRewards:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each component, functions first, by name."""
+        """Component name -> weight, functions first."""
         return self._pool.weights | self._weights
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """As `RewardPool.score`, with the models' components too. Errors: as there."""
+        """`RewardPool.score`, then a component for each model. Errors: those of `RewardPool.score`."""
         scored = await self._pool.score(prompt, trajectories)
         if not scored:
             return scored
@@ -92,49 +89,50 @@ class ModelRewards:
         return [with_scores(t, row, self._weights, self._recorder) for t, row in zip(scored, rows, strict=True)]
 
     async def _column(self, model: TextModel, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float | None]:
-        """The scores of one model, `on_error` applied. Errors: RewardError."""
+        """The scores of one model, after `on_error`. Errors: RewardError."""
         where = f"reward model {model.name!r} (group {prompt.group_id})"
-        found: list[float | None] = [None] * len(trajectories)
+        scores: list[float | None] = [None] * len(trajectories)
         try:
             texts = await self._run(
                 model, lambda: [model.text(prompt.prompt, t.completion) for t in trajectories], "texts"
             )
-            fitting = [place for place, text in enumerate(texts) if 0 < len(text) <= model.longest]
-            for batch in model.batches([texts[place] for place in fitting]):
-                places = [fitting[i] for i in batch]
-                work = partial(model.scores, [texts[place] for place in places])
-                for place, score in zip(places, await self._run(model, work, "scores"), strict=True):
-                    found[place] = score
-        except LifecycleError:  # the lane is closed: the run ends
-            raise
-        except Exception as error:  # whatever a module raises
+            valid = [index for index, text in enumerate(texts) if 0 < len(text) <= model.longest]
+            for batch in model.batches([texts[index] for index in valid]):
+                indices = [valid[i] for i in batch]
+                work = partial(model.scores, [texts[index] for index in indices])
+                for index, value in zip(indices, await self._run(model, work, "scores"), strict=True):
+                    scores[index] = value
+        except Exception as error:
+            # LifecycleError: the device's thread is closed, since the run ends.
+            if isinstance(error, LifecycleError):
+                raise
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-            return [self._failed(model, f"{where} failed: {reason}", error)] * len(trajectories)
-        return [
-            score
-            if score is not None and math.isfinite(score)
-            else self._failed(model, _why(where, model, text, score))
-            for score, text in zip(found, texts, strict=True)
-        ]
+            return [self._default(model, f"{where} failed: {reason}", error)] * len(trajectories)
+        for index, text in enumerate(texts):
+            score = scores[index]
+            if score is None or not math.isfinite(score):
+                scores[index] = self._default(model, _problem(where, model, text, score))
+        return scores
 
-    def _failed(self, model: TextModel, reason: str, cause: Exception | None = None) -> float | None:
+    def _default(self, model: TextModel, reason: str, cause: Exception | None = None) -> float | None:
+        """Counts an error and returns the score that `on_error` asks for. Errors: RewardError if `on_error` is `fail`."""
         if self._on_error == "fail":
             raise RewardError(reason) from cause
         logger.warning("%s; counted as %s", reason, "not applicable" if self._on_error == "none" else "0")
         self._recorder.count(f"reward/{model.name}/errors")
         return None if self._on_error == "none" else 0.0
 
-    async def _run(self, model: TextModel, work: Callable[[], T], what: str) -> T:
+    async def _run(self, model: TextModel, work: Callable[[], T], stage: str) -> T:
         with self._recorder.wait("score pump", f"reward model {model.name!r}", on="lane", cause="reward"):
-            return await self._lane.run(work, name=f"reward/{what}/{model.name}")
+            return await self._lane.run(work, name=f"reward/{stage}/{model.name}")
 
 
-def _why(where: str, model: TextModel, text: Text, score: float | None) -> str:
+def _problem(where: str, model: TextModel, text: TokenIds, score: float | None) -> str:
     if score is not None:
         return f"{where} gave {score}; expected a finite number"
     if not text:
-        return f"{where} was given a text without a token"
+        return f"{where} was given a text without a token; check its tokenizer and the completion"
     return (
-        f"{where}: a text has {len(text)} of its tokens, and it takes {model.longest}; texts are never cut: lower "
-        "rollout.max_tokens, raise `max_tokens` of the reward model where it allows more, or set reward.on_error=none"
+        f"{where}: a text has {len(text)} tokens, but the model takes at most {model.longest}, and texts are never cut; lower "
+        "rollout.max_tokens, raise `max_tokens` of the reward model if it allows more, or set reward.on_error=none"
     )

@@ -62,7 +62,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCras
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Int32Array, Prompt, Trajectory
 
-from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
+from .calls import Answer, LoadedFunction, RewardSpec, function_source, remote_text, trl_arguments, with_scores
 from .process import RewardCall, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
@@ -169,7 +169,7 @@ class RewardPool:
         self._state = _PoolState.OPEN
         self._owner = asyncio.current_task()
         self._folder = os.getcwd()  # later workers start here, too
-        sources = [source_of(spec) for spec in self._specs]
+        sources = [function_source(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
             if self._specs:
@@ -389,7 +389,7 @@ class RewardPool:
             raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")
         if not self._specs or not trajectories:
             return list(trajectories)
-        arguments = arguments_of(prompt, trajectories, self.generation_prompt(prompt.ids))
+        arguments = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]
@@ -418,9 +418,9 @@ class RewardPool:
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)
-            if not answer.wrong:
+            if not answer.invalid:
                 return answer
-            found = ", ".join(f"{what} for member {members[place]}" for place, what in answer.wrong)
+            found = ", ".join(f"{what} for member {members[place]}" for place, what in answer.invalid)
             raise RewardError(
                 f"reward {function.name!r} failed (group {group_id}): it returned {found}; expected finite numbers or None (in "
                 "verl's form, or dictionaries with `score`)"
@@ -433,7 +433,7 @@ class RewardPool:
             instead = None if self._on_error == "none" else 0.0
             if answer is None:
                 return Answer([instead] * len(members))
-            for place, _ in answer.wrong:
+            for place, _ in answer.invalid:
                 answer.scores[place] = instead
             return answer
 

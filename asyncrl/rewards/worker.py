@@ -137,8 +137,8 @@ def check_scores(answer: Any, completions: int) -> tuple[list[float | None], lis
         raise UsageError(f"it returned {len(values)} values for {completions} completions")
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
-    wrong = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
-    return kept, [(place, _utf8(brief(values[place]))) for place in wrong]
+    invalid = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
+    return kept, [(place, _utf8(brief(values[place]))) for place in invalid]
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
@@ -322,8 +322,8 @@ class Session:
 
 
 def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
-    scores, wrong = check_scores(answer, request["completions"])
-    return {"scores": scores, "wrong": wrong, "extras": log.columns(request["completions"])}
+    scores, invalid = check_scores(answer, request["completions"])
+    return {"scores": scores, "invalid": invalid, "extras": log.columns(request["completions"])}
 
 
 async def _await(awaitable: Any) -> Any:

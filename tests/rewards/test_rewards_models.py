@@ -92,7 +92,8 @@ async def test_a_text_that_is_too_long_is_no_score_and_is_counted(lane: ThreadLa
 async def test_a_text_that_is_too_long_ends_the_run_where_errors_do(lane: ThreadLane) -> None:
     async with rewards(lane, (Letters(longest=4), 1.0)) as (made, _):
         with pytest.raises(
-            RewardError, match=r"'letters' \(group 7\).*5 of its tokens, and it takes 4; texts are never cut"
+            RewardError,
+            match=r"'letters' \(group 7\).*5 tokens, but the model takes at most 4, and texts are never cut",
         ):
             await made.score(prompt(7, "ab"), trajectories("ddd"))
 
