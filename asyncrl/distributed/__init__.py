@@ -1,6 +1,6 @@
-"""Many ranks: who may start a group, who comes to which step, and how tensors are reduced.
+"""Many ranks: the ledger that admits groups, the store that ranks share, and collectives.
 
-Start reading in `reservation.py`, the rule that bounds the age of every group, with its proof. `ledger.py` and `store_ledger.py`
-keep its books on one rank and on many (`shared_books.py`, `watch.py`); `hosting.py` and `sealed.py` are the store that many ranks
-share, and what is believed there; `world.py` holds the collectives, `fsdp.py` a model that is cut over the ranks.
+Start reading in `reservation.py`: it has the rule that bounds the age of every group, with a proof. `ledger.py` keeps the books of
+one rank, and `store_ledger.py` those of many ranks, with `shared_books.py` and `watch.py`. `hosting.py` opens the ranks' store, and
+`sealed.py` authenticates its values. `world.py` has the collectives. `fsdp.py` shards a model over the ranks.
 """

@@ -1,5 +1,4 @@
-"""The number of the last change of the books, and who waits for the next one. Both ledgers wait with it, on the
-loop's thread."""
+"""A counter of changes of the books, with waiters for the next change. For the thread of the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def waiting_for_slot(recorder: Recorder | None) -> AbstractContextManager[object]:
-    """To be entered while this task waits for a slot: the recorder hears of it."""
+    """A context that records, in `recorder`, that the current task waits for a slot."""
     if recorder is None:
         return nullcontext()
     task = asyncio.current_task()
@@ -20,14 +19,14 @@ def waiting_for_slot(recorder: Recorder | None) -> AbstractContextManager[object
 
 
 class Changes:
-    """`number` counts the changes; who moves it calls `wake` afterwards."""
+    """`number` counts the changes. A ledger raises `number` and then calls `wake`."""
 
     def __init__(self) -> None:
         self.number = 0
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def wait(self, seen: int) -> int:
-        """Return the number once it is above `seen`. Errors: whatever `wake` was called with meanwhile."""
+        """Wait until `number` is above `seen`, and return `number`. Errors: the error of a `wake` in the meantime."""
         while self.number <= seen:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.add(waiter)
@@ -38,7 +37,7 @@ class Changes:
         return self.number
 
     def wake(self, error: BaseException | None = None) -> None:
-        """Everybody who waits looks at the number again, or raises this error."""
+        """Wake all waiters. Each waiter checks `number` again, or raises `error`."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(error) if error is not None else waiter.set_result(None)

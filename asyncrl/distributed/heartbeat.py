@@ -1,9 +1,8 @@
-"""Signs of life of every rank in the shared store, so that a rank that stands still is named by the others.
+"""Heartbeats of every rank in the shared store. With heartbeats each rank can name a rank that hangs.
 
-    each rank, on a thread of its own, every `every_s`   set(rank, how many times it has)     read what the others have set
-
-A stopped process, one whose GIL is held and one whose host is gone all fall silent; one that ends says so. No clock is compared
-with another machine's: a rank is silent for as long as this one has seen the same number.
+A thread of each rank sets, every `every_s` seconds, the key of its rank to a counter, and reads the keys of the other ranks. The
+counter of a rank stops if its process is stopped, its GIL is held, or its machine is lost. A rank that ends sets its key to "bye".
+Each rank measures silence by its own clock, as the time in which a counter did not change.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ _BYE = b"bye"
 
 
 class Heartbeat:
-    """`with Heartbeat(...)`. Closing waits for the call of the store in progress, at most a second."""
+    """`with Heartbeat(...)` runs the thread. The exit waits at most a second for a call of the store."""
 
     def __init__(self, store: SealedStore, rank: int, ranks: int, every_s: float = 2.0) -> None:
-        """`store`: a connection of its own, with keys of its own (`World.store`)."""
+        """`store`: a connection that nobody else uses (`World.store`)."""
         self._store = store
         self._rank = rank
-        self._others = [each for each in range(ranks) if each != rank]
+        self._others = [other for other in range(ranks) if other != rank]
         self._every_s = every_s
-        self._heard: dict[int, bytes] = {}  # rank -> what it set
-        # Rank -> how often this one has looked since, and found the same.
+        self._values: dict[int, bytes] = {}  # rank -> last value of its key
+        # Rank -> number of beats in which the value did not change.
         self._missed: dict[int, int] = {}
-        self._answered = awake.now()  # when the store did so
+        self._answered_at = awake.now()  # last answer of the store
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
 
@@ -42,39 +41,41 @@ class Heartbeat:
         self._thread.join(1.0)
 
     def silent(self, longest_s: float | None = None) -> list[str]:
-        """A few words for each rank that was silent for so long while this one has looked, for five beats at the least (None: for
-        three); none once this is closed. From any thread."""
+        """A sentence for each rank that was silent for `longest_s`, and at least for 5 beats. None: for 3 beats. Thread-safe.
+
+        Empty after the exit of the context."""
         if self._stop.is_set():
             return []
         longest = 3 * self._every_s if longest_s is None else max(longest_s, 5 * self._every_s)
-        found = [
+        silences = [
             (f"rank {rank} has given no sign of life", count * self._every_s)
             for rank, count in list(self._missed.items())
         ]
-        if (unanswered := awake.now() - self._answered) > longest:
-            found = [("the ranks' store, which rank 0 holds, has not answered", unanswered)]
+        if (unanswered := awake.now() - self._answered_at) > longest:
+            silences = [("the ranks' store, which rank 0 holds, has not answered", unanswered)]
         return [
-            f"{what} for {seconds:.0f} s (stopped, wedged, or its machine is gone)"
-            for what, seconds in sorted(found)
+            f"{sentence} for {seconds:.0f} s (stopped, wedged, or its machine is gone)"
+            for sentence, seconds in sorted(silences)
             if seconds > longest
         ]
 
     def _beat(self) -> None:
         keys = [str(rank) for rank in self._others]
         beats = 0
-        # Every rank has set its key: before that, reading one would block.
+        # Whether every rank has set its key. A read of a missing key blocks.
         complete = False
         try:
             while True:
                 beats += 1
                 self._store.set(str(self._rank), str(beats))
                 complete = complete or self._store.check(keys)
-                said = self._store.multi_get(keys) if complete else []
-                self._answered = awake.now()
-                for rank, value in zip(self._others, said, strict=False):
-                    same = self._heard.get(rank) == value != _BYE
-                    self._heard[rank], self._missed[rank] = value, self._missed[rank] + 1 if same else 0
+                values = self._store.multi_get(keys) if complete else []
+                self._answered_at = awake.now()
+                for rank, value in zip(self._others, values, strict=False):
+                    missed = value != _BYE and value == self._values.get(rank)
+                    self._missed[rank] = self._missed[rank] + 1 if missed else 0
+                    self._values[rank] = value
                 if self._stop.wait(self._every_s):
                     return self._store.set(str(self._rank), _BYE.decode())
-        except (RuntimeError, AsyncrlError):  # the store is gone, or forged: whoever needs it says so
+        except (RuntimeError, AsyncrlError):  # the store is lost or forged: the ledger raises the error
             return

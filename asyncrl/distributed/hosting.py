@@ -1,15 +1,16 @@
-"""The ranks' store: one of our own, that rank 0 holds and that can be reached where it must be and nowhere else.
+"""Opens the ranks' store. Rank 0 hosts the store and listens at one address only.
 
-torchrun's store (and any that torch opens by itself) listens on every interface of the machine, for everybody. So it is asked
-for one thing alone, where the ranks' own store is:
+torchrun's store listens on every interface of the machine, and so does every store that torch opens by default. So ranks use the
+store of torchrun only to find their own store:
 
-    rank 0   listens at 127.0.0.1 (all ranks on one machine) or at MASTER_ADDR, any free port
-             torchrun's store: "secret" -> where the secret comes from; "store" -> address, port, sealed with the secret
-    others   read both, connect
+    rank 0        listens at 127.0.0.1 (all ranks on one machine) or at MASTER_ADDR, on a free port
+                  sets in torchrun's store: "secret" = source of the secret, "store" = address and port, sealed with the secret
+    other ranks   read both keys and connect
 
-The secret. ASYNCRL_SECRET, where it is set. Else, on one machine, rank 0 draws one and leaves it in a file that only this user
-may read, until all ranks have joined. Else there is none, and a note says so: torch tells its ranks apart by nothing.
-A key of this attempt is drawn from it, so that what an earlier run with the same secret wrote is not believed either.
+The secret is ASYNCRL_SECRET, if this variable is set. Else, on one machine, rank 0 draws a secret. A file that only this user may
+read holds the secret until all ranks have joined. Else there is no secret, and a note warns the user.
+The key that seals values is derived from the secret and from a random number of this attempt. So ranks refuse values of an
+earlier run with the same secret.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ..errors import PlatformError, StoreForged
 from .sealed import SealedStore
 
 VARIABLE = "ASYNCRL_SECRET"
-_SHORTEST = 16  # characters
+_MIN_LENGTH = 16  # characters of a secret
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "asyncrl-secret-"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This rank among the others. `port`: of torchrun's store; 0 elsewhere than under a launcher."""
+class RankInfo:
+    """The rank and the address of the launcher's store. `port`: of this store; 0 without a launcher."""
 
     rank: int
     ranks: int
@@ -52,18 +53,18 @@ class Place:
 
 @dataclass(slots=True)
 class RanksStore:
-    """`open_store` makes one. `notes`: lines for the user."""
+    """The connection of one rank to the ranks' store, from `open_store`. `notes`: lines for the user."""
 
     store: SealedStore
-    plain: dist.Store  # the same, for torch's process group
+    plain: dist.Store  # the same store without seals, for torch's process group
     rank: int
     ranks: int
     notes: list[str] = field(default_factory=list)
-    secret_file: Path | None = None  # of rank 0
-    first: dist.Store | None = None  # of rank 0, which may hold that one too
+    secret_file: Path | None = None  # rank 0 only
+    launcher_store: dist.Store | None = None  # rank 0 only, which may host this store, too
 
-    def meet(self, timeout_s: float) -> None:
-        """Blocks until every rank has come. Errors: RuntimeError where one does not."""
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Block until every rank has joined. Errors: RuntimeError after `timeout_s`."""
         try:
             if self.rank:
                 self.store.set(f"joined/{self.rank}", "1")
@@ -71,143 +72,146 @@ class RanksStore:
                 others = range(1, self.ranks)
                 if not self.store.poll([f"joined/{rank}" for rank in others], timeout_s):
                     missing = [rank for rank in others if not self.store.check([f"joined/{rank}"])]
-                    raise RuntimeError(f"ranks {missing} did not come within {timeout_s:g} s")
+                    raise RuntimeError(f"ranks {missing} did not join within {timeout_s:g} s; see their output")
         finally:
             if self.secret_file is not None:
                 self.secret_file.unlink(missing_ok=True)
-            self.first = None  # all have read there what they need
+            self.launcher_store = None  # no rank reads it any more
 
-    def close(self, patience_s: float) -> list[int]:
-        """Blocks rank 0, which holds the store, until the others no longer need it; so long at most, one may have died. Those
-        that it waited for in vain."""
+    def close(self, timeout_s: float) -> list[int]:
+        """Leave the store. Rank 0 hosts the store, so it blocks until all ranks have left, at most `timeout_s`.
+
+        Returns, on rank 0, the ranks that have not left."""
         others = range(1, self.ranks)
-        with contextlib.suppress(RuntimeError):  # it is gone
+        with contextlib.suppress(RuntimeError):  # the store is lost
             self.store.set(f"bye/{self.rank}", "1")
             if self.rank:
-                self.store.check([f"bye/{self.rank}"])  # its answer: it is there before this connection ends
-            elif not self.store.poll([f"bye/{rank}" for rank in others], patience_s):
+                # `set` does not wait for the store, but a later `check` does.
+                self.store.check([f"bye/{self.rank}"])
+            elif not self.store.poll([f"bye/{rank}" for rank in others], timeout_s):
                 return [rank for rank in others if not self.store.check([f"bye/{rank}"])]
         return []
 
 
-def open_store(place: Place, timeout: timedelta, environ: Mapping[str, str] | None = None) -> RanksStore:
-    """Blocks until rank 0 is there. Errors: PlatformError, StoreForged; RuntimeError or OSError where the others cannot be
-    reached."""
-    given = (os.environ if environ is None else environ).get(VARIABLE)
-    if given is not None and len(given) < _SHORTEST:
+def open_store(info: RankInfo, timeout: timedelta, environ: Mapping[str, str] | None = None) -> RanksStore:
+    """Host the ranks' store (rank 0) or connect to it (other ranks, which block until rank 0 hosts the store).
+
+    Errors: PlatformError, StoreForged. RuntimeError or OSError if rank 0 cannot be reached within `timeout`.
+    """
+    secret = (os.environ if environ is None else environ).get(VARIABLE)
+    if secret is not None and len(secret) < _MIN_LENGTH:
         raise PlatformError(
-            f"{VARIABLE} has {len(given)} characters; give it at least {_SHORTEST} that nobody can guess, on every node the same "
+            f"{VARIABLE} has {len(secret)} characters; give it at least {_MIN_LENGTH} random characters, the same on every node "
             '(python -c "import secrets; print(secrets.token_hex())")'
         )
-    first = _launchers_store(place, timeout)
-    outer = dist.PrefixStore(f"asyncrl/{place.restart}", first)
-    if place.rank == 0:
-        return _host(place, outer, given, timeout)
-    return _join(place, outer, given, timeout)
+    outer = dist.PrefixStore(f"asyncrl/{info.restart}", _launcher_store(info, timeout))
+    if info.rank == 0:
+        return _host(info, outer, secret, timeout)
+    return _join(info, outer, secret, timeout)
 
 
-def _launchers_store(place: Place, timeout: timedelta) -> dist.Store:
-    """torchrun's. Without it the first of the ranks has to hold one at the port that all were given."""
-    if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        # Not this machine's address: torch's own way, which listens everywhere.
+def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """torchrun's store. If torchrun hosts none, rank 0 must host a store at the launcher's port."""
+    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        # An OSError: MASTER_ADDR is no address of this machine. torch's own store listens at every address.
         with contextlib.suppress(OSError):
-            return _listening(_own_address(place), place.port, timeout)
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.ranks, timeout=timeout))
+            return _listening_store(_own_address(info), info.port, timeout)
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.ranks, timeout=timeout))
     return store  # type: ignore[no-any-return]  # rendezvous is not typed
 
 
-def _host(place: Place, outer: dist.Store, given: str | None, timeout: timedelta) -> RanksStore:
-    notes, file, secret = [], None, given
-    if given is not None:
+def _host(info: RankInfo, outer: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
+    notes, file = [], None
+    if secret is not None:
         outer.set("secret", "environment")
-    elif place.one_machine:
+    elif info.one_machine:
         secret = secrets.token_hex()
-        file = _leave(secret)
+        file = _write_secret(secret)
         outer.set("secret", f"file {file}")
     else:
         outer.set("secret", "none")
         notes.append(
-            f"note: values in the ranks' store are not authenticated: whoever reaches {place.address} can change them; set "
-            f"{VARIABLE} to the same secret on every node"
+            f"note: values in the ranks' store are not authenticated: every program that reaches {info.address} can change "
+            f"them; set {VARIABLE} to the same secret on every node"
         )
     nonce = secrets.token_hex(16)
-    announced: dict[str, object] = {"address": None, "port": 0, "nonce": nonce}
+    location: dict[str, object] = {"address": None, "port": 0, "nonce": nonce}
     inner: dist.Store = outer
     try:
-        address = _LOOPBACK if place.one_machine else _own_address(place)
-        own = _listening(address, 0, timeout)
-        announced |= {"address": address, "port": own.port}
-        inner = own
+        address = _LOOPBACK if info.one_machine else _own_address(info)
+        own_store = _listening_store(address, 0, timeout)
+        location |= {"address": address, "port": own_store.port}
+        inner = own_store
     except OSError as error:
         notes.append(
-            f"note: the ranks' store cannot listen at MASTER_ADDR={place.address} alone ({error}); torchrun's is used, which "
-            "listens on every interface"
+            f"note: the ranks' store cannot listen at MASTER_ADDR={info.address} alone ({error}); torchrun's store is used, "
+            "which listens on every interface"
         )
-    SealedStore(outer, "", _key(secret, "the ranks' store")).set("store", orjson.dumps(announced))
-    return RanksStore(_sealed(inner, place, secret, nonce), inner, place.rank, place.ranks, notes, file, outer)
+    SealedStore(outer, "", _key(secret, "the ranks' store")).set("store", orjson.dumps(location))
+    return RanksStore(_sealed(inner, info, secret, nonce), inner, info.rank, info.ranks, notes, file, outer)
 
 
-def _join(place: Place, outer: dist.Store, given: str | None, timeout: timedelta) -> RanksStore:
+def _join(info: RankInfo, outer: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
     if not SealedStore(outer).poll(["secret", "store"], timeout.total_seconds()):
-        raise RuntimeError(f"rank 0 did not say within {timeout.total_seconds():g} s where the ranks' store is")
-    said = outer.get("secret").decode()
-    kind, _, path = said.partition(" ")
-    expected = "environment" if given is not None else "file" if place.one_machine else "none"
+        raise RuntimeError(f"rank 0 did not host the ranks' store within {timeout.total_seconds():g} s; see its output")
+    kind, _, path = outer.get("secret").decode().partition(" ")
+    expected = "environment" if secret is not None else "file" if info.one_machine else "none"
     if kind != expected:
         raise PlatformError(
-            f"rank 0 takes the secret of the ranks' store from {kind!r}, and rank {place.rank} from {expected!r}: set {VARIABLE} "
+            f"rank 0 takes the secret of the ranks' store from {kind!r}, and rank {info.rank} from {expected!r}: set {VARIABLE} "
             "to the same value on every node, or on none"
         )
-    secret = _taken(Path(path)) if kind == "file" else given
-    announced = orjson.loads(SealedStore(outer, "", _key(secret, "the ranks' store")).get("store"))
+    if kind == "file":
+        secret = _read_secret(Path(path))
+    location = orjson.loads(SealedStore(outer, "", _key(secret, "the ranks' store")).get("store"))
     inner: dist.Store = outer
-    if announced["address"] is not None:
-        inner = dist.TCPStore(announced["address"], announced["port"], is_master=False, timeout=timeout)
-    return RanksStore(_sealed(inner, place, secret, announced["nonce"]), inner, place.rank, place.ranks)
+    if location["address"] is not None:
+        inner = dist.TCPStore(location["address"], location["port"], is_master=False, timeout=timeout)
+    return RanksStore(_sealed(inner, info, secret, location["nonce"]), inner, info.rank, info.ranks)
 
 
-def _sealed(store: dist.Store, place: Place, secret: str | None, nonce: str) -> SealedStore:
-    return SealedStore(store, f"ranks/{place.restart}/", _key(secret, nonce))
+def _sealed(store: dist.Store, info: RankInfo, secret: str | None, nonce: str) -> SealedStore:
+    return SealedStore(store, f"ranks/{info.restart}/", _key(secret, nonce))
 
 
-def _key(secret: str | None, of: str) -> bytes | None:
-    return None if secret is None else hmac.digest(secret.encode(), of.encode(), "sha256")
+def _key(secret: str | None, purpose: str) -> bytes | None:
+    return None if secret is None else hmac.digest(secret.encode(), purpose.encode(), "sha256")
 
 
-def _own_address(place: Place) -> str:
-    """Of MASTER_ADDR. Errors: OSError where it has none that other machines, where there are any, can reach too."""
-    address = str(socket.getaddrinfo(place.address, None, type=socket.SOCK_STREAM)[0][4][0])
-    if not place.one_machine and (address.startswith("127.") or address == "::1"):
+def _own_address(info: RankInfo) -> str:
+    """The address of MASTER_ADDR. Errors: OSError for a loopback address if there are several machines."""
+    address = str(socket.getaddrinfo(info.address, None, type=socket.SOCK_STREAM)[0][4][0])
+    if not info.one_machine and (address.startswith("127.") or address == "::1"):
         raise OSError(f"it is {address} here, which no other machine can reach")
     return address
 
 
-def _listening(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens at one address alone. Errors: OSError where it is none of this machine."""
+def _listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens at this address alone. Errors: OSError if the address is not of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(4096)
         port = listener.getsockname()[1]
-        descriptor = listener.detach()  # torch closes it
+        descriptor = listener.detach()  # torch closes the descriptor
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
     )
 
 
-def _leave(secret: str) -> Path:
+def _write_secret(secret: str) -> Path:
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX)  # mode 0600
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secret)
     return Path(name)
 
 
-def _taken(path: Path) -> str:
-    """The path came from a store that anybody can write to. Errors: StoreForged."""
+def _read_secret(path: Path) -> str:
+    """The secret in a file. Errors: StoreForged unless only this user may read the file: every program could set the path."""
     forged = StoreForged(
-        f"torchrun's store names {path} as the file of the secret, which is no such file of this user: somebody else wrote "
-        "that; keep others from the port of the store"
+        f"torchrun's store names {path} as the file of the secret, which is no such file of this user: another program wrote "
+        "the path; block other programs from the port of the store"
     )
     if not path.name.startswith(_PREFIX):
         raise forged
@@ -216,7 +220,7 @@ def _taken(path: Path) -> str:
     except OSError as error:
         raise forged from error
     with os.fdopen(descriptor, encoding="utf-8") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise forged
         return file.read()

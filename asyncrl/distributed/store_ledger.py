@@ -1,11 +1,10 @@
-"""The ledger of many ranks: the same books, kept in the store that the ranks share.
+"""The ledger of many ranks. Its books are in the store that the ranks share.
 
-Rule and proof: `reservation.py`. How the books are kept and changed there: `shared_books.py`. Store calls block, so they run
-on a lane of their own. A second thread with a connection of its own hears of the others' changes (`watch.py`), and tells the
-loop.
+`reservation.py` has the rule and its proof, and `shared_books.py` reads and changes the books. Calls of the store block, so they
+run on a lane of their own. A second thread waits for the changes of other ranks and notifies the event loop (`watch.py`).
 
-A rank that has died keeps its groups; it is torchrun that notices and ends the attempt. Until then `describe()` names
-the rank which the open step waits for.
+The groups of a dead rank stay in the books until torchrun notices the death and ends the attempt. Until then `describe()` names
+the rank for which the open step waits.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ logger = logging.getLogger("asyncrl.distributed")
 
 
 class StoreLedger:
-    """See `ports.Ledger` and `LocalLedger`; every rank opens one with the same numbers. `async with` is required.
+    """A `ports.Ledger` like `LocalLedger`, for many ranks. Every rank must use the same settings. `async with` is required.
 
-    store: a connection that nobody else uses (`World.store("ledger")`); it is cloned once for the watching thread.
-    rank, ranks: this one, and how many share the books.
-    timeout_s: how long one transition may fight for the books.
+    store: a connection that nobody else uses (`World.store("ledger")`). A clone of the connection is for the watching thread.
+    timeout_s: limit for one transition of the shared books, which other ranks may delay.
     """
 
     def __init__(
@@ -52,23 +50,23 @@ class StoreLedger:
         timeout_s: float = 60.0,
     ) -> None:
         if not 0 <= rank < books.ranks:
-            raise ValueError(f"rank {rank} of {books.ranks} ranks")
+            raise ValueError(f"rank is {rank} of {books.ranks} ranks; expected 0 to {books.ranks - 1}")
         self._store, self._rank = store, rank
         self._recorder = recorder
         self.first_turn = books.turn
-        self._turn = books.turn  # of this rank: the steps that it has committed itself
-        # Of this rank, in the step that it has not committed: another one may have.
+        self._turn = books.turn  # steps that this rank has committed
+        # Groups of this rank in the step that this rank has not committed. Another rank may have committed the step.
         self._open: dict[int, Ticket] = {}
-        self._books = books  # as last heard; replaced, never changed
+        self._books = books  # newest known books: replaced, never changed
         self._changes = Changes()
-        self._shared = SharedBooks(store, rank, timeout_s, lambda: self._awaited, self._tell)
+        self._shared = SharedBooks(store, rank, timeout_s, lambda: self._awaited, self._on_books)
         self._lane = ThreadLane("ledger", close_timeout_s=timeout_s)
         self._watch: Watch | None = None
         self._watch_ended: asyncio.Future[None] | None = None
-        self._order = anyio.Lock()  # admissions of this rank wait in line
+        self._admit_lock = anyio.Lock()  # this rank admits in the order of the calls
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._broken: BaseException | None = None  # why the watching thread ended
-        self._was_late = False
+        self._broken: BaseException | None = None  # error of the watching thread
+        self._warned_of_delay = False
         self._closed = False
 
     @classmethod
@@ -86,11 +84,9 @@ class StoreLedger:
         by_rank: bool = False,
         recorder: Recorder | None = None,
     ) -> StoreLedger:
-        """The usual constructor: numbers as for `LocalLedger`, `groups_per_step` counted over all ranks."""
+        """The usual constructor. Settings as in `LocalLedger`; `groups_per_step` is the sum over all ranks."""
         books = Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup, by_rank)
         return cls(store, books, rank, recorder=recorder)
-
-    # -- life --------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> StoreLedger:
         if self._loop is not None or self._closed:
@@ -107,14 +103,13 @@ class StoreLedger:
             self._closed = True
             await self._lane.aclose()
             raise
-        soon = self._call_soon
         self._watch = Watch(
             connection,
             self._rank,
             self._changes.number,
-            self._tell,
-            lambda *late: soon(self._late, *late),
-            lambda error: soon(self._watch_over, error),
+            self._on_books,
+            lambda *delay: self._call_soon(self._report_delay, *delay),
+            lambda error: self._call_soon(self._watch_ended_with, error),
         )
         self._watch.start()
         return self
@@ -123,35 +118,33 @@ class StoreLedger:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Fail every waiter with LifecycleError, end both threads. Closing twice is fine."""
+        """Fail every waiter with LifecycleError, and end both threads. A second call does nothing."""
         if self._closed or self._watch is None or self._watch_ended is None:
             self._closed = True
             return
         self._closed = True
         self._watch.end()
-        self._changes.wake(LifecycleError("the ledger was closed while somebody waited for it"))
+        self._changes.wake(LifecycleError("the ledger was closed while a task waited for a change; open a new ledger"))
         with anyio.CancelScope(shield=True):
             try:
                 await self._lane.run(self._shared.leave, name="leave the books")
             except (RankLost, LedgerError, StoreForged) as error:
-                # The run is torn down around us, and nobody is left to tell about this rank's groups.
+                # The run ends, so no other rank needs the groups of this rank any more.
                 self._broken = self._broken or error
             finally:
-                if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else: it is a daemon
-                    # It has only to return, and must not do so while the interpreter ends.
+                if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else the daemon thread stays
+                    # The thread has only to return. It must not run while the interpreter shuts down.
                     self._watch.join()
                 await self._lane.aclose()
 
-    # -- the port ----------------------------------------------------------------------------------------------------
-
     @property
     def turn(self) -> int:
-        """Of this rank: the shared turn may be one further, where another rank committed first."""
+        """The turn of this rank. The shared turn is one higher if another rank has committed the open step."""
         return self._turn
 
     @property
     def changes(self) -> int:
-        """The newest change, by whichever rank, that this one has heard of."""
+        """The number of the newest change that this rank knows, by any rank."""
         return self._changes.number
 
     @property
@@ -160,16 +153,17 @@ class StoreLedger:
         return self._books.finished() and self._turn == self._books.turn
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
-        """See `ports.Ledger.admit`. Group ids are unique over all ranks."""
-        done: list[tuple[bool, Ticket | None]] = []
-        async with self._order:
+        """See `ports.Ledger.admit`. Group ids must be unique over all ranks."""
+        results: list[tuple[bool, Ticket | None]] = []
+        async with self._admit_lock:
             while True:
                 self._check_open("admit")
                 seen = self._changes.number
                 try:
-                    decided, ticket = await self._run(lambda b: b.admit(group_id, oldest, self._rank), "admit", done)
+                    decided, ticket = await self._run(lambda b: b.admit(group_id, oldest, self._rank), "admit", results)
                 except asyncio.CancelledError:
-                    if done and (granted := done[-1][1]) is not None:
+                    # The lane may have admitted the group before the cancellation.
+                    if results and (granted := results[-1][1]) is not None:
                         await self._undo(lambda b: b.withdraw(granted))
                     raise
                 if decided:
@@ -178,7 +172,7 @@ class StoreLedger:
                     await self.wait_changed(seen)
 
     async def exhaust(self) -> None:
-        """This rank admits no more. When all have said so, a step whose last live group was claimed counts as full."""
+        """This rank admits no more groups. After a call on every rank, a step without further live groups counts as full."""
 
         def mark(books: Reservation) -> None:
             books.exhausted[self._rank] = True
@@ -186,17 +180,17 @@ class StoreLedger:
         await self._run(mark, "exhaust")
 
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
-        """See `ports.Ledger.claim`. FULL also where the other ranks have committed the step already."""
+        """See `ports.Ledger.claim`. The state is FULL, too, if another rank has already committed the step."""
         self._check_open("claim")
         tickets = tuple(ready)
-        done: list[tuple[ClaimState, Ticket | None]] = []
+        results: list[tuple[ClaimState, Ticket | None]] = []
         try:
-            state, ticket = await self._run(lambda b: self._claim(b, tickets), "claim", done)
+            state, ticket = await self._run(lambda b: self._claim(b, tickets), "claim", results)
             if ticket is not None:
                 self._open[ticket.group_id] = ticket
             return state, ticket
         except asyncio.CancelledError:
-            if done and (granted := done[-1][1]) is not None:
+            if results and (granted := results[-1][1]) is not None:
                 await self._undo(lambda b: b.unclaim(granted))
             raise
 
@@ -209,8 +203,9 @@ class StoreLedger:
         return (ClaimState.FULL if books.step_complete() else ClaimState.WAIT), None
 
     async def wait_changed(self, seen: int) -> int:
-        """As `Ledger.wait_changed`, for changes by any rank. Errors: LifecycleError once closed, LedgerError where the store is
-        gone."""
+        """See `ports.Ledger.wait_changed`; for changes by any rank.
+
+        Errors: LifecycleError if the ledger is closed, RankLost if the store is lost, LedgerError, StoreForged."""
         self._check_open("wait_changed")
         return await self._changes.wait(seen)
 
@@ -220,7 +215,7 @@ class StoreLedger:
             self._recorder.count(f"groups/{outcome}/{reason}")
 
     async def commit(self) -> int:
-        """See `ports.Ledger.commit`. Every rank calls it once per step; the first one moves the shared turn."""
+        """See `ports.Ledger.commit`. Every rank must commit once per step. The first commit raises the shared turn."""
         self._check_open("commit")
 
         def change(books: Reservation) -> None:
@@ -229,7 +224,7 @@ class StoreLedger:
 
         def closure() -> int:
             self._shared.transact(change)
-            # Here and not after the await: a cancelled caller has committed all the same.
+            # On the lane, not after the await: the cancellation of the caller does not undo the commit.
             self._turn += 1
             self._open.clear()
             return self._turn
@@ -237,63 +232,64 @@ class StoreLedger:
         return await self._lane.run(closure, name="commit")
 
     async def rollback(self) -> list[Ticket]:
-        """As `Ledger.rollback`: this rank's groups alone; the other ranks abort their part themselves."""
-        back = await self._run(lambda b: b.rollback(self._rank), "rollback")
-        for ticket in back:
+        """See `ports.Ledger.rollback`. Only for the groups of this rank: every rank must roll back its own groups."""
+        tickets = await self._run(lambda b: b.rollback(self._rank), "rollback")
+        for ticket in tickets:
             self._open.pop(ticket.group_id, None)
-        return back
+        return tickets
 
     async def release(self, turn: int) -> None:
-        """See `ports.Ledger.release`: this rank's engines have acknowledged; the slots come free with the last rank."""
+        """See `ports.Ledger.release`, for the engines of this rank. The slots are free after the release of every rank."""
         await self._run(lambda b: b.release(turn, self._rank), "release")
 
     def expired(self) -> list[Ticket]:
-        """This rank's live groups past their deadline; always empty with `late="wait"`."""
+        """Live groups of this rank past their deadline. Always empty with `late="wait"`."""
         return self._books.expired(self._rank)
 
     def live_groups(self) -> list[Ticket]:
-        """This rank's groups that were admitted and not trained, by group id: as of its own turn, though another rank may have
-        committed the step that some of them are in."""
-        mine = {e.ticket.group_id: e.ticket for e in self._books.entries.values() if e.rank == self._rank}
-        return [ticket for _, ticket in sorted((mine | self._open).items())]
+        """Groups of this rank that were admitted and not trained, by group id.
+
+        Groups of the open step are included until this rank commits, even if another rank has committed the step."""
+        live = {e.ticket.group_id: e.ticket for e in self._books.entries.values() if e.rank == self._rank}
+        return [ticket for _, ticket in sorted((live | self._open).items())]
 
     def committed_elsewhere(self) -> list[Ticket]:
-        """Those of `live_groups` that are in a step which another rank has committed and this one has not."""
+        """Those of `live_groups` in a step that another rank has committed and this rank has not."""
         if self._books.turn <= self._turn:
             return []
         return [ticket for group, ticket in sorted(self._open.items()) if group not in self._books.entries]
 
     def due(self) -> int:
-        """As `Ledger.due`: after an `admit`, of the books that it has changed, or newer ones."""
+        """See `ports.Ledger.due`. After an `admit` the number includes the change of that call."""
         return self._books.due(self._rank) or 0
 
     def last_step(self, rank: int) -> list[int]:
-        """As `Ledger.last_step`, as this rank last heard."""
-        return [group_id for group_id, of in self._books.last_step.items() if of == rank]
+        """See `ports.Ledger.last_step`; from the newest known books."""
+        return [group_id for group_id, owner in self._books.last_step.items() if owner == rank]
 
     def statistics(self) -> LedgerStatistics:
-        """Over all ranks, as this one last heard."""
+        """Statistics over all ranks, from the newest known books."""
         return self._books.statistics()
 
     def describe(self) -> str:
-        """One sentence for error messages: the open step, and whom it waits for."""
+        """One sentence for error messages: the open step, and the group for which the step waits."""
         return self._books.describe()
 
     def elsewhere(self) -> str | None:
         first = self._books.first_live()
         if first is None or first.rank == self._rank:
             return None
-        return f"the open step waits for group {first.ticket.group_id} of rank {first.rank}, which says where that is"
+        return (
+            f"the open step waits for group {first.ticket.group_id} of rank {first.rank}; see the output of that rank"
+        )
 
-    # -- the books, on the lane --------------------------------------------------------------------------------------
-
-    async def _run(self, change: Callable[[Reservation], R], name: str, done: list[R] | None = None) -> R:
-        """One transition. `done` receives the result even where the caller is cancelled and cannot."""
+    async def _run(self, change: Callable[[Reservation], R], name: str, results: list[R] | None = None) -> R:
+        """Run one transition on the lane. The result is also appended to `results`, even if the caller is cancelled."""
 
         def closure() -> R:
             result = self._shared.transact(change)
-            if done is not None:
-                done.append(result)
+            if results is not None:
+                results.append(result)
             return result
 
         return await self._lane.run(closure, name=name)
@@ -303,25 +299,24 @@ class StoreLedger:
             try:
                 await self._run(change, "undo")
             except LifecycleError:
-                return  # the ledger is closed: nobody claims or counts any more
-
-    # -- hearing of changes --------------------------------------------------------------------------------------------
+                return  # the ledger is closed, so its books are not used any more
 
     @property
     def _awaited(self) -> int:
         return 1 if self._watch is None else self._watch.awaited
 
-    def _tell(self, number: int, books: Reservation) -> None:
-        self._call_soon(self._heard, number, books)
+    def _on_books(self, number: int, books: Reservation) -> None:
+        """New books, from the lane or from the watching thread."""
+        self._call_soon(self._set_books, number, books)
 
     def _call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            return  # the loop is closed: nobody waits on it
+            return  # the loop is closed, so no task waits
 
-    def _heard(self, number: int, books: Reservation) -> None:
+    def _set_books(self, number: int, books: Reservation) -> None:
         if number <= self._changes.number:
             return
         self._books, self._changes.number = books, number
@@ -329,14 +324,14 @@ class StoreLedger:
         if self._recorder is not None:
             self._recorder.gauge("queue/slots/depth", books.slots.held)
 
-    def _late(self, number: int, rank: int, seconds: float) -> None:
+    def _report_delay(self, number: int, rank: int, seconds: float) -> None:
         if self._recorder is not None:
             self._recorder.count("ledger/late")
             self._recorder.count("ledger/late_s", seconds)
-        if not self._was_late:
-            self._was_late = True
+        if not self._warned_of_delay:
+            self._warned_of_delay = True
             logger.warning(
-                "rank %d heard of change %d of the shared ledger %.1f s after rank %d had made it; from now on that is only "
+                "rank %d got change %d of the shared ledger %.1f s after rank %d made the change; further delays are only "
                 "counted, as ledger/late",
                 self._rank,
                 number,
@@ -344,15 +339,16 @@ class StoreLedger:
                 rank,
             )
 
-    def _watch_over(self, broken: BaseException | None) -> None:
+    def _watch_ended_with(self, error: BaseException | None) -> None:
         if self._watch_ended is not None and not self._watch_ended.done():
             self._watch_ended.set_result(None)
-        if broken is not None and not self._closed:
-            self._broken = broken
-            self._changes.wake(self._broken)
+        if error is not None and not self._closed:
+            self._broken = error
+            self._changes.wake(error)
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, method: str) -> None:
         if self._closed or self._loop is None:
-            raise LifecycleError(f"the ledger is {'closed' if self._closed else 'not open'}: it cannot {what}")
+            state = "closed" if self._closed else "not open"
+            raise LifecycleError(f"the ledger is {state}: call `{method}` inside `async with`")
         if self._broken is not None:
             raise self._broken

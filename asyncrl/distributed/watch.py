@@ -1,10 +1,10 @@
-"""The thread that hears of the other ranks' changes: it waits, without polling, for the announcement of the next one.
+"""A thread that waits for the announcement of the next change of the shared books. It does not poll.
 
-    rank 0 --compare_set--> books (change 41 -> 42) --set "change/42"--> watchers of ranks 0, 1, 2 ... --> their loops
+    rank 0 --compare_set--> books (change 41 -> 42) --set "change/42"--> watchers of ranks 0, 1, 2 ... --> their event loops
 
-No announcement that a watcher may still wait for is removed (`shared_books.py`), so one that is hundreds of changes behind finds
-the next one there, and with it the newest books. A change that was heard late all the same (its writer was stopped before it
-announced it, this thread got no processor, the network stood still) is told: the announcement says when it was made.
+An announcement is not deleted while a watcher may wait for it (`shared_books.py`). So a watcher that is hundreds of changes behind
+finds the next announcement, and then reads the newest books. The announcement has the time of the change, so the watcher can
+report a delay. Reasons for a delay: the writer was stopped, this thread got no CPU time, or the network was slow.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..concurrency import awake
 from ..errors import AsyncrlError, LedgerError
 from .reservation import Reservation
 from .sealed import SealedStore
-from .shared_books import BOOKS, Hear, announcement, lost, read
+from .shared_books import BOOKS, OnBooks, announcement, rank_lost, read_state
 
-LATE_S = 1.0  # from when on a change was heard late
-# At the latest; only a writer that died before it announced its change lets somebody wait for this.
-_LOOK_AGAIN_S = 60.0
+LATE_S = 1.0  # a longer delay is reported
+# Seconds until the books are read without an announcement. A writer may have died before its announcement.
+_REREAD_S = 60.0
 
 
 class Watch:
-    """store: a connection that nobody else uses. seen: the change that this rank has heard of.
+    """The thread and its callbacks, which run on the thread.
 
-    All are called on the watching thread: `hear` with a new state, `late` with (change, the rank that made it, seconds), `ended`
-    once, with the error that ended it.
+    store: a connection that nobody else uses. seen: the last change that this rank knows. on_books: called for new books.
+    on_late: called with (change, rank of the change, delay in seconds). on_end: called once, with the error or None.
     """
 
     def __init__(
@@ -37,72 +37,72 @@ class Watch:
         store: SealedStore,
         rank: int,
         seen: int,
-        hear: Hear,
-        late: Callable[[int, int, float], None],
-        ended: Callable[[BaseException | None], None],
+        on_books: OnBooks,
+        on_late: Callable[[int, int, float], None],
+        on_end: Callable[[BaseException | None], None],
     ) -> None:
-        # The change whose announcement it waits for; only ever grows.
+        # The change whose announcement the thread waits for. This number never falls.
         self.awaited = seen + 1
         self._store, self._rank = store, rank
-        self._hear, self._late, self._ended = hear, late, ended
+        self._on_books, self._on_late, self._on_end = on_books, on_late, on_end
         self._ending = False
-        # By rank: the least that a change of it was ever behind. It has the difference of two machines' clocks in it.
-        self._least: dict[int, float] = {}
+        # By rank: the smallest age of an announcement, which contains the difference between the clocks of two machines.
+        self._min_age: dict[int, float] = {}
         self._thread = threading.Thread(None, self._run, "ledger-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
-        """At the next change, at the latest: who ends it makes one."""
+        """Ask the thread to end after the next announcement. The caller must then make a change (`SharedBooks.leave`)."""
         self._ending = True
 
     def join(self) -> None:
-        """Wait for its end: see `end`."""
+        """Wait for the end of the thread, after `end`."""
         self._thread.join()
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            # Asked after `awaited` was set: who ends it reads that afterwards.
+            # `SharedBooks.leave` reads `awaited` after `end`, so this loop must set `awaited` before it checks `_ending`.
             while not self._ending:
                 number, books = self._next()
                 if books is not None:
-                    self._hear(number, books)
+                    self._on_books(number, books)
                 self.awaited = number + 1
-        except Exception as broken:  # every waiter must hear it, whatever it was
-            gone = isinstance(broken, RuntimeError) and not isinstance(broken, AsyncrlError)
-            error = lost(self._rank, broken) if gone else broken
+        except Exception as broken:
+            # Every error must reach the tasks that wait for a change.
+            store_lost = isinstance(broken, RuntimeError) and not isinstance(broken, AsyncrlError)
+            error = rank_lost(self._rank, broken) if store_lost else broken
         finally:
-            self._ended(error)
+            self._on_end(error)
 
     def _next(self) -> tuple[int, Reservation | None]:
-        """The newest change and its books; no books where there is nothing new after a long time."""
-        key, away = announcement(self.awaited), awake.suspended_s()
+        """(newest change, its books). The books are None if there is no new change after `_REREAD_S`."""
+        key, suspended_before = announcement(self.awaited), awake.suspended_s()
         try:
-            self._store.wait([key], timedelta(seconds=_LOOK_AGAIN_S))
+            self._store.wait([key], timedelta(seconds=_REREAD_S))
         except RuntimeError:
-            # After a time-out too: its writer may have died before it announced it.
-            state = read(self._store.get(BOOKS), self.awaited - 1)
-            made = state["by"], state["at"]
+            # A timeout, or the store is lost. In the second case `get` raises an error.
+            state = read_state(self._store.get(BOOKS), self.awaited - 1)
+            rank, made_at = state["by"], state["at"]
         else:
-            stamp, found = self._store.multi_get([key, BOOKS])
+            stamp, value = self._store.multi_get([key, BOOKS])
             by, at = stamp.split()
-            state = read(found, self.awaited - 1)
+            rank, made_at = int(by), float(at)
+            state = read_state(value, self.awaited - 1)
             if state["change"] < self.awaited:
                 raise LedgerError(
-                    f"change {self.awaited} of the shared ledger was announced, but it is at {state['change']}: somebody else "
-                    "writes into the ranks' store; keep others from its port"
+                    f"change {self.awaited} of the shared ledger was announced, but the ledger has change {state['change']}: "
+                    "another program writes into the ranks' store; block other programs from its port"
                 )
-            made = int(by), float(at)
         if state["change"] < self.awaited:
             return self.awaited - 1, None
-        self._measure(*made, awake.suspended_s() - away)
+        self._check_delay(rank, time.time() - made_at - (awake.suspended_s() - suspended_before))
         return state["change"], Reservation.from_state(state["books"])
 
-    def _measure(self, by: int, at: float, away: float) -> None:
-        """`away`: seconds in which nobody here ran, though the change may have been made then."""
-        behind = time.time() - at - away
-        self._least[by] = min(behind, self._least.get(by, behind))
-        if behind - self._least[by] > LATE_S:
-            self._late(self.awaited, by, behind - self._least[by])
+    def _check_delay(self, rank: int, age: float) -> None:
+        """`age`: seconds since the change by the two machines' clocks, without seconds in which this machine was suspended."""
+        self._min_age[rank] = min(age, self._min_age.get(rank, age))
+        if age - self._min_age[rank] > LATE_S:
+            self._on_late(self.awaited, rank, age - self._min_age[rank])

@@ -161,8 +161,8 @@ async def test_a_change_that_is_heard_late_is_counted_and_named_once(
                 await heard(ranks.first, ranks.other.changes)
         counted = ranks.recorder.take_counts(("ledger/",))
         assert counted["ledger/late"] >= 2 and counted["ledger/late_s"] >= 0.8
-        lines = [record.getMessage() for record in caplog.records if "rank 0 heard of change" in record.getMessage()]
-        assert len(lines) == 1 and "after rank 1 had made it" in lines[0]
+        lines = [record.getMessage() for record in caplog.records if "rank 0 got change" in record.getMessage()]
+        assert len(lines) == 1 and "after rank 1 made the change" in lines[0]
 
 
 # -- somebody else writes into the store -----------------------------------------------------------------------------
@@ -271,7 +271,7 @@ async def test_books_that_were_deleted_end_a_transition(monkeypatch: pytest.Monk
             return encode(*state)
 
         monkeypatch.setattr(ranks.other._shared, "_encode", deleted)
-        with anyio.fail_after(30), pytest.raises(LedgerError, match="was removed: somebody else deletes keys"):
+        with anyio.fail_after(30), pytest.raises(LedgerError, match="was removed: another program deletes keys"):
             await ranks.other.admit(1000)
         ranks.set("books", b"")  # closing asks for it once more
 
@@ -283,7 +283,7 @@ def test_64_ranks_hear_of_every_change_however_slow_their_watchers_are() -> None
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["ranks"] == 64 and result["changes"] >= 500 and result["longest_s"] < 5
-    assert "heard of change" in done.stderr and result["late"] > 0  # the slow ones were behind, and that was seen
+    assert "got change" in done.stderr and result["late"] > 0  # the slow ones were behind, and that was seen
     asked = result["asked_a_change"]
     assert (
         asked["multi_set"] < 1.2

@@ -23,7 +23,7 @@ from ports import reserved_port
 
 from asyncrl.distributed import hosting, world
 from asyncrl.distributed.heartbeat import Heartbeat
-from asyncrl.distributed.hosting import Place, RanksStore, open_store
+from asyncrl.distributed.hosting import RankInfo, RanksStore, open_store
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError, PlatformError, RankLost, StoreForged
@@ -250,9 +250,9 @@ def opened(
 
     def rank_main(rank: int, port: int) -> None:
         try:
-            place = Place(rank, len(given), one_machine, address, port, 0)
+            place = RankInfo(rank, len(given), one_machine, address, port, 0)
             results[rank] = made = open_store(place, PATIENCE, given[rank])
-            made.meet(3.0)
+            made.wait_for_ranks(3.0)
         except BaseException as error:
             if rank or rank not in results:
                 results[rank] = error
@@ -269,14 +269,14 @@ def opened(
 @pytest.fixture(autouse=True)
 def _port_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's rendezvous reads its address from the environment; both ranks are threads of this process."""
-    real = hosting._launchers_store
+    real = hosting._launcher_store
 
-    def launchers_store(place: Place, timeout: timedelta) -> dist.Store:
+    def launchers_store(place: RankInfo, timeout: timedelta) -> dist.Store:
         monkeypatch.setenv("MASTER_ADDR", place.address)
         monkeypatch.setenv("MASTER_PORT", str(place.port))
         return real(place, timeout)
 
-    monkeypatch.setattr(hosting, "_launchers_store", launchers_store)
+    monkeypatch.setattr(hosting, "_launcher_store", launchers_store)
 
 
 def both(*given: dict[str, str], **rest: object) -> tuple[RanksStore, RanksStore]:
@@ -344,7 +344,7 @@ def test_a_secret_that_is_not_the_same_on_every_node_is_told(
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
-        open_store(Place(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, {"ASYNCRL_SECRET": "secret"})
+        open_store(RankInfo(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, {"ASYNCRL_SECRET": "secret"})
 
 
 @pytest.mark.parametrize("kind", ["other name", "readable by others", "link", "absent"])
@@ -357,7 +357,7 @@ def test_a_file_that_somebody_else_names_is_no_secret(tmp_path: Path, kind: str)
     if kind == "link":
         path.symlink_to(target)
     with pytest.raises(StoreForged, match="no such file of this user"):
-        hosting._taken(path)
+        hosting._read_secret(path)
 
 
 def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
@@ -452,14 +452,14 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
         time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
         connect().set("2", "1")  # and never again
-        until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
+        until(lambda: first._values.keys() == {1, 2} and second._values.keys() == {0, 2})
         for said in until(lambda: one_each(first.silent(), second.silent())):
             assert said.startswith("rank 2 has given no sign of life for ")
         assert until(lambda: first.silent(1.0))[0].startswith("rank 2 has given no sign of life for ")
         assert first.silent(100.0) == []
         with Heartbeat(connect(), 2, 3, EVERY_S):
             until(lambda: first.silent() == second.silent() == first.silent(1.0) == [])
-        until(lambda: first._heard[2] == b"bye")
+        until(lambda: first._values[2] == b"bye")
         time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
         assert first.silent() == second.silent() == first.silent(EVERY_S) == []
     assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others

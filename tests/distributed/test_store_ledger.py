@@ -112,7 +112,7 @@ async def test_a_rank_says_whose_group_the_open_step_waits_for() -> None:
         assert a.elsewhere() is None
         first = await fresh(b, 7)
         await a.wait_changed(0)
-        said = "the open step waits for group 7 of rank 1, which says where that is"
+        said = "the open step waits for group 7 of rank 1; see the output of that rank"
         assert (a.elsewhere(), b.elsewhere()) == (said, None)
         assert await b.claim([first]) == (GRANTED, first)
         await a.wait_changed(1)

@@ -300,7 +300,7 @@ def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Pat
     [headline] = [line for line in ranks[looks].output.splitlines() if line.startswith("=== asyncrl watchdog: ")][:1]
     assert f"watchdog: rank {looks}: nothing was generated" in headline
     if looks == 0:
-        assert "the open step waits for group " in headline and " of rank 1, which says where that is" in headline
+        assert "the open step waits for group " in headline and " of rank 1; see the output of that rank" in headline
     else:
         assert " waits for its episode from the environment since" in headline and "a_tool" in headline
 
