@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -56,6 +59,8 @@ class Claim:
 
 
 CLAIMS: dict[str, Claim] = {}
+# Claims are forked from a process that has imported torch once and never touches a device.
+FORKED = multiprocessing.get_context("forkserver")
 
 
 def claim(predicted: str, seconds: int = 60, *, alone: bool = False) -> Callable[[Callable[[str], Found]], None]:
@@ -70,10 +75,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", default="", help="claims, by name, with commas")
     parser.add_argument("--out", type=Path, help="write the lines here too")
-    parser.add_argument("--claim", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.claim:
-        return answer(options.claim, options.device)
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    FORKED.set_forkserver_preload(["torch", "transformers", "asyncrl.training.trainer"])
     names = [name for name in options.only.split(",") if name] or list(CLAIMS)
     if unknown := sorted(set(names) - set(CLAIMS)):
         parser.error(f"no claim is named {', '.join(unknown)}; there are {', '.join(CLAIMS)}")
@@ -104,40 +108,44 @@ def main() -> int:
 def ask(name: str, device: str) -> dict[str, Any]:
     """The line of one claim."""
     asked, started = CLAIMS[name], time.monotonic()
-    command = [sys.executable, __file__, "--claim", name, "--device", device]
     line = {"claim": name, "predicted": asked.predicted}
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=asked.seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            _, errors = process.communicate()
-            return line | {"found": f"no answer in {asked.seconds} s; {last_words(errors)}", "verdict": "late"}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder, "answer"), Path(folder, "errors")
+        process = FORKED.Process(target=answer, args=(name, device, *paths))
+        process.start()
+        process.join(asked.seconds)
+        late = process.exitcode is None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        found, errors = (path.read_text(encoding="utf-8") if path.exists() else "" for path in paths)
+    if late:
+        return line | {"found": f"no answer in {asked.seconds} s; {last_words(errors)}", "verdict": "late"}
     seconds = {"seconds": round(time.monotonic() - started, 1)}
-    answers = [text for text in out.splitlines() if text.startswith('{"found"')]
-    if process.returncode or not answers:
-        return line | {"found": f"exit code {process.returncode}; {last_words(errors)}", "verdict": "died"} | seconds
-    return line | json.loads(answers[-1]) | seconds
+    if process.exitcode or not found:
+        return line | {"found": f"exit code {process.exitcode}; {last_words(errors)}", "verdict": "died"} | seconds
+    return line | json.loads(found) | seconds
 
 
 def last_words(errors: str) -> str:
     return " | ".join(errors.strip().splitlines()[-12:])[-1800:]
 
 
-def answer(name: str, device: str) -> int:
-    """In the process of one claim."""
+def answer(name: str, device: str, path: Path, errors: Path) -> None:
+    """In the process of one claim, which leads a process group."""
+    os.setsid()
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     warnings.simplefilter("ignore")
     try:
         found = CLAIMS[name].check(device)
     except Skip as reason:
-        print(json.dumps({"found": str(reason), "verdict": "skipped"}))
-        return 0
-    verdict = {None: "measured", True: "right", False: "wrong"}[found.right]
-    print(json.dumps({"found": found.text, "verdict": verdict, "numbers": found.numbers or {}}))
-    return 0
+        line = {"found": str(reason), "verdict": "skipped"}
+    else:
+        verdict = {None: "measured", True: "right", False: "wrong"}[found.right]
+        line = {"found": found.text, "verdict": verdict, "numbers": found.numbers or {}}
+    path.write_text(json.dumps(line), encoding="utf-8")
 
 
 # -- what the claims share ---------------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ def judged(steps: list[dict[str, float]], dtype: str) -> tuple[bool, dict[str, A
 
 
 def policy_on(device: str, dtype: str, layers: int = 28, *, served: bool = False) -> Any:
-    """Of Qwen3-0.6B's shape, random weights; on a CPU one that is small."""
+    """Random weights in Qwen3-0.6B's shape; on a CPU in a small one."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -227,8 +235,7 @@ def milliseconds(device: str, call: Callable[[], Any], times: int = 10, warm: in
 
 
 def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int, float]:
-    """Of one call: launches of each kernel, how often the host waits for the device, and the milliseconds of
-    all kernels."""
+    """Of one call: launches of each kernel, waits of the host, and the milliseconds of all kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -721,11 +728,10 @@ def padding(device: str) -> Found:
         index[number, : before.length] = torch.arange(before.start, before.start + before.length)
         index[number, before.length : before.length + own.length] = torch.arange(own.start, own.start + own.length)
     index = index.to(device)
-    flat = index.flatten()
     grad = torch.randn(*index.shape, heads, size, device=device, dtype=torch.bfloat16)
     by_index = milliseconds(device, lambda: torch.autograd.grad(source[index], source, grad), 5)
     by_select = milliseconds(
-        device, lambda: torch.autograd.grad(source.index_select(0, flat), source, grad.flatten(0, 1)), 5
+        device, lambda: torch.autograd.grad(source.index_select(0, index.flatten()), source, grad.flatten(0, 1)), 5
     )
     numbers = {
         "index ms": round(by_index, 3),
