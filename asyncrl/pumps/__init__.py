@@ -1,5 +1,5 @@
-"""The pumps: coroutines that move groups one stage on, from a prompt to a published version.
+"""The pumps: coroutines that move groups from stage to stage, from a prompt to a published version of the weights.
 
-Start reading in `graph.py`, which wires them: rollout, score (in `intake.py`), train, publish, and evaluate beside them.
-`pipeline.py` has the ports that they take and what travels between them. `building.py` is the way from rows to microbatches.
+Start reading in `graph.py`, which connects the five pumps: rollout, score (in `intake.py`), train, publish and evaluate.
+`pipeline.py` has their ports and the items on their queues. `building.py` makes microbatches of rows.
 """

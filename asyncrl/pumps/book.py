@@ -1,10 +1,11 @@
-"""The book of the groups that are live on this rank, and their rows in the store.
+"""The live groups of this rank: their tickets, and their rows in the store.
 
-    open ──▶ put into the store ──▶ scored ──claimed──▶ in the open step ──trained──▶ cleared
-      `────────────── end ───────────────▶ cleared   ◀──reopen (aborted)──'
+    add ──▶ Store.put ──▶ mark_ready ──▶ claim ──▶ in the open step ──▶ mark_trained: rows are cleared
+     │                        │            ▲                │
+     └───── end (dropped, failed) ──▶ cleared └── unclaim (step aborted)
 
-It is the one place that gives a group's slot back before training. So every admitted group ends exactly once (invariant 2),
-whichever pump notices first that it cannot be trained. Used from the loop thread only.
+Only `GroupBook.end` gives a slot back before training. So every admitted group ends exactly once, even if several pumps find
+at the same time that the group cannot be trained. Call it from the thread of the event loop only.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from asyncrl.data.store import Column, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
-# That are counted apart: errors of environments may each have a text of their own.
-MOST_REASONS = 50
-OTHER = "another reason"
+# Each reason is the name of a metric. Errors of environments may all have different texts, so further reasons share one name.
+MAX_REASONS = 50
+OTHER_REASON = "another reason"
 
 
 class GroupIds:
-    """Ids for groups that no prompt of the cursor names: those of this rank, apart from everybody else's."""
+    """Ids for groups that are not made from a prompt of this run. With its `stride` no two ranks give out the same id."""
 
     def __init__(self, first: int, stride: int) -> None:
         self.next = first
         self._stride = stride
 
     def take(self) -> int:
-        taken, self.next = self.next, self.next + self._stride
-        return taken
+        group_id, self.next = self.next, self.next + self._stride
+        return group_id
 
 
 class GroupBook:
-    """Tickets of the groups that were admitted and are not claimed by a step."""
+    """The tickets of the groups that were admitted and are not claimed by a step."""
 
     def __init__(self, ledger: Ledger, store: Store) -> None:
         self._ledger = ledger
@@ -44,51 +45,50 @@ class GroupBook:
         self._tickets: dict[int, Ticket] = {}
         self._on_ready: list[Callable[[], None]] = []
         self._on_end: list[Callable[[Sequence[int]], None]] = []
-        # No step can come any more. The groups that end from then on were not trained: the memory that was lent for them stays
-        # with its owner, for another run.
-        self.over = False
-        # Held while a step moves the weights, and by an evaluation that needs them to stay.
-        self.moving = asyncio.Lock()
-        self.ended = 0  # groups, and steps
+        # If set, `end` keeps the leases of a group, because a later run can still train it.
+        self.training_ended = False
+        # Held while a step changes the weights, and by an evaluation while the weights must not change.
+        self.weights_lock = asyncio.Lock()
+        self.end_count = 0  # ended groups, plus trained steps
         self.reasons: Counter[str] = Counter()
         self.failed = 0
 
-    def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call back whenever another group can be claimed."""
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Register a callback for each group that becomes ready to be claimed."""
         self._on_ready.append(callback)
 
-    def when_ended(self, callback: Callable[[Sequence[int]], None]) -> None:
-        """Call back, with the ids of the groups, whenever one was dropped or a step committed: places and slots come free."""
+    def on_end(self, callback: Callable[[Sequence[int]], None]) -> None:
+        """Register a callback for each dropped group and each committed step. It gets the ids of the groups."""
         self._on_end.append(callback)
 
-    def open(self, ticket: Ticket) -> None:
-        """The ledger admitted this group."""
+    def add(self, ticket: Ticket) -> None:
+        """Add a group that the ledger admitted."""
         self._tickets[ticket.group_id] = ticket
 
     def write(self, group_id: int, column: str, values: Column) -> None:
-        """Write a column of the group's rows. Does nothing where the group has ended."""
+        """Write a column of the group's rows. Does nothing if the group has ended."""
         if group_id in self.store:
             self.store.write(group_id, column, values)
 
-    def scored(self, group: Group) -> None:
-        """The rewards of the group are final: it can be claimed. Does nothing where the group has ended."""
+    def mark_ready(self, group: Group) -> None:
+        """Store the final rewards of the group, which can then be claimed. Does nothing if the group has ended."""
         if group.group_id in self._tickets:
             self.store.score(group)
             for callback in self._on_ready:
                 callback()
 
-    def claimed(self, ticket: Ticket) -> Rows:
-        """Returns the rows of a group to which the ledger gave a place in the open step."""
+    def claim(self, ticket: Ticket) -> Rows:
+        """Move a group into the open step, after the ledger gave it a place there. Returns the rows of the group."""
         del self._tickets[ticket.group_id]
         return self.store.claim(ticket.group_id)
 
-    def reopen(self, ticket: Ticket) -> None:
-        """The step that had claimed the group was aborted: its rows can be claimed again."""
-        self.open(ticket)
+    def unclaim(self, ticket: Ticket) -> None:
+        """Make a claimed group claimable again, because its step was aborted."""
+        self.add(ticket)
         self.store.unclaim(ticket.group_id)
 
-    def trained(self, group_ids: Iterable[int]) -> None:
-        """The step of these claimed groups was applied: their rows are cleared, at once, and their leases end."""
+    def mark_trained(self, group_ids: Iterable[int]) -> None:
+        """Clear the rows and end the leases of these claimed groups, because their step was applied."""
         ids = tuple(group_ids)
         self.store.clear(ids)
         self._notify_end(ids)
@@ -96,14 +96,14 @@ class GroupBook:
     async def end(
         self, group_id: int, outcome: Literal["dropped", "failed"], reason: str, *, release: bool = True
     ) -> bool:
-        """Give the slot back and clear the rows, and with `release` their leases. False if the group had ended, or was
-        claimed, before."""
-        ticket = self._tickets.pop(group_id, None)  # before the await: two callers cannot both end it
+        """Give the slot of a group back and clear its rows; `release`: release its leases, too. Returns False, and does nothing,
+        if the group has ended or is claimed by a step."""
+        ticket = self._tickets.pop(group_id, None)  # before any await, so that only one caller ends the group
         if ticket is None:
             return False
-        self.store.clear([group_id], release=release and not self.over)
-        if f"{outcome}: {reason}" not in self.reasons and len(self.reasons) >= MOST_REASONS:
-            reason = OTHER  # it becomes the name of a metric, too
+        self.store.clear([group_id], release=release and not self.training_ended)
+        if f"{outcome}: {reason}" not in self.reasons and len(self.reasons) >= MAX_REASONS:
+            reason = OTHER_REASON
         self.reasons[f"{outcome}: {reason}"] += 1
         self.failed += outcome == "failed"
         await self._ledger.end(ticket, outcome, reason)
@@ -111,17 +111,17 @@ class GroupBook:
         return True
 
     async def end_all(self, reason: str) -> None:
-        """Drop every group that is left."""
+        """Drop every group that no step has claimed."""
         for group_id in list(self._tickets):
             await self.end(group_id, "dropped", reason)
 
     def _notify_end(self, group_ids: Sequence[int]) -> None:
-        self.ended += 1
+        self.end_count += 1
         for callback in self._on_end:
             callback(group_ids)
 
     def live(self) -> list[int]:
-        """Ids of the groups that no step has claimed, ascending."""
+        """Ids of the admitted groups that no step has claimed, ascending."""
         return sorted(self._tickets)
 
     def __contains__(self, group_id: int) -> bool:

@@ -39,7 +39,7 @@ from asyncrl.records.check import SILENT
 from asyncrl.types import Float32Array, Group, Microbatch
 
 from .pipeline import Ports
-from .step import GroupsFailed, Step, laid_to
+from .step import GroupsFailed, Step, blaming
 
 # Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
@@ -226,7 +226,7 @@ async def logprob_columns(
     for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
         if not batch.scored:
             continue
-        with laid_to(batch.group_ids.tolist()):
+        with blaming(batch.group_ids.tolist()):
             logprobs_S = await trainer.compute_logprobs(batch, model)
         ends = np.cumsum(np.bincount(batch.sequence, minlength=batch.sequences))[:-1]
         parts = np.split(np.asarray(logprobs_S), ends)

@@ -1,7 +1,7 @@
-"""Claiming: which of the groups that are ready a step gets, in the order that the ledger allows.
+"""Claims ready groups for the open step, in the order that the ledger allows.
 
-Two changes may let another group in: a group became ready, or the ledger moved. Each wakes whoever waits. A waiter takes the event
-before it looks at what is ready, so it does not miss a change that comes while it looks.
+A claim that failed can succeed after one of two changes: a group became ready, or the ledger changed. Both changes set the
+event `Claims.changed`. Read that event before calling `claim_ready`; then no change between the call and the wait is missed.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from .step import Step
 
 
 class Claims:
-    """See the module docstring. `changed` is the event that the next change sets; each is used once."""
+    """The claims of the train pump. `changed` is set at the next change, and replaced by a new event."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
         self._stop_requested = False
         self._stop_turn: int | None = None
         self.changed = anyio.Event()
-        ports.book.when_ready(self.notify)
+        ports.book.on_ready(self.notify)
 
     # -- whether there is another step -----------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
-        """The step in progress, if any, is to be the last one."""
+        """Whether the step in progress, if any, is the last step of this run."""
         turn = self._ports.ledger.turn
         return self._stop_requested or (self._stop_turn is not None and turn >= self._stop_turn)
 
     @property
     def finished(self) -> bool:
-        """No step is to be begun any more."""
+        """Whether no further step may begin."""
         limit = self._ports.config.train.max_steps
         return self.stopping or (limit is not None and self._ports.ledger.turn >= limit)
 
@@ -43,57 +43,57 @@ class Claims:
         self._stop_turn = turn
 
     def stop_after_step(self) -> None:
-        """End after the step in progress (time limit): the runtime drops the groups that are not in it."""
+        """Make the step in progress the last step, because of a time limit. The runtime drops the groups outside that step."""
         self._stop_requested = True
         self.notify()
 
-    # -- what the step gets ----------------------------------------------------------------------------------------
+    # -- the groups of a step --------------------------------------------------------------------------------------
 
     async def claim_ready(self, step: Step) -> ClaimState:
-        """Every group that may have a place now. FULL: the step gets no more."""
+        """Claim every ready group that can have a place in `step` now. Result FULL: the step gets no more groups."""
         ports = self._ports
         while True:
             state, ticket = await ports.ledger.claim(ports.store.ready())
             if ticket is None:
                 return state
-            step.rows.append(ports.book.claimed(ticket))
+            step.rows.append(ports.book.claim(ticket))
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
 
     @property
-    def too_few(self) -> bool:
-        """The groups of a step that gets no more are fewer than make one, over all ranks."""
+    def has_too_few_groups(self) -> bool:
+        """Whether a full step has fewer groups, over all ranks, than a step needs: groups ran out at the end of the run."""
         config = self._ports.config
-        least = 1 if config.train.partial_final_step else config.rollout.groups_per_step
-        # Every batch is the same number of versions, so each of its minibatches needs a group.
-        return self._ports.ledger.statistics().claimed < max(least, config.algorithm.minibatches)
+        needed = 1 if config.train.partial_final_step else config.rollout.groups_per_step
+        # Each minibatch needs a group, because every step must advance the version by the same number.
+        return self._ports.ledger.statistics().claimed < max(needed, config.algorithm.minibatches)
 
     async def drop_late(self) -> None:
-        """The groups past their deadline, where late ones are not waited for."""
+        """Drop the groups past their deadline, if `rollout.late` is `drop`."""
         ports = self._ports
         for ticket in ports.ledger.expired() if ports.config.rollout.late == "drop" else ():
             if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
                 ports.counters["staleness/dropped"] += 1
 
-    async def give_back(self) -> None:
-        """The step was aborted: its groups are live again and can be claimed by the next one."""
+    async def unclaim_all(self) -> None:
+        """Make the groups of an aborted step claimable again."""
         for ticket in await self._ports.ledger.rollback():
-            self._ports.book.reopen(ticket)
+            self._ports.book.unclaim(ticket)
 
     # -- waking ----------------------------------------------------------------------------------------------------
 
     def notify(self) -> None:
-        """Wake whoever waits for a change."""
+        """Wake every task that waits for a change."""
         self.changed.set()
         self.changed = anyio.Event()
 
     async def watch(self, seen: int) -> None:
-        """For ever: notify of the ledger's changes since number `seen`."""
+        """Call `notify` for each change of the ledger after the change number `seen`. Runs until it is cancelled."""
         while True:
             seen = await self._ports.ledger.wait_changed(seen)
             self.notify()
 
     async def wait(self, changed: anyio.Event) -> None:
-        """Until this event is set. `changed`: taken before the look at what is ready."""
+        """Wait for `changed`, a value of `Claims.changed` that was read before the last call of `claim_ready`."""
         recorder = self._ports.recorder
         with recorder.timed("time/wait_for_group"):
             with recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):

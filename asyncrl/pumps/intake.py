@@ -1,16 +1,14 @@
-"""The one way in: whatever can be trained comes through here, from any source, in the same order.
+"""The intake: groups from every source pass through the same stages before they can be trained.
 
-    own rollouts ── slot ── play ──────────────────────────────┐
-    Runtime.submit ── limits ── slot ──────────────────────────┼─▶ whole: rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready
-    other processes ── limits ── gathered until whole ── slot ─┘              where a member has none                  ╲
-    (pumps/gathering.py)                                                                                         dropped: cleared
+    own rollouts:    slot, play                    ─┐
+    Runtime.submit:  limits, slot                  ─┼─▶ rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, or dropped
+    other processes: limits, gather members, slot  ─┘
+    (pumps/gathering.py)
 
-* A group has its id from the first trajectory that is built for it, and no other one later (`GroupIds`).
-* A member that brings its reward keeps it; one that has none is scored by the run's reward functions. A member without a reward,
-  in a run without reward functions, is refused.
-* A group of any source gets its slot before its rewards: the slots bound how many groups are scored at a time, and a group that the
-  filters drop gives its slot back.
-* Shaping and filters are the same for every source.
+* A group has the same id from its first trajectory to its end (`GroupIds`).
+* A member that comes with a reward keeps that reward. The reward functions of the run score the other members. A member without
+  a reward is refused if the run has no reward functions.
+* A group gets its slot before its rewards. So the slots bound how many groups are scored at a time.
 """
 
 from __future__ import annotations
@@ -35,39 +33,39 @@ from .pipeline import Ports, Scoring
 from .screen import OVERLONG, Reroll, Screen, shaped
 from .step import GroupsFailed
 
-# Ids of groups from outside: more than any pipeline holds at once.
-REMEMBERED = 65_536
+# The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
+MAX_REMEMBERED_IDS = 65_536
 
 
 class Intake:
-    """See the module docstring."""
+    """Takes groups from every source until they are ready to be claimed, or dropped."""
 
     def __init__(self, ports: Ports, reroll: Reroll) -> None:
         self._ports = ports
         self._screen = Screen(ports)
         self._reroll = reroll
         algorithm = ports.config.algorithm
-        needed = ports.loss.needs_reference or ports.reward_penalty is not None
-        # The reference's log-probs of a group are computed on the lane while its rewards are scored in other processes.
-        self._reference_ahead = needed and algorithm.kl.reference_ahead and ports.score_groups
-        self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of own groups that are not whole yet
-        self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
-        self._components: set[str] = set()  # names that came from outside
-        self._closed = ""
+        needs_reference = ports.loss.needs_reference or ports.reward_penalty is not None
+        # Compute the reference log-probs on the lane while other processes score the rewards.
+        self._reference_ahead = needs_reference and algorithm.kl.reference_ahead and ports.score_groups
+        self._members: dict[int, dict[int, Trajectory]] = {}  # scored, of own groups that are not whole
+        self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
+        self._components: set[str] = set()  # their names, from outside
+        self._closed = ""  # the reason why `submit` is refused
         self._waiting: set[anyio.CancelScope] = set()
-        # Of groups that were too late for a place, until a group ends.
-        self._crowded: list[Lease] = []
-        ports.book.when_ended(self._group_ended)
+        # Leases of groups that were refused because live groups hold the places. They are released when a group ends.
+        self._delayed_leases: list[Lease] = []
+        ports.book.on_end(self._on_end)
         self.ids = ports.ids
         self.scored = 0  # trajectories
 
-    # -- own rollouts: they have their slot ------------------------------------------------------------------------
+    # -- own rollouts, which have a slot ---------------------------------------------------------------------------
 
     async def take(self, item: Scoring) -> None:
-        """Score one played trajectory, or all of a group in member order. The last member makes its group whole."""
+        """Score one played trajectory, or all members of a group. A group whose last member is scored is filtered."""
         ticket, book, store = item.ticket, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
-        if ticket.group_id not in book:  # a sibling failed meanwhile
+        if ticket.group_id not in book:  # another member failed
             return
         if len(item.trajectories) == item.trajectories[0].group_size:
             await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
@@ -81,57 +79,56 @@ class Intake:
         self.scored += len(scored)
         if len(members) == scored[0].group_size:
             del self._members[ticket.group_id]
-            whole = tuple(members[place] for place in sorted(members))
-            await self._filter(store.put(Group(ticket, item.prompt, whole)))
+            in_order = tuple(members[member] for member in sorted(members))
+            await self._filter(store.put(Group(ticket, item.prompt, in_order)))
 
     @property
     def incomplete(self) -> int:
-        """Own groups of which some members are scored and some are not."""
+        """The number of own groups with some scored and some missing members."""
         return len(self._members)
 
-    async def end_of_rollouts(self) -> None:
-        """Groups that can never be whole are dropped and counted."""
+    async def drop_incomplete(self) -> None:
+        """Drop and count the incomplete groups, after the end of all rollouts."""
         for group_id in list(self._members):
             await self._ports.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
 
-    # -- from outside ----------------------------------------------------------------------------------------------
+    # -- groups from outside ---------------------------------------------------------------------------------------
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
-        """Take a whole group, each member of which passed `check`. Waits for a slot, and for rewards that are missing. With
-        `leases` the group lies in memory of somebody else's, which is given back once the group was trained or dropped.
+        """Take a whole group whose members passed `check`. Waits for a slot, and scores members without a reward.
+        `leases`: the memory of the group, lent by a producer. The leases are released after the group is trained or dropped.
 
-        False where the ledger finds the group too old. Its leases end then, unless other groups have the places that it could have
-        had: in that case they end when one of those groups ends, so that a producer that is faster than the training waits at
-        its full ring. It would otherwise push, and be dropped, as fast as the loop can read, and take the time of the
-        step that could make room. Errors: LifecycleError where no step can come any more, also while it waits; DataError
-        for a group that cannot be trained, or was submitted before. None of them keeps the slot, or ends a lease.
-        """
+        Returns False if the group is too old for every free place. Its leases are released at once if it is past its deadline.
+        Otherwise live groups hold the places, and the leases are released when one of those groups ends. So a producer that is
+        faster than the training waits at its full ring, instead of pushing groups as fast as the event loop can drop them.
+        Errors: LifecycleError if no step can follow, also while this method waits; DataError for a group that cannot be trained,
+        or was submitted before. After an error the group has no slot, and its leases are not released."""
         ports = self._ports
-        members = whole(trajectories)
+        members = members_in_order(trajectories)
         self._check_open()
         if (group_id := prompt.group_id) in self._submitted and group_id not in ports.book:
-            raise DataError(f"group {group_id} was submitted before; a group is submitted once")
+            raise DataError(f"group {group_id} was submitted before; submit each group once")
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
-        # None where no token has a version: the group then counts as of the version that has room for it.
+        # None: no token has a version. The ledger then treats the group as fresh.
         oldest = min(versions) // versions_per_batch(ports.config) if versions else None
         newest = max(t.newest_version for t in members)
         if newest > (version := ports.trainer.version):
             raise VersionAhead(
-                f"group {group_id} claims to be sampled by version {newest}, but this run is at {version}: left by an earlier "
-                "run, or stamped with another policy's version"
+                f"group {group_id} claims to be sampled by version {newest}, but this run is at version {version}. The group is "
+                "from an earlier run, or has the version numbers of another policy: submit groups that this run's weights sampled"
             )
-        ended = ports.book.ended
+        ends_before = ports.book.end_count
         ticket = await self._admit(group_id, oldest)
         if ticket is None:
             ports.counters["staleness/dropped"] += 1
             assert oldest is not None, "a group without versions is never too old"
-            if oldest + turns_bound(ports.config) < ports.ledger.turn or ended != ports.book.ended:
-                # No live group has its place (any more), so no end to come would give the memory back.
+            # If a group ended during the wait, it may have held the place, and no later end is certain to come.
+            if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
                 _release(leases)
             else:
-                self._crowded += leases
+                self._delayed_leases += leases
             return False
-        ports.book.open(ticket)
+        ports.book.add(ticket)
         try:
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
@@ -145,26 +142,26 @@ class Intake:
         return True
 
     def check(self, trajectory: Trajectory, limits: Limits) -> None:
-        """Check a member from outside, before anything waits for it. Errors: DataError that names the member and the field."""
+        """Check a member from outside when it arrives. Errors: DataError that names the member and the field."""
         check_trajectory(trajectory, limits)
         check_trains(trajectory)
         if trajectory.reward is None and not self._ports.scores:
             raise DataError(
-                f"member {trajectory.member} came without a reward, and the run has no reward functions to score it "
-                "(reward.functions); bring one for each member"
+                f"member {trajectory.member} came without a reward, and the run has no reward functions to score it; submit "
+                "each member with a reward, or set reward.functions"
             )
         names = self._components | trajectory.components.keys()
         if len(names) > MOST_COMPONENTS:
             raise DataError(
-                f"member {trajectory.member}: components brings {sorted(names - self._components)[0]!r}, which would be name "
-                f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} names may come from outside"
+                f"member {trajectory.member}: components has the new name {sorted(names - self._components)[0]!r}; at most "
+                f"{MOST_COMPONENTS} different names may come from outside in a run"
             )
         self._components = names
         if OVERLONG in trajectory.components and self._ports.config.reward.overlong.cache is not None:
-            raise DataError(f"member {trajectory.member}: component {OVERLONG!r} is that of reward.overlong: rename")
+            raise DataError(f"member {trajectory.member}: the component name {OVERLONG!r} is reserved; rename it")
 
     def close(self, reason: str) -> None:
-        """Nobody may submit any more; a `submit` that waits for a slot raises LifecycleError with `reason`."""
+        """Refuse every further `submit`. A `submit` that waits for a slot raises LifecycleError with `reason`."""
         self._closed = self._closed or reason
         for scope in self._waiting:
             scope.cancel()
@@ -174,7 +171,7 @@ class Intake:
             raise LifecycleError(f"submit: {self._closed}")
 
     async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
-        """As `Ledger.admit`. Errors: LifecycleError once the intake is closed, also while it waits."""
+        """`Ledger.admit`, with a LifecycleError if the intake is closed before or during the wait for a slot."""
         with anyio.CancelScope() as scope:
             self._waiting.add(scope)
             try:
@@ -184,26 +181,26 @@ class Intake:
                 self._waiting.discard(scope)
         raise LifecycleError(f"submit: {self._closed}")
 
-    def _group_ended(self, group_ids: Sequence[int]) -> None:
+    def _on_end(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
             self._members.pop(group_id, None)
-        if not self._ports.book.over:
-            _release(self._crowded)
-            self._crowded.clear()
+        if not self._ports.book.training_ended:
+            _release(self._delayed_leases)
+            self._delayed_leases.clear()
 
     def _remember(self, group_id: int) -> None:
         self._submitted[group_id] = None
-        if len(self._submitted) > REMEMBERED:
+        if len(self._submitted) > MAX_REMEMBERED_IDS:
             self._submitted.popitem(last=False)
 
-    # -- all alike -------------------------------------------------------------------------------------------------
+    # -- stages of every group -------------------------------------------------------------------------------------
 
     async def _enter(self, group: Group, *, leased: bool = False) -> None:
-        """Score a whole group, which has its slot and its rows in the store, then filter it."""
+        """Score and filter a whole group that has its slot and its rows in the store."""
         await self._filter(replace(group, trajectories=await self._rewarded(group)), leased=leased)
 
     async def _filter(self, group: Group, *, leased: bool = False) -> None:
-        """Shape a group whose members were scored, then drop it or make it ready. A reward that is None does not apply."""
+        """Shape the rewards of a scored group, then drop the group or make it ready."""
         ports = self._ports
         if ports.config.reward.overlong.cache is not None:
             group = replace(
@@ -212,36 +209,38 @@ class Intake:
         if group.group_id not in ports.book:
             return
         if ports.hooks.after_rewards is not None:
-            # A group that the user's own code keeps must outlive the lease.
+            # The hook may keep the group longer than the lease, so it gets a copy.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
                 group = await ports.hooks.rewarded(copy_group(group) if leased else group, ports.limits)
         reason = self._screen.refuses(group)
         if reason is None:
-            ports.book.scored(group)
+            ports.book.mark_ready(group)
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
             ports.counters[f"filter/{reason}"] += 1
             self._reroll.group_ended(group)
 
     async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
-        """The members with their rewards; those that came with a reward are not scored again."""
+        """All members, with rewards. Members that came with a reward are not scored again."""
         ports, recorder = self._ports, self._ports.recorder
-        missing = [t for t in group.trajectories if t.reward is None]
+        unscored = [t for t in group.trajectories if t.reward is None]
         scored: dict[int, Trajectory] = {}
-        if missing:
-            first = missing[0]
-            with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(missing)):
-                async with plain_task_group() as beside:
+        if unscored:
+            first = unscored[0]
+            with recorder.span(
+                "score", track="score", group=first.group_id, member=first.member, members=len(unscored)
+            ):
+                async with plain_task_group() as tasks:
                     if self._reference_ahead and len(group.trajectories) == first.group_size:
-                        spawn(beside, "reference log-probs", self._compute_reference, group)
+                        spawn(tasks, "reference log-probs", self._compute_reference, group)
                     with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
-                        scored = {t.member: t for t in await ports.reward.score(group.prompt, missing)}
+                        scored = {t.member: t for t in await ports.reward.score(group.prompt, unscored)}
         return tuple(scored.get(t.member, t) for t in group.trajectories)
 
     async def _compute_reference(self, group: Group) -> None:
-        """Of all members of a group whose rows are in the store. Errors: those of the trainer."""
+        """Write the reference log-probs of a group into the store, which has its rows. Errors: those of the trainer."""
         ports = self._ports
-        # The step comes to the same error, and drops the group.
+        # The step will meet the same error, and drop the group.
         with suppress(GroupsFailed):
             size = ports.config.train.tokens_per_microbatch
             [column] = await logprob_columns(ports.trainer, [group], size, "reference")
@@ -249,15 +248,14 @@ class Intake:
 
 
 class ScorePump:
-    """The score pump: played trajectories, through the intake.
+    """The score pump: gives played trajectories to the intake, which scores them.
 
         consumes     trajectories, one by one or a whole group in member order (`reward.batch`): edge 3
         produces     scored members for the intake (edge 4)
         waits for    a played trajectory; rewards
         is woken by  the rollout pump; reward workers
 
-    As many scorers as calls of reward functions can be under way, and one more, so that a worker is never idle while a reply is
-    handled. The buffer before them is bounded; rollouts wait there for a free scorer.
+    There is one scorer task more than reward functions can run at a time, so that no worker is idle while a reply is handled.
     """
 
     def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], workers: int) -> None:
@@ -266,30 +264,30 @@ class ScorePump:
         self._workers = workers
 
     async def run(self) -> None:
-        """Ends when every rollout is scored. Groups that can never be whole by then are dropped and counted."""
+        """Ends when every rollout is scored. Incomplete groups are then dropped and counted."""
         async with self._scoring, anyio.create_task_group() as scorers:
             for _ in range(self._workers + 1):
                 spawn(scorers, "scorer", self._score)
-        await self._intake.end_of_rollouts()
+        await self._intake.drop_incomplete()
 
     async def _score(self) -> None:
         async for item in self._scoring:
             await self._intake.take(item)
 
 
-def whole(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-    """All members of one group, in order. Errors: DataError that names what is missing."""
+def members_in_order(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    """All members of one group, sorted by member number. Errors: DataError if a member is missing or is there twice."""
     size = len(trajectories)
-    for place, trajectory in enumerate(trajectories):
+    for index, trajectory in enumerate(trajectories):
         if trajectory.group_size != size:
             raise DataError(
-                f"group_size of trajectory {place} is {trajectory.group_size}, and {size} were given; a group is submitted as a "
-                "whole"
+                f"group_size of trajectory {index} is {trajectory.group_size}, but {size} trajectories were submitted; submit all "
+                "members of a group together"
             )
     members = sorted(trajectories, key=lambda t: t.member)
-    found = [t.member for t in members]
-    if not size or found != list(range(size)):
-        raise DataError(f"the fields member are {found}; expected each of 0 to {max(size - 1, 0)} once")
+    numbers = [t.member for t in members]
+    if not size or numbers != list(range(size)):
+        raise DataError(f"the member numbers are {numbers}; expected each of 0 to {max(size - 1, 0)} once")
     return tuple(members)
 
 

@@ -2,9 +2,8 @@
 
     groups of a rank --group_rows--> StepPart --gather--> the parts of all ranks --step_metrics--> one dictionary
 
-A part holds rows, a few numbers for each trajectory, and not sums: the formulas then see what they would see on a single
-rank with all these groups, and the result is the same to the last bit however the groups lie on the ranks. One rank takes
-the same way with one part.
+A part holds rows (a few numbers of each trajectory) instead of sums. So the result has the same bits for every distribution of
+the groups over ranks. A run with one rank uses the same functions with one part.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.base import kind
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
-# Counts of the recorder that are summed over ranks.
+# Prefixes of the recorder's counts that are summed over ranks.
 COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "ledger/", "text/", "own/")
 
 
 class Row(NamedTuple):
-    """One trajectory, as a tuple: it is sent to the other ranks in some 50 bytes and the components."""
+    """The numbers of one trajectory. A tuple, because its JSON has only about 50 bytes and the components."""
 
     reward: float | None
-    # And the numbers among what reward functions logged.
+    # The reward components, and the numbers that reward functions logged.
     components: dict[str, float | None]
-    # Sampled tokens, and those of them that may be trained.
+    # The number of sampled tokens, and of trained tokens.
     length: int
     tokens: int
-    # By the limit on its length.
+    # The completion ended at its length limit.
     clipped: bool
-    # More than one version sampled it.
+    # More than one version of the weights sampled the trajectory.
     spans: bool
 
 
 class GroupRows(NamedTuple):
-    """One group, as a tuple: see `Row`."""
+    """The rows of one group, as a tuple like `Row`."""
 
     group_id: int
     oldest_version: int
@@ -51,29 +50,29 @@ class GroupRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What one rank knows of a step: small, and of plain values, so that it can be sent to the others."""
+    """One rank's part of the metrics of a step, as plain values that are sent to the other ranks."""
 
     groups: tuple[GroupRows, ...]
-    # By name; the step's number is the sum over ranks.
+    # Metrics that are summed over ranks, by name.
     sums: Mapping[str, float] = field(default_factory=dict)
-    # In versions, of the replayed groups that took the place of one of `groups`.
+    # The ages, in versions, of the replayed groups among `groups`.
     replayed_ages: tuple[int, ...] = ()
-    # Sum over the tokens, where the KL is taken off the rewards.
+    # The sum of the KL over all tokens, if the KL is subtracted from the rewards.
     kl: float | None = None
 
 
-# What ranks send each other in the course of a step: its metrics, the rewards of their groups by group id (for advantages that
-# compare the whole step), or the ids of their groups (for minibatches).
+# A rank sends one of three parts: metrics of its step; (group id, rewards) of its groups, for advantages over the whole step;
+# or the ids of its groups, for the division into minibatches.
 Part: TypeAlias = StepPart | list[tuple[int, GroupRewards]] | list[int]
 
 
-def packed(part: Part) -> bytes:
-    """As JSON, of which nothing is ever executed: the same on the other side to the last bit, NaN and infinities included."""
+def encode_part(part: Part) -> bytes:
+    """Encode a part as JSON, which executes no code when decoded. Floats keep every bit, NaN and infinities included."""
     return json.dumps(part, default=_plain).encode()
 
 
-def unpacked(data: bytes) -> Part:
-    """The inverse of `packed`."""
+def decode_part(data: bytes) -> Part:
+    """The inverse of `encode_part`."""
     plain: Any = json.loads(data)
     if isinstance(plain, dict):
         groups = [
@@ -86,25 +85,25 @@ def unpacked(data: bytes) -> Part:
 
 
 def _plain(value: Any) -> Any:
-    """Of a dataclass its fields, of a mapping a dict, of numpy's numbers and arrays those of Python."""
+    """A dictionary of a dataclass or a mapping; Python numbers and lists of numpy values."""
     if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
+        return {entry.name: getattr(value, entry.name) for entry in fields(value)}
     return dict(value) if isinstance(value, Mapping) else value.tolist()
 
 
 def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
-    """The rows of these groups, in their order."""
+    """The rows of these groups, in the same order."""
     return tuple(GroupRows(g.group_id, g.oldest_version, tuple(_row(t) for t in g.trajectories)) for g in groups)
 
 
-def logged(trajectory: Trajectory) -> dict[str, float]:
-    """The numbers among what reward functions logged of it."""
+def logged_numbers(trajectory: Trajectory) -> dict[str, float]:
+    """The values in `trajectory.extras` that are numbers. Reward functions logged them."""
     return {name: float(value) for name, value in trajectory.extras.items() if isinstance(value, (bool, int, float))}
 
 
 def _row(trajectory: Trajectory) -> Row:
     components = {name: None if value is None else float(value) for name, value in trajectory.components.items()}
-    components.update(logged(trajectory))
+    components.update(logged_numbers(trajectory))
     return Row(
         None if trajectory.reward is None else float(trajectory.reward),
         components,
@@ -116,9 +115,9 @@ def _row(trajectory: Trajectory) -> Row:
 
 
 def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, seconds: float) -> dict[str, float]:
-    """`parts`: one for each rank. `version`: the policy version at which the groups were trained, before the step.
-    `seconds`: duration of the step on this rank."""
-    # In the order of ids, which is the same wherever they lie: the rounding of the sums depends on it.
+    """The metrics of a step, by name. `parts`: of all ranks. `version`: of the weights before the step. `seconds`: duration of
+    the step on this rank."""
+    # Sorted by id, because the rounding of the sums depends on the order.
     groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
     rows = [row for group in groups for row in group.rows]
     ages = [age for part in parts for age in part.replayed_ages]
@@ -134,20 +133,20 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
         metrics.update(_reward_metrics(groups, rows))
         metrics.update(_length_metrics(rows))
         metrics.update(_staleness_metrics(groups, rows, version))
-    # Tokens of N: what overlong filtering masks is not among them, what a term of the loss weighs with 0 is.
+    # `result.tokens` leaves out tokens masked by overlong filtering, and includes tokens that a term of the loss weighs with 0.
     if result.sequences:
         metrics["completions/trained_mean_length"] = result.tokens / result.sequences
     if ages:
         metrics.update({"replay/age_mean": float(np.mean(ages)), "replay/age_max": float(max(ages))})
-    if known := [part.kl for part in parts if part.kl is not None]:
-        metrics["kl"] = math.fsum(known) / max(tokens, 1)
+    if kl_sums := [part.kl for part in parts if part.kl is not None]:
+        metrics["kl"] = math.fsum(kl_sums) / max(tokens, 1)
     metrics["time/step"] = seconds
     metrics["perf/tokens_per_s"] = result.tokens / seconds if seconds > 0 else math.nan
     return metrics
 
 
 def logged_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Means in the place of the sums and counts of `Recorder.log`."""
+    """`metrics` with the sums of `Recorder.log` divided by their counts. A count has the name of its sum with `#` appended."""
     return {name: value / metrics.get(f"{name}#", 1) for name, value in metrics.items() if not name.endswith("#")}
 
 
@@ -170,8 +169,8 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
 
 
 def _std(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
-    """Over the completions of the step, with Bessel's correction, as TRL 1.16 logs `reward_std` and `rewards/NAME/std`. Of a
-    single one 0, where TRL has NaN: a line of JSON cannot."""
+    """The standard deviation with Bessel's correction, as TRL 1.16 logs `reward_std` and `rewards/NAME/std`. 0 for a single
+    value: TRL has NaN, which JSON cannot hold."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
@@ -195,9 +194,9 @@ def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version
     }
 
 
-def over_parts(results: Sequence[StepResult]) -> StepResult:
-    """What is reported of a pass over a batch: counts are sums over its optimizer steps, everything else means, smallest and
-    largest values of them; version and learning rate are those of the last."""
+def merge_results(results: Sequence[StepResult]) -> StepResult:
+    """One result for a pass over a batch. Counts are summed over the optimizer steps of the pass. Each other metric is the mean,
+    minimum or maximum over these steps, by its kind. The version and the learning rate are those of the last step."""
     if len(results) == 1:
         return results[0]
     metrics: dict[str, float] = {}

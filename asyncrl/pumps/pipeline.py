@@ -34,7 +34,7 @@ Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 
 
 class Gather(Protocol):
-    """A collective that returns the parts of all ranks in rank order. `metrics.packed` must be able to encode a part."""
+    """A collective that returns the parts of all ranks in rank order. `metrics.encode_part` must be able to encode a part."""
 
     async def __call__(self, part: T) -> list[T]:
         """All ranks must call it, in the same order."""

@@ -1,13 +1,15 @@
-"""One step in the making, and the groups that fail in it.
+"""The state of an unfinished step, and the groups that fail in the step.
 
-    building, a forward ──raises──▶ GroupsFailed ──▶ the step is aborted ──▶ one rank, first time: dropped and noted; the next step
-                                                                        └──▶ else: the run ends with the names
+    building or a forward raises ──▶ GroupsFailed ──▶ the step is aborted
+        one rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
+        otherwise                       ──▶ the run ends with an error that names the groups
 
-Either way the records of the failed groups leave their ring, so the next run of it does not fail on them again. The step's other
-groups are live again, or wait for the next run. A step whose optimizer step was applied is committed, whatever fails then.
+In both cases the records of the failed groups are removed from their ring, so that the next run does not fail on them again.
+The other groups of the step become claimable again, or wait for the next run. A step is committed once its optimizer step was
+applied, even if something fails later.
 
-Of several ranks none drops a group by itself: the others may be in a collective that expects it. A step whose gradient is not
-finite does not say which group is to blame: all its records leave the ring, and the run ends.
+With several ranks no rank drops a group alone, because the other ranks may be in a collective that includes this group.
+A gradient that is not finite does not show which group caused it. Then all records of the step leave the ring, and the run ends.
 """
 
 from __future__ import annotations
@@ -25,51 +27,48 @@ from asyncrl.types import Group, Microbatch, StepResult
 
 from .pipeline import Ports
 
-# Characters of an error in a message about the groups that failed with it.
-SHOWN = 300
+# An error in a message about failed groups is cut to so many characters.
+MAX_ERROR_CHARACTERS = 300
 
 
 @dataclass(slots=True)
 class Step:
-    """The claimed groups of a step and how far it came. `version`: at which its first microbatch is trained; `started`: on the
-    loop's clock."""
+    """The claimed groups of a step and its progress. `version`: of the weights before the step. `started`: time of the event
+    loop's clock, in seconds."""
 
     version: int
     started: float
     rows: list[Rows] = field(default_factory=list)
-    # By the id of the group whose place the replayed group takes.
+    # Replayed groups. The key is the id of the claimed group that the replayed group replaces in this step.
     replayed: dict[int, Group] = field(default_factory=dict)
-    # One list for each of the batch's `minibatches`; empty where a batch takes one optimizer step, which streams them.
+    # The microbatches of each minibatch. Empty if a step is one optimizer step: then microbatches are trained at once.
     parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
-    # Of its optimizer steps, as they are applied.
-    results: list[StepResult] = field(default_factory=list)
-    # Bound to this step, where the loss has to know the whole of it.
+    results: list[StepResult] = field(default_factory=list)  # of the applied optimizer steps
+    # The result of `Trainer.survey`, for a loss that needs sums over the whole step.
     loss: Loss | None = None
-    # Sum of the KL per microbatch, where it is taken off the rewards.
+    # Sum of the KL of each microbatch, if the KL is subtracted from the rewards.
     kl: list[float] = field(default_factory=list)
-    # That this rank joined while the step filled.
-    rounds: int = 0
-    # The trainer has an open step.
-    begun: bool = False
-    # The weights have moved by it: from then on it can only be committed.
+    rounds: int = 0  # joined by this rank while the step was filling
+    begun: bool = False  # the trainer has an open step
+    # An optimizer step has changed the weights. From now on the step must be committed.
     applied: bool = False
     committed: bool = False
-    # Another rank left during the optimizer step, and may have applied it. This step's groups are given back to nobody: if that
-    # rank has applied it, they are trained.
+    # Another rank was lost during the optimizer step, and may have applied that step. The groups of this step are then not made
+    # claimable again, because they may be trained already.
     in_doubt: bool = False
 
     @property
     def group_ids(self) -> list[int]:
-        """Of the claimed groups."""
+        """Ids of the claimed groups."""
         return [rows.group_id for rows in self.rows]
 
     def untrained(self) -> list[Rows]:
-        """Claimed, and not yet given to the trainer: they have no advantages."""
+        """The claimed groups that the trainer does not have yet. They are the groups without advantages."""
         return [rows for rows in self.rows if ADVANTAGES not in rows.columns]
 
 
 class GroupsFailed(Exception):
-    """Raised inside a step, caught where the step ends. `cause`: the error that these groups brought about."""
+    """An error that these groups caused in a step. It is caught at the end of the step. `cause`: the original error."""
 
     def __init__(self, group_ids: Iterable[int], cause: Exception) -> None:
         super().__init__(str(cause))
@@ -78,9 +77,9 @@ class GroupsFailed(Exception):
 
 
 @contextmanager
-def laid_to(group_ids: Iterable[int]) -> Iterator[None]:
-    """Turns an error that comes from the data or the size of these groups into GroupsFailed. Our errors about something else (a
-    closed lane, a hook, a lost rank) go through."""
+def blaming(group_ids: Iterable[int]) -> Iterator[None]:
+    """Turns an error that the data or the size of these groups caused into GroupsFailed. Errors of asyncrl about something else
+    (a closed lane, a hook, a lost rank) are raised unchanged."""
     try:
         yield
     except GroupsFailed:
@@ -92,39 +91,39 @@ def laid_to(group_ids: Iterable[int]) -> Iterator[None]:
 
 
 class FailedGroups:
-    """Drops the groups that a step failed on, once in a run; the second time it ends the run."""
+    """Drops the groups that made a step fail. The second such step of a run ends the run."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
-        # The sentence about the groups that were dropped.
-        self._dropped: str | None = None
+        # The message about the groups of the first failed step.
+        self._first_failure: str | None = None
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """After the step was aborted. Returns where the run goes on. Errors: TrainStepError or DivergenceError with the names of
-        the groups; the cause itself, where no group is to blame."""
+        """Call it after the step was aborted. It returns if the run can continue. Errors: TrainStepError or DivergenceError with
+        the names of the groups; the cause itself if no group of the step caused it."""
         ports, cause = self._ports, error.cause if isinstance(error, GroupsFailed) else error
-        rows = [each for each in step.rows if isinstance(error, DivergenceError) or each.group_id in error.group_ids]
-        names = ", ".join(map(_name, rows))
-        sentence = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:SHOWN]})"
-        if ports.ranks == 1 and self._dropped is None and isinstance(error, GroupsFailed) and rows:
+        failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
+        names = ", ".join(map(_name, failed))
+        message = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARACTERS]})"
+        if ports.ranks == 1 and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
             with anyio.CancelScope(shield=True):
-                for each in rows:
-                    await ports.book.end(each.group_id, "dropped", sentence)
-            self._dropped = sentence
-            ports.recorder.count("train/failed_groups", len(rows))
-            ports.note(f"{sentence}: dropped; a second one ends the run")
+                for rows in failed:
+                    await ports.book.end(rows.group_id, "dropped", message)
+            self._first_failure = message
+            ports.recorder.count("train/failed_groups", len(failed))
+            ports.note(f"{message}: dropped; a second failed step ends the run")
             return
-        # Their tickets end with the run.
-        ports.store.clear([each.group_id for each in rows])
-        if isinstance(error, DivergenceError) or not rows:
+        # The tickets of the groups end with the run.
+        ports.store.clear([rows.group_id for rows in failed])
+        if isinstance(error, DivergenceError) or not failed:
             raise cause
-        if self._dropped is not None:
-            sentence += f"; before it {self._dropped}. The first was dropped, the second ends the run"
+        if self._first_failure is not None:
+            message += f"; before it {self._first_failure}. A run survives only one failed step"
         kind = DivergenceError if isinstance(cause, DivergenceError) else TrainStepError
-        raise kind(sentence) from cause
+        raise kind(message) from cause
 
 
 def _name(rows: Rows) -> str:
-    """As its producer calls it, where it has one."""
-    lent = ", ".join(dict.fromkeys(map(str, rows.leases)))
-    return f"group {rows.group_id}" + (f" ({lent})" if lent else "")
+    """The id of the group, and the name that its producer gave it, if any."""
+    leases = ", ".join(dict.fromkeys(map(str, rows.leases)))
+    return f"group {rows.group_id}" + (f" ({leases})" if leases else "")

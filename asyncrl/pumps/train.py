@@ -51,10 +51,10 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 
 from .building import Building
 from .claims import Claims
-from .metrics import COUNTED, StepPart, group_rows, over_parts, step_metrics
+from .metrics import COUNTED, StepPart, group_rows, merge_results, step_metrics
 from .pipeline import Ports, Publication, StepReport, hand_on
 from .screen import Reroll
-from .step import FailedGroups, GroupsFailed, Step, laid_to
+from .step import FailedGroups, GroupsFailed, Step, blaming
 
 
 class TrainPump:
@@ -140,7 +140,7 @@ class TrainPump:
                 return False
             await claims.drop_late()
             await claims.wait(changed)
-        if claims.too_few:
+        if claims.has_too_few_groups:
             return False
         if least is None:
             step.rows.sort(key=lambda rows: rows.group_id)  # the sums do not depend on who was faster
@@ -161,7 +161,7 @@ class TrainPump:
             await self._begin(step)
             step.rounds += 1
             assert ports.round is not None
-            with laid_to(step.group_ids):
+            with blaming(step.group_ids):
                 await ports.round(False)
 
     async def _train(self, step: Step, batches: list[Microbatch]) -> None:
@@ -172,11 +172,11 @@ class TrainPump:
             # The publish has a collective too (time limit), which must come first on every rank.
             if self._ports.ranks > 1:
                 await self._last_published()
-            with laid_to(step.group_ids):
+            with blaming(step.group_ids):
                 step.loss, batches = await trainer.survey(self._ports.loss, batches)
         for batch in batches:
             await self._begin(step)
-            with laid_to(batch.group_ids.tolist()):
+            with blaming(batch.group_ids.tolist()):
                 await trainer.train_microbatch(batch)
 
     async def _begin(self, step: Step) -> None:
@@ -194,14 +194,14 @@ class TrainPump:
         turn = ports.ledger.turn
         with ports.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
             await self._last_published()
-        async with ports.book.moving:
+        async with ports.book.weights_lock:
             for update in range(self._updates):
                 if self._updates > 1:
                     await self._train(step, step.parts[update % len(step.parts)])
                 # A rank without work in this step begins too, because the reduction needs every rank.
                 await self._begin(step)
                 # The error of a round does not name its group.
-                with laid_to(step.group_ids):
+                with blaming(step.group_ids):
                     while ports.round is not None and not await ports.round(True):
                         pass
                 step.results.append(await self._apply(step, update))
@@ -230,7 +230,7 @@ class TrainPump:
             if step.begun:
                 await self._ports.trainer.abort_train_step()
             if not step.in_doubt:
-                await self._claims.give_back()
+                await self._claims.unclaim_all()
 
     async def _apply(self, step: Step, update: int) -> StepResult:
         """The optimizer step. It is shielded from cancellation, because it may have moved the weights and its result is needed."""
@@ -268,7 +268,7 @@ class TrainPump:
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
-        ports.book.trained(rows.group_id for rows in step.rows)
+        ports.book.mark_trained(rows.group_id for rows in step.rows)
         return groups
 
     def _report(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
@@ -286,7 +286,7 @@ class TrainPump:
         done = step.results[-self._ports.config.algorithm.minibatches :]
         if not done:  # the trainer raised after the step was applied
             return StepResult(version, math.nan, math.nan, math.nan, tokens=0, sequences=0, microbatches=0)
-        return replace(over_parts(done), version=version)
+        return replace(merge_results(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
         """This rank's part of the step, with its counts since the last step."""

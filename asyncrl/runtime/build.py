@@ -25,7 +25,7 @@ from asyncrl.generation.requests import sampling_params
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.hooks import Hooks, StoreWatch
-from asyncrl.pumps.metrics import packed, unpacked
+from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, alone
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.records.check import Limits
@@ -121,9 +121,9 @@ def _gather(run: OpenRun) -> Gather:
         return alone
 
     async def gather(part: Any) -> list[Any]:
-        mine = packed(part)
+        mine = encode_part(part)
         every = await lane.run(lambda: world.all_gather_bytes(mine), name="train/gather", priority=1)
-        return [unpacked(each) for each in every]
+        return [decode_part(each) for each in every]
 
     return gather
 

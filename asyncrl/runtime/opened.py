@@ -109,7 +109,7 @@ class OpenRun:
         evaluated = self.saved.evaluated if self.saved else -1
         pumped = self._at_version, self._on_step, self._catch_up
         self.graph = Graph(self.ports, self.prompts, held_out, *pumped, evaluated)
-        self.graph.when_finished(self.listeners.close)
+        self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
         """Start what trains; the supervisor is open."""
@@ -203,11 +203,11 @@ class OpenRun:
             await self.checkpointer.look()
             await self.profiler.at(version)
             await self._agree_on_time()
-            await self.checkpointer.announce(version, self.graph.in_hand)
-            last = self.graph.nothing_left()
+            await self.checkpointer.announce(version, self.graph.waiting_prompt)
+            last = self.graph.is_last_version()
             await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
-                books = self.checkpointer.books(self.graph.in_hand)
+                books = self.checkpointer.books(self.graph.waiting_prompt)
                 await self.checkpointer.at_version(version, books, last, self._start_when_told)
         finally:
             self._at_a_version = False
@@ -218,13 +218,13 @@ class OpenRun:
         version = self.ports.trainer.version
         if not (last or self.saved):
             await self._at_version(version, first=True)
-        elif self.graph.evaluations.owes(version, last) and (self.world.is_first or not last):
+        elif self.graph.evaluations.is_behind(version, last) and (self.world.is_first or not last):
             self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
             await self.graph.evaluate(version, partial(self.journal.write, version), first=True, last=True)
 
     def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         async def when_told() -> None:
-            await self.graph.evaluations.all_reported()
+            await self.graph.evaluations.wait_reported()
             await work(*arguments)
 
         self.supervisor.start(name, when_told)
@@ -270,7 +270,7 @@ class OpenRun:
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the groups in hand")
             # Before live groups are ended.
-            version, books = self.ports.trainer.version, self.checkpointer.books(self.graph.in_hand)
+            version, books = self.ports.trainer.version, self.checkpointer.books(self.graph.waiting_prompt)
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 try:

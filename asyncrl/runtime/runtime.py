@@ -318,8 +318,8 @@ class Runtime:
 
         ports = replace(run.ports, environment=SimpleNamespace(run=episode))
         pump = EvaluatePump(ports, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
-        async with run.ports.book.moving:
-            await run.graph.settle()
+        async with run.ports.book.weights_lock:
+            await run.graph.wait_published()
             await run.journal.write(self.version, metrics := await pump.run(self.version))
         return metrics
 

@@ -144,7 +144,7 @@ class House:
     async def _catch_up(self, last: bool) -> None:
         """As the runtime does it."""
         version = self.trainer.version
-        if not last or self.graph.evaluations.owes(version, last):
+        if not last or self.graph.evaluations.is_behind(version, last):
             await self._at_version(version, last)
 
     async def _at_version(self, version: int, missed: bool = False) -> None:
@@ -154,12 +154,13 @@ class House:
         async def tell(metrics: Mapping[str, float]) -> None:
             self.note("told", version=version)
             if metrics:
-                moved = not (before == self.trainer.version == version)
-                assert not moved or self.pinned, "the weights moved during an evaluation"
+                same = before == self.trainer.version == version
+                assert same or self.pinned, "the weights moved during an evaluation"
                 self.note("evaluated", version=version)
                 self.evaluations[version] = dict(metrics)
 
-        await self.graph.evaluate(version, tell, first=missed or version == 0, last=missed or self.graph.nothing_left())
+        first, last = missed or version == 0, missed or self.graph.is_last_version()
+        await self.graph.evaluate(version, tell, first=first, last=last)
 
     async def run(self, body: Callable[[House, Supervisor], Any] | None = None) -> None:
         """Open, run, close, in the runtime's order. `body` embeds: it takes the place of the configured run."""

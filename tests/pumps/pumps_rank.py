@@ -17,7 +17,7 @@ from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.distributed.world import World
 from asyncrl.pumps.building import of_rank
-from asyncrl.pumps.metrics import packed, unpacked
+from asyncrl.pumps.metrics import decode_part, encode_part
 
 Row = tuple[int, GroupRewards]
 STEP_ADVANTAGES = [name for name, each in ADVANTAGES.items() if each.needs_whole_step]
@@ -61,7 +61,7 @@ def main() -> None:
             mine = split(step(seed, sum(counts)), counts, seed)[world.rank]
             if out == "leave" and world.rank == 1:
                 return
-            parts = [unpacked(each) for each in world.all_gather_bytes(packed(mine))]
+            parts = [decode_part(each) for each in world.all_gather_bytes(encode_part(mine))]
             for name in STEP_ADVANTAGES:
                 values = of_rank(build_advantage(name), parts, world.rank)
                 found.append({group_id: value.tolist() for (group_id, _), value in zip(mine, values, strict=True)})

@@ -151,11 +151,7 @@ def test_what_no_retry_mends_is_not_played_again() -> None:
     ("limit", "failed", "words"),
     [
         (2, 3, "rollout.max_failed_groups allows 2 such groups"),
-        (
-            None,
-            5,
-            "rollout.max_failed_groups, left out, is a tenth of all groups and at least those of a step, and allows 4",
-        ),
+        (None, 5, "(not set: a tenth of all groups, and at least the groups of one step) allows 4"),
     ],
 )
 def test_a_budget_that_is_used_up_names_itself_and_the_last_causes(limit: int | None, failed: int, words: str) -> None:

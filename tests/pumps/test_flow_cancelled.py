@@ -58,7 +58,7 @@ def test_what_a_checkpoint_must_keep_is_known_at_every_version() -> None:
 
     def note(house: House) -> None:
         live_or_claimed = [ticket.group_id for ticket in house.ledger.live_groups()]
-        in_hand = [] if house.graph.in_hand is None else [house.graph.in_hand]
+        in_hand = [] if house.graph.waiting_prompt is None else [house.graph.waiting_prompt]
         trained = [group for step in house.trained() for group in step]
         kept.append((house.prompts.delivered, [*live_or_claimed, *in_hand, *trained]))
 
@@ -68,7 +68,7 @@ def test_what_a_checkpoint_must_keep_is_known_at_every_version() -> None:
 
         async def at_version(version: int) -> None:
             await inner(version)
-            assert house.graph.in_hand is not None  # all slots are held until this very version is published
+            assert house.graph.waiting_prompt is not None  # all slots are held until this very version is published
             note(house)
 
         publish._at_version = at_version  # type: ignore[method-assign]

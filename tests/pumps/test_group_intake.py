@@ -483,13 +483,13 @@ def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
         for number in range(MOST_COMPONENTS - 1):
             intake.check(replace(good, components={"known": 1.0, f"n{number}": 2.0}), Limits())
         for names in (["n1", "one more"], ["another"], [f"m{number}" for number in range(1000)]):
-            with pytest.raises(DataError, match=f"which would be name {MOST_COMPONENTS + 1} of this run") as raised:
+            with pytest.raises(DataError, match=f"at most {MOST_COMPONENTS} different names") as raised:
                 intake.check(replace(good, components=dict.fromkeys(names, 1.0)), Limits())
             refusals.append(str(raised.value))
         intake.check(replace(good, components={"known": 1.0, "n5": None}), Limits())
 
     assert live(Plan(), body=body).error is None
-    assert refusals[0].startswith("member 0: components brings 'one more'") and "'m0'" in refusals[2]
+    assert "new name 'one more'" in refusals[0] and "'m0'" in refusals[2]
 
 
 # -- backpressure, refusals, and that nobody waits for a training that has ended -------------------------------------
@@ -542,7 +542,7 @@ def test_a_group_is_submitted_once_and_a_refusal_costs_no_slot() -> None:
         with pytest.raises(DataError, match="group 1 was submitted before"):
             await submit(house, 1)
         broken = (make_trajectory(2, 0, 2, [1], reward=0.0), make_trajectory(2, 0, 2, [1, 1], reward=0.0))
-        with pytest.raises(DataError, match="member are \\[0, 0\\]"):
+        with pytest.raises(DataError, match="numbers are \\[0, 0\\]"):
             await house.graph.submit(broken, make_prompt(2))
 
     house = live(Plan(groups_per_step=2), body=body)
@@ -574,4 +574,4 @@ def test_nobody_waits_for_a_slot_once_the_training_has_ended() -> None:
     house = live(plan, body=body)
     assert house.error is None
     assert house.books.trained == 2 and heard[-1] == 7 and sorted(heard) == [2, 3, 4, 5, 6, 7]
-    assert house.graph._callbacks == []
+    assert house.graph._finish_callbacks == []

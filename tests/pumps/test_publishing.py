@@ -205,7 +205,7 @@ def test_pass_looks_at_the_component_that_is_named(by: str, passed: float) -> No
 
 def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
     house = live(Plan(max_steps=1, held_out=1, evaluate_every=1, evaluate={"pass_by": "gone"}))
-    assert "evaluate.pass_by is 'gone'; the held-out completions have: reward, scripted" in str(house.error)
+    assert "evaluate.pass_by is 'gone'; the rewards have: reward, scripted" in str(house.error)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -326,8 +326,8 @@ def test_which_evaluation_is_owed(evaluated: int, version: int, owed: bool, owed
     engine: Any = Workers()
     ports = episode_ports(None, None, held_out=1, evaluate_every=4)
     evaluations = Evaluations(EvaluatePump(ports, [], "", evaluated), engine, anyio.sleep_forever)
-    assert (evaluations.owes(version, last=False), evaluations.owes(version, last=True)) == (owed, owed_at_the_end)
-    assert not Evaluations(None, engine, anyio.sleep_forever).owes(version, last=True)
+    assert [evaluations.is_behind(version, last) for last in (False, True)] == [owed, owed_at_the_end]
+    assert not Evaluations(None, engine, anyio.sleep_forever).is_behind(version, last=True)
 
 
 def test_without_a_part_to_spare_the_next_step_waits() -> None:

@@ -28,7 +28,7 @@ from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import REFERENCE
 from asyncrl.pumps.building import RewardReader, logprob_columns, of_rank, parts_of_rank
-from asyncrl.pumps.metrics import over_parts
+from asyncrl.pumps.metrics import merge_results
 from asyncrl.types import Float32Array, Group, Microbatch, StepResult, Ticket, Trajectory
 
 # -- advantages ------------------------------------------------------------------------------------------------------
@@ -441,11 +441,11 @@ def test_what_is_reported_of_a_pass() -> None:
         result(1, 4, entropy=1.0, **{"mismatch/ratio_max": 3.0, "ratio_min": 0.5, "mismatch/current_tokens": 4.0}),
         result(2, 8, entropy=2.0, **{"mismatch/ratio_max": 2.0, "ratio_min": 0.7, "optim/lr": 0.25}),
     ]
-    found = over_parts(parts)
+    found = merge_results(parts)
     assert (found.version, found.tokens, found.sequences, found.microbatches) == (2, 12, 6, 2)
     assert (found.loss, found.grad_norm, found.lr) == (pytest.approx(0.15), 3.0, 0.25)
     assert found.metrics == {
         "entropy": 1.5, "mismatch/ratio_max": 3.0, "ratio_min": 0.5, "mismatch/current_tokens": 4.0, "optim/lr": 0.25
     }  # fmt: skip
     one: Sequence[StepResult] = parts[:1]
-    assert over_parts(one) is parts[0]
+    assert merge_results(one) is parts[0]

@@ -21,7 +21,7 @@ from asyncrl.errors import (
     RewardTimeout,
     TrainStepError,
 )
-from asyncrl.pumps.book import MOST_REASONS, OTHER, GroupBook
+from asyncrl.pumps.book import MAX_REASONS, OTHER_REASON, GroupBook
 from asyncrl.pumps.intake import ScorePump
 from asyncrl.pumps.pipeline import Scoring
 from asyncrl.telemetry.recorder import Recorder
@@ -56,12 +56,12 @@ async def test_reasons_of_their_own_for_each_failed_group_are_bounded() -> None:
     for group in range(200):
         ticket = await ledger.admit(group)
         assert ticket is not None
-        book.open(ticket)
+        book.add(ticket)
         await book.end(group, "failed", "a reason of all" if group < 10 else f"id {group}")
-    assert len(book.reasons) == MOST_REASONS + 1 and book.reasons.total() == 200
-    assert book.reasons["failed: a reason of all"] == 10 and book.reasons[f"failed: {OTHER}"] == 190 - MOST_REASONS + 1
+    assert len(book.reasons) == MAX_REASONS + 1 and book.reasons.total() == 200
+    assert [book.reasons[f"failed: {each}"] for each in ("a reason of all", OTHER_REASON)] == [10, 191 - MAX_REASONS]
     counted = {name: count for name, count in recorder.drain().items() if name.startswith("groups/failed/")}
-    assert len(counted) == MOST_REASONS + 1 and sum(counted.values()) == 200
+    assert len(counted) == MAX_REASONS + 1 and sum(counted.values()) == 200
 
 
 def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> None:
@@ -73,7 +73,7 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
         for group, members in ((0, 2), (1, 1)):
             ticket = await ports.ledger.admit(group)
             assert ticket is not None
-            ports.book.open(ticket)
+            ports.book.add(ticket)
             for member in range(members):
                 trajectory = make_trajectory(group, member, 2, [0])
                 await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))
@@ -186,7 +186,7 @@ def test_a_group_that_a_step_fails_on_is_dropped_by_name_and_the_others_are_trai
     assert len(trained) == 4 and [lease.ended for lease in leases] == [1] * 5
     said = f"group {lost} (group {lost} of somebody) failed in the step (RuntimeError: call 1)"
     assert house.book.reasons == {f"dropped: {said}": 1} and house.books.dropped == 1
-    assert notes == [f"{said}: dropped; a second one ends the run"]
+    assert notes == [f"{said}: dropped; a second failed step ends the run"]
     assert house.names("abort", "rollback").count("rollback") == 1 and house.book.failed == 0
 
 

@@ -14,7 +14,7 @@ from pumps_house import live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.pumps.metrics import GroupRows, Row, StepPart, group_rows, packed, step_metrics, unpacked
+from asyncrl.pumps.metrics import GroupRows, Row, StepPart, decode_part, encode_part, group_rows, step_metrics
 from asyncrl.records.check import SILENT
 from asyncrl.telemetry.rollouts import row
 from asyncrl.types import FinishReason, Group, Prompt, StepResult, Ticket, Trajectory
@@ -66,7 +66,7 @@ def test_numbers_that_reward_functions_logged_are_metrics_and_all_of_it_stands_i
     ]
     members = tuple(replace(make_trajectory(0, m, 3, [0], 1.0), extras=extras) for m, extras in enumerate(logged))
     group = Group(Ticket(0, 0, 0), make_prompt(0), members)
-    found = metrics([unpacked(packed(StepPart(group_rows([group]))))])
+    found = metrics([decode_part(encode_part(StepPart(group_rows([group]))))])
     named = {name.removeprefix("reward/"): value for name, value in found.items() if name.startswith("reward/f/")}
     assert named["f/right/mean"] == 0.5 and named["f/near/mean"] == 0.5 and named["f/near/applicable"] == 1 / 3
     assert not any("said" in name for name in named)
@@ -131,7 +131,7 @@ rewards = st.lists(st.none() | st.floats(), max_size=4)
 def test_a_part_travels_to_the_last_bit(drawn: Any, counted: Any, kl: float | None) -> None:
     made = tuple(GroupRows(number, oldest, tuple(rows)) for number, (oldest, rows, _) in enumerate(drawn))
     part = StepPart(made, counted, (2, 5), kl)
-    assert repr(unpacked(packed(part))) == repr(part)  # also where it holds NaN
+    assert repr(decode_part(encode_part(part))) == repr(part)  # also where it holds NaN
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,15 +142,15 @@ def test_a_part_travels_to_the_last_bit(drawn: Any, counted: Any, kl: float | No
 )
 def test_rewards_and_group_ids_travel_to_the_last_bit(told: list[GroupRewards]) -> None:
     of_groups = [(2**41 + number, each) for number, each in enumerate(told)]
-    assert repr(unpacked(packed(of_groups))) == repr(of_groups)
+    assert repr(decode_part(encode_part(of_groups))) == repr(of_groups)
     ids = [group_id for group_id, _ in of_groups]
-    assert unpacked(packed(ids)) == ids
+    assert decode_part(encode_part(ids)) == ids
 
 
 def test_a_part_of_numpys_numbers_travels() -> None:
     row = Row(float(np.float32(0.1)), {"a": np.float64(0.5)}, np.int64(4), 4, np.bool_(True), False)  # type: ignore[arg-type]
     part = StepPart((GroupRows(3, np.int64(1), (row,)),))  # type: ignore[arg-type]
-    assert unpacked(packed(part)) == part
+    assert decode_part(encode_part(part)) == part
 
 
 def with_another_rank(gathered: list[StepPart], fails_at: int | None = None) -> dict[str, Any]:

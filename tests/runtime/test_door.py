@@ -296,7 +296,7 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({"sampled_logprobs": column(0, -math.inf, -1)}, {}, r"member 0: sampled_logprobs\[1\] is -inf"),
         ({"logprobs": column(0, -1e4, -1)}, {}, r"member 0: logprobs\[1\] is -10000"),
         ({"versions": np.array([-1, 0, -5], np.int32)}, {}, "member 0: versions holds -5"),
-        ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "claims to be sampled by version 9, but this run is at 0"),
+        ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "claims to be sampled by version 9, but this run is at"),
         (
             {"routed_experts": np.zeros((3, 1, 1), np.int8)},
             {},
@@ -341,7 +341,7 @@ async def test_a_group_of_a_version_that_the_run_has_not_reached_is_refused(tmp_
             await client.push(0, [scored(version=18)])
             await f.until(lambda: f.counts.refused == 1)
             assert "claims to be sampled by version 18" in f.counts.last_refusal
-            assert "left by an earlier run" in f.counts.last_refusal
+            assert "from an earlier run" in f.counts.last_refusal
             await client.push(1, [scored()])
             assert (await anext(reports)).version == 1
         await f.until_released(2)

@@ -140,8 +140,8 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             (one, [0.0, "1"], "reward 1 is '1'; expected a finite number, or None"),
             (one, [0.0, [1.0]], r"reward 1 is \[1.0\]; expected a finite number, or None"),
             ([t.completion for t in one], [0.0, 1.0], "trajectory 0 is str; expected an asyncrl.Trajectory"),
-            (one[:1], [0.0], "group_size of trajectory 0 is 2, and 1 were given"),
-            ([replace(t, member=0) for t in one], [0.0, 1.0], r"the fields member are \[0, 0\]"),
+            (one[:1], [0.0], "group_size of trajectory 0 is 2, but 1 trajectories were submitted"),
+            ([replace(t, member=0) for t in one], [0.0, 1.0], r"the member numbers are \[0, 0\]"),
             *(([one[0], replace(one[1], **changes)], [0.0, 1.0], words) for changes, words in unusual(one[1])),
         ):
             with pytest.raises(ValueError, match=words):
@@ -173,7 +173,7 @@ async def test_what_is_no_number_of_ones_own_is_refused_by_name(tmp_path: Path) 
         refused: list[tuple[dict[str, Any], str]] = [
             ({"columns": {"completions": ["a"], "b": 1}}, "columns has 'completions', which the run itself gives"),
             ({"components": {"style": [1.0]}}, "components: style has 1 values for 2 trajectories"),
-            ({"components": {"overlong": 1.0}}, "member 0: component 'overlong' is that of reward.overlong"),
+            ({"components": {"overlong": 1.0}}, "member 0: the component name 'overlong' is reserved"),
         ]
         for given, words in refused:
             with pytest.raises(DataError, match=words):
