@@ -1,5 +1,5 @@
-"""Record schema v1: scored trajectories as bytes, for any process that has numpy.
+"""Record schema v1: scored trajectories as bytes, for any process with numpy.
 
-Start reading in `layout.py` (what lies where). `write.py` and `read.py` are the two ways, `trajectories.py` what a run makes of a
-record, `check.py` what can be trained, from any source.
+Start reading in `layout.py`, the layout of the bytes. `write.py` writes records and `read.py` reads them. `trajectories.py` makes
+trajectories from a record. `check.py` checks that a trajectory can be trained.
 """

@@ -1,8 +1,8 @@
-"""What a trajectory must be so that it can be trained: one check for every source of groups.
+"""Checks that a trajectory can be trained. The checks are the same for every source of groups:
 
     own rollouts (pumps/rollout.py)   Runtime.submit   shared memory (runtime/door.py)   HTTP (http/scored_data.py)
 
-Whatever is refused here would otherwise end the run in the middle of a step, or train on numbers that mean nothing.
+A trajectory that fails a check would end the run in the middle of a step, or train on meaningless numbers.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from ..errors import DataError
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 from .routes import MISSING, check_routes
 
-# Nats; its negative is the last whole one whose exponential, a ratio, is finite in float32.
+# Nats. A ratio is at most exp(-LOWEST_LOGPROB), which is finite in float32.
 LOWEST_LOGPROB = -87.0
-# Either way: without a normalisation it scales the gradient, the square of whose norm is float32.
+# Of the absolute value. Without normalisation a reward scales the gradient, and the squared norm of the gradient is float32.
 MOST_REWARD = 1e9
-# Of all groups from outside together: each becomes metrics that sinks keep for as long as they live.
+# Names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
 MOST_COMPONENTS = 128
-MOST_NAME = 128  # characters of one
-# Nats above 0 that a sampler's rounding may leave in a log-prob.
+MOST_NAME = 128  # characters of the name of a component
+# Nats. The rounding of a sampler may make a log-prob slightly positive.
 SLACK = 1e-4
-# Levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred.
+# Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
 MOST_NESTED = 64
-# In a trajectory's metadata: its reward counts in the comparison of its group, and its own advantage is 0 afterwards. Its tokens
-# are trained and counted as those of any member whose advantage is 0; one without a trained token may say so, too.
+# A key of a trajectory's metadata. The advantage of such a member is set to 0, after its reward was used for the advantages of its
+# group. Its tokens are trained and counted. With this key a member needs no trained token.
 SILENT = "set_advantage_to_zero"
-_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
-_WORDS = {"iu": "integers", "b": "booleans", "f": "floats"}
-_LEAST = float(np.float32(LOWEST_TEMPERATURE))  # as a record holds it: a little less
+_DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
+_KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
+_MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # float32 as in records, a little lower
 _MOST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What fits into a run; None: there is no such limit."""
+    """Limits of a run for a trajectory. None means no limit."""
 
     longest: int | None = None  # tokens of one trajectory
-    vocabulary: int | None = None  # token ids are below it
-    # Layers, experts a token, experts, where routes are replayed.
+    vocabulary: int | None = None  # token ids must be smaller
+    # (layers, experts per token, experts), if the run replays routes. None: the trajectory must have no routes.
     routes: tuple[int, int, int] | None = None
 
 
 def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
-    """Errors: DataError that names the member and the field."""
+    """Errors: DataError with the member and the field, if the trajectory cannot be trained in this run."""
     t, who = trajectory, f"member {trajectory.member}"
-    for name, kind in _KINDS.items():
+    for name, kind in _DTYPE_KINDS.items():
         _column(getattr(t, name), kind, t.tokens, f"{who}: {name}")
     _tokens(t, limits, who)
     _mask(t, who)
@@ -63,56 +63,57 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
     if not isinstance(t.finish_reason, FinishReason):
         raise DataError(f"{who}: finish_reason is {t.finish_reason!r}; expected one of {', '.join(FinishReason)}")
     if not isinstance(t.metadata, Mapping):
-        raise DataError(f"{who}: metadata is a {type(t.metadata).__name__}; expected a mapping")
+        raise DataError(f"{who}: metadata is a {type(t.metadata).__name__}; expected a mapping of names to values")
     check_json({"completion": t.completion, "metadata": t.metadata, "components": t.components}, who, 1)
 
 
 def check_temperature(temperature: float, who: str) -> None:
-    """Raises DataError where log-probs could not be compared at that temperature."""
-    if not _is_number(temperature) or not _LEAST <= temperature <= HIGHEST_TEMPERATURE:  # also NaN
+    """Errors: DataError unless the temperature is a number in the allowed range, where log-probs can be compared."""
+    if not _is_number(temperature) or not _MIN_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:  # also for NaN
         raise DataError(
-            f"{who}: temperature is {temperature}; log-probs are compared at the temperature of sampling, which is a number "
+            f"{who}: temperature is {temperature}; give the temperature of sampling, a number "
             f"from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
         )
 
 
 def check_trains(trajectory: Trajectory) -> None:
-    """For groups from outside. Errors: DataError where nothing is trained of a member that does not say so itself."""
+    """For groups of outside producers. Errors: DataError for a member without trained tokens and without `SILENT`."""
     if not trajectory.mask.any() and not trajectory.metadata.get(SILENT):
         raise DataError(
             f"member {trajectory.member}: mask trains no token; mask the tokens that the policy sampled, or set "
-            f"{SILENT} in its metadata if it counts only in the comparison of its group"
+            f"{SILENT} in the metadata if only the reward of this member is needed"
         )
 
 
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
-    """What is parsed, passed on and, where `written`, put into files. Errors: DataError for text that is no Unicode, for more
-    than `MOST_NESTED` levels (`extra` of which are ours), and for what no file of ours can hold."""
+    """Errors: DataError for text with a lone surrogate, or more than `MOST_NESTED` + `extra` levels.
+
+    `written`: the value will be written into files, so also for keys that are no text and integers of more than 64 bits."""
     level = [value]
     for _ in range(MOST_NESTED + extra + 1):
-        # By identity: a list that holds itself twice would double at each level.
-        below: dict[int, Any] = {}
+        # Items of the next level by id: without ids a list that contains itself twice would double at each level.
+        next_level: dict[int, Any] = {}
         for item in level:
             if isinstance(item, str):
                 _text(item, where)
             elif isinstance(item, Mapping):
                 if written:
                     _keys(item, where)
-                below |= {id(one): one for pair in item.items() for one in pair}
+                next_level |= {id(child): child for child in (*item, *item.values())}
             elif isinstance(item, list | tuple):
-                below |= {id(one): one for one in item}
+                next_level |= {id(child): child for child in item}
             elif written and isinstance(item, int) and not -(2**63) <= item < 2**64:
                 raise DataError(f"{where}: an integer of texts or metadata has more than 64 bits; write it as text")
-        if not below:
+        if not next_level:
             return
-        level = list(below.values())
+        level = list(next_level.values())
     raise DataError(f"{where}: texts or metadata are nested more than {MOST_NESTED} levels deep; flatten them")
 
 
 def _keys(mapping: Mapping[Any, Any], where: str) -> None:
     for key in mapping:
         if not isinstance(key, str | int | float | None):
-            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; keys are text")
+            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; use text as key")
 
 
 def _text(text: str, where: str) -> None:
@@ -122,60 +123,60 @@ def _text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: a text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which no file can "
-            "hold; decode with errors='replace'"
+            f"{where}: a text has the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which UTF-8 cannot "
+            "encode; decode the text with errors='replace'"
         ) from None
 
 
 def _column(column: Any, kind: str, tokens: Any, where: str) -> None:
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in kind:
         found = f"{column.dtype} of shape {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
-        raise DataError(f"{where} is {found}; expected a one-dimensional numpy array of {_WORDS[kind]}")
+        raise DataError(f"{where} is {found}; expected a one-dimensional numpy array of {_KIND_NAMES[kind]}")
     if column.size != tokens.size:
-        raise DataError(f"{where} has {column.size} entries for {tokens.size} tokens; one each")
+        raise DataError(f"{where} has {column.size} entries for {tokens.size} tokens; give one each")
 
 
 def _tokens(t: Trajectory, limits: Limits, who: str) -> None:
     size = t.tokens.size
     if not 0 < size <= (size if limits.longest is None else limits.longest):
-        most = "at least 1" if limits.longest is None else f"1 to {limits.longest}"
+        allowed = "at least 1" if limits.longest is None else f"1 to {limits.longest}"
         raise DataError(
-            f"{who}: tokens has {size} entries; this run takes {most} (data.max_prompt_tokens + rollout.max_tokens)"
+            f"{who}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
         )
     low, high = int(t.tokens.min()), int(t.tokens.max())
     if low < 0 or high > _MOST_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
         ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
         raise DataError(
-            f"{who}: tokens holds {low if low < 0 else high}; the model's ids are {ids}: was it made with another tokenizer?"
+            f"{who}: tokens holds {low if low < 0 else high}; the model's ids are {ids}; use the tokenizer of the model"
         )
 
 
 def _mask(t: Trajectory, who: str) -> None:
     if not isinstance(t.prompt_length, int | np.integer) or not 1 <= t.prompt_length <= t.tokens.size:
         raise DataError(
-            f"{who}: prompt_length is {t.prompt_length} of {t.tokens.size} tokens; a prompt has 1 or more, from which the "
-            "first trained token is predicted"
+            f"{who}: prompt_length is {t.prompt_length} of {t.tokens.size} tokens; expected 1 to {t.tokens.size}, because the "
+            "last prompt token predicts the first trained token"
         )
     if t.mask[: t.prompt_length].any():
-        at = int(t.mask.argmax())
+        first = int(t.mask.argmax())
         raise DataError(
-            f"{who}: mask[{at}] trains a token of the prompt (prompt_length is {t.prompt_length}); only what follows the "
-            "prompt can be trained, and nothing predicts the first token"
+            f"{who}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens behind the "
+            "prompt can be trained: set the mask of the prompt to false"
         )
 
 
 def _logprobs(column: Any, mask: Any, where: str) -> None:
-    """NaN for every trained token is how a source says that it does not know them: they count as ratio 1."""
+    """NaN at all trained tokens is allowed: the source does not know its log-probs, and the ratio counts as 1."""
     trained = column[mask]
-    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) >= LOWEST_LOGPROB:  # a NaN is neither
+    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) >= LOWEST_LOGPROB:  # false with a NaN
         return
     if np.isnan(trained).all():
         return
     bad = ~((trained <= SLACK) & (trained >= LOWEST_LOGPROB))
-    at = int(np.flatnonzero(mask)[bad.argmax()])
+    index = int(np.flatnonzero(mask)[bad.argmax()])
     raise DataError(
-        f"{where}[{at}] is {column[at]:g} at a trained token; expected the natural logarithm of a probability that was "
-        f"sampled, from {LOWEST_LOGPROB:g} to 0 (NaN for all trained tokens of a member: not known)"
+        f"{where}[{index}] is {column[index]:g} at a trained token; expected the natural logarithm of the probability of the "
+        f"sampled token, from {LOWEST_LOGPROB:g} to 0 (or NaN at all trained tokens of a member, if they are not known)"
     )
 
 
@@ -184,39 +185,40 @@ def _versions(t: Trajectory, who: str) -> None:
     if trained.size and not (trained.min() >= -1 and trained.max() <= _MOST_INT32):
         raise DataError(
             f"{who}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
-            "policy version that sampled it, 0 or more (-1: not known)"
+            "policy version that sampled the token, 0 or more (-1: not known)"
         )
 
 
-def _routes(t: Trajectory, wanted: tuple[int, int, int] | None, who: str) -> None:
+def _routes(t: Trajectory, expected: tuple[int, int, int] | None, who: str) -> None:
     routes = t.routed_experts
-    if wanted is None:
+    if expected is None:
         if routes is not None:
             raise DataError(
-                f"{who}: routed_experts is given, but this run replays no routes; leave it out, or set algorithm.router_replay"
+                f"{who}: routed_experts is given, but this run replays no routes; remove it, or set algorithm.router_replay"
             )
         return
-    layers, k, experts = wanted
+    layers, k, experts = expected
     if routes is None:
         raise DataError(
-            f"{who}: routed_experts is missing, which this run replays: [tokens, {layers}, {k}], as the sampler's `Generation` "
-            "has it (-1: not known); or set algorithm.router_replay to false"
+            f"{who}: routed_experts is missing, but this run replays routes; give [tokens, {layers}, {k}] from the sampler's "
+            "`Generation` (-1: not known), or set algorithm.router_replay to false"
         )
     if not isinstance(routes, np.ndarray) or routes.dtype.kind != "i" or routes.shape != (t.tokens.size, layers, k):
         found = f"{routes.dtype} {list(routes.shape)}" if isinstance(routes, np.ndarray) else type(routes).__name__
         raise DataError(
             f"{who}: routed_experts is {found}; expected signed integers [{t.tokens.size}, {layers}, {k}]: tokens, layers with "
-            "experts, experts a token"
+            "experts, experts per token"
         )
     try:
         check_routes(routes, experts)
     except DataError as error:
         raise DataError(f"{who}: routed_experts: {error}") from None
-    runs = int(t.mask.size - t.mask[::-1].argmax()) - 1 if t.mask.any() else 0  # all before the last trained token
-    if runs and (routes[:runs] == MISSING).all():
+    # The forward pass needs the tokens before the last trained token.
+    forward = int(t.mask.size - t.mask[::-1].argmax()) - 1 if t.mask.any() else 0
+    if forward and (routes[:forward] == MISSING).all():
         raise DataError(
-            f"{who}: routed_experts is -1 at every token that the model runs over, so that nothing would be replayed; record "
-            "where the sampler sent them, or set algorithm.router_replay to false"
+            f"{who}: routed_experts is -1 at every token of the forward pass, so no route would be replayed; record the routes "
+            "of the sampler, or set algorithm.router_replay to false"
         )
 
 
@@ -229,10 +231,10 @@ def _rewards(t: Trajectory, who: str) -> None:
                 f"{who}: components holds the name {name!r:.40}; the name of a component is text, {MOST_NAME} characters at most"
             )
     for name, value in (("reward", t.reward), *t.components.items()):
-        if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also NaN
+        if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also for NaN
             raise DataError(
-                f"{who}: {name} is {value}; rewards are finite numbers from -{MOST_REWARD:g} to {MOST_REWARD:g}, or None "
-                "where they do not apply; scale them"
+                f"{who}: {name} is {value}; expected a finite number from -{MOST_REWARD:g} to {MOST_REWARD:g}, or None if "
+                "it does not apply; scale the rewards"
             )
 
 

@@ -9,28 +9,28 @@ A record holds `n >= 1` members (trajectories) of one group; most producers put 
     header                                              section table entry
     0   u32  magic "ARR1"                               0   u16  section id
     4   u16  version of the writer                      2   u8   dtype code
-    6   u16  oldest reader version that understands it  3   u8   axis (what the first dimension counts)
+    6   u16  oldest reader version that can read it     3   u8   axis: unit of the first dimension
     8   u16  header_bytes                               4   u16  flags (bit 0: a reader must know this section)
     10  u16  entry_bytes                                6   u16  zero
-    12  u32  sections                                   8   u32  first inner dimension (1 where there is none)
-    16  u64  record_bytes, all of it                    12  u32  second inner dimension
+    12  u32  sections                                   8   u32  first inner dimension, or 1
+    16  u64  record_bytes, the size of the record       12  u32  second inner dimension, or 1
     24  u32  CRC32 of header and table (this field 0)   16  u64  offset from the start of the record
     28  8 B  zero                                       24  u64  bytes
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
-    48  u64  sequence: the position in the ring that carries it
-    56  i64  epoch: the producer's numbering of its groups
-    64  i64  group
-    72  i64  policy version the producer knew when it put the record (-1: unknown)
+    48  u64  sequence: position of the record in its ring
+    56  i64  epoch: a number for each start of the producer, because a producer restarts its group ids
+    64  i64  group id
+    72  i64  policy version that the producer knew when it put the record (-1: unknown)
     80  u64  tokens, the sum of the lengths
     88  16 B identity of the producer (a UUID)
     104 u64  time of writing, ns since 1970
     112 16 B zero
 
-How version 1 reads version 2: a newer writer may lengthen the header and the entries (their sizes are in the header), add
-sections (ids below are reserved; unknown ones are skipped unless flagged as needed), and use the bytes that are zero here.
-Where it cannot be understood by version 1 it says so in "oldest reader", and the record is refused with that sentence.
+A reader of version 1 can read records of a newer writer. The newer writer may lengthen the header and the entries, because the
+header has their sizes. It may use the zero bytes, and may add sections. A reader skips unknown sections, unless their flag says
+that a reader must know them. A reader refuses a record whose "oldest reader" is newer than itself.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ ALIGNMENT = 64
 HEADER = struct.Struct("<IHHHHIQIIIIIIQqqqQ16sQ16x")
 ENTRY = struct.Struct("<HBBHHIIQQ")
 CRC_OFFSET = 24
-NEEDED = 1  # section flag
+NEEDED = 1  # section flag: a reader must know the section
 
 if HEADER.size != 128 or ENTRY.size != 32:
-    raise AssertionError("the record's fixed sizes are part of the format")
+    raise AssertionError(f"header of {HEADER.size} and entry of {ENTRY.size} bytes; the format needs 128 and 32")
 
 
 class Axis(IntEnum):
-    """What the first dimension of a section counts."""
+    """The unit of the first dimension of a section. T: tokens of all members."""
 
-    ROWS = 1  # one entry a member: [n, ...]
-    TOKENS = 2  # jagged, the members' tokens one after the other: [T, ...]
+    ROWS = 1  # one entry per member: [n, ...]
+    TOKENS = 2  # the tokens of all members, concatenated: [T, ...]
     ROW_BYTES = 3  # n byte strings: i64 ends[n], then the bytes
     BYTES = 4  # one byte string
 
 
 class Section(IntEnum):
-    """The section ids of version 1. 0 is never used. 20 to 16,383 are reserved for later versions of this schema,
-    16,384 to 32,767 for trials between agreed parties, 32,768 to 65,535 for the user's own byte strings."""
+    """The section ids of version 1; `SPECS` has their contents. 0 is never used. 20 to 16,383 are for later versions of the
+    schema, 16,384 to 32,767 for experiments, and 32,768 to 65,535 for the user's own byte strings."""
 
     LENGTHS = 1
     MEMBERS = 2
@@ -109,11 +109,11 @@ CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Form of a known section. `dtypes[0]` is what a writer converts to; a reader takes any of them."""
+    """The form of a known section. A writer uses `dtypes[0]`, a reader accepts all `dtypes`."""
 
     axis: Axis
     dtypes: tuple[np.dtype[Any], ...]
-    inner: int = 0  # inner dimensions after the first
+    inner: int = 0  # number of dimensions after the first
 
 
 def _spec(axis: Axis, *dtypes: str, inner: int = 0) -> Spec:
@@ -123,19 +123,20 @@ def _spec(axis: Axis, *dtypes: str, inner: int = 0) -> Spec:
 SPECS: MappingProxyType[int, Spec] = MappingProxyType(
     {
         Section.LENGTHS: _spec(Axis.ROWS, "<i4"),  # [n] tokens of each member
-        Section.MEMBERS: _spec(Axis.ROWS, "<i4"),  # [n] in 0..group_size-1, distinct
+        Section.MEMBERS: _spec(Axis.ROWS, "<i4"),  # [n] distinct, 0..group_size-1
         Section.TOKENS: _spec(Axis.TOKENS, "<i4"),
-        Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true where the loss may train the token; any u1 but 0 is
-        Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, whole vocabulary, at the temperature
-        Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, as really sampled
+        Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true, or any u1 but 0: the loss trains the token
+        Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of the whole vocabulary, at the temperature
+        Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of the sampler's distribution, as after top-p
         Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0
         Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
         Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),
-        # [T, layers, k], -1: not known. Unsigned ones are of writers before there was a -1.
+        # [T, layers, k]; -1 means not known. Old writers used unsigned integers, without -1.
         Section.ROUTED_EXPERTS: _spec(Axis.TOKENS, "<i4", "<i2", "<i1", "<u2", "<u1", inner=2),
         Section.REWARDS: _spec(Axis.ROWS, "<f8"),  # [n] NaN: not scored
         Section.COMPONENTS: _spec(Axis.ROWS, "<f8", inner=1),  # [n, m] NaN: does not apply
-        Section.COMPONENT_NAMES: _spec(Axis.BYTES, "<u1"),  # JSON {"names": m names, "held": the names each member has}
+        # JSON {"names": [m names], "held": [for each member, the names of its components]}
+        Section.COMPONENT_NAMES: _spec(Axis.BYTES, "<u1"),
         Section.TEMPERATURES: _spec(Axis.ROWS, "<f4"),
         Section.PROMPT_LENGTHS: _spec(Axis.ROWS, "<i4"),
         Section.FINISH_REASONS: _spec(Axis.ROWS, "<u1"),  # 1 stop, 2 length, 3 abort
@@ -147,5 +148,5 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of 64."""
+    """`offset` rounded up to a multiple of 64."""
     return (offset + ALIGNMENT - 1) & -ALIGNMENT

@@ -1,9 +1,9 @@
-"""Routes of experts as numbers: [L, layers, k], which experts a token went to in each layer that has any.
+"""Expert routes: an array [L, layers, k] with the experts of each token in each layer that has experts.
 
-Signed, because -1 has to fit: a row of k times -1 says that nobody knows where this token went in this layer. Any other row
-holds k different experts.
+The k numbers of a token and layer are either different experts, or all -1: the route is not known. The dtype is signed
+because of -1.
 
-Shape legend: L tokens, k experts a token.
+Shapes: L tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ MISSING = -1
 
 
 def narrowest(experts: int) -> np.dtype[Any]:
-    """The narrowest signed integers that hold the experts 0 to `experts - 1`, and -1."""
-    return np.dtype(next(kind for kind in (np.int8, np.int16, np.int32) if experts - 1 <= np.iinfo(kind).max))
+    """The narrowest signed integer dtype for the numbers -1 to `experts - 1`."""
+    return np.dtype(next(dtype for dtype in (np.int8, np.int16, np.int32) if experts - 1 <= np.iinfo(dtype).max))
 
 
 def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
-    """Errors: DataError that names row and layer of a choice that no router makes: out of range, partly missing, or an expert
-    twice.
+    """Errors: DataError with token and layer, for an expert out of range, a route that is partly -1, or a repeated expert.
 
-    This runs on the event loop, for every trajectory: columns of a long row are compared in few passes, and where it is bad is
-    looked for once something is.
+    This function runs on the event loop for every trajectory, so it is written for speed. Only `_refuse` searches for the position
+    of an error.
     """
     rows, layers, k = routes.shape
     columns = np.ascontiguousarray(routes.reshape(rows * layers, k).T)  # [k, rows x layers]
@@ -37,9 +36,9 @@ def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
     known = columns[0] != MISSING
     twice = np.zeros(known.size, np.bool_)
     mixed = np.zeros(known.size, np.bool_)
-    for place, column in enumerate(columns[1:], 1):
+    for index, column in enumerate(columns[1:], 1):
         mixed |= (column != MISSING) != known
-        for other in columns[:place]:
+        for other in columns[:index]:
             twice |= column == other
     if columns.min() < MISSING or columns.max() >= experts or mixed.any() or (twice & known).any():
         _refuse(routes.reshape(rows * layers, k), layers, experts)
@@ -50,12 +49,12 @@ def _refuse(flat: npt.NDArray[Any], layers: int, experts: int) -> None:
     known = ~missing.all(1)
     ordered = np.sort(flat, 1)
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(1) & known
-    for bad, what in (
-        ((missing.any(1) & known), "is partly missing: a row of -1 alone says that it is not known"),
+    for bad, complaint in (
+        ((missing.any(1) & known), "is partly missing: give all experts, or -1 for each if they are not known"),
         (((flat < MISSING) | (flat >= experts)).any(1), f"is out of range: experts are 0 to {experts - 1}"),
-        (twice, "names an expert twice"),
+        (twice, "names an expert twice: give different experts"),
     ):
         if bad.any():
             row, layer = divmod(int(bad.argmax()), layers)
-            raise DataError(f"row {row}, layer {layer}: the choice {flat[row * layers + layer].tolist()} {what}")
-    raise AssertionError("what check_routes found bad was good")
+            raise DataError(f"row {row}, layer {layer}: the choice {flat[row * layers + layer].tolist()} {complaint}")
+    raise AssertionError("check_routes found an error that _refuse does not find")

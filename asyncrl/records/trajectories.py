@@ -1,6 +1,6 @@
-"""The trajectories of a record, and what writes its texts and rewards: what went in comes out equal.
+"""Makes trajectories from a record, and encodes texts and rewards for a record. Decoded values equal the encoded values.
 
-Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in the bytes, as None does here).
+Texts are encoded as JSON. In the bytes a reward of NaN means None (not scored), so a reward of NaN cannot be encoded.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from .layout import Section
 from .read import Record
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
-_TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)  # enum look-ups are slow here
+# As integers, because look-ups with enum members as keys are slow.
+_TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)
 _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
 _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
-_WIDER: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
+_SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 
 
 def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:
-    """The members as trajectories, in the record's order. `group`: what its reader calls the group. `copy=False`: the columns
-    are views under the record's lease (but for a mask of integers, which only a foreign writer makes), so what a call costs
-    does not depend on their length.
+    """The members of a record as trajectories, in the order of the record. `group`: another group id than that of the record.
 
-    Columns that a foreign producer left out: mask all ones behind the prompt, log-probs NaN (not known: ratio 1) and versions
-    the record's policy version where the mask is 1, temperature 1.
+    `copy=False`: arrays are views under the record's lease, so the cost does not depend on their length. (A mask of integers and
+    unsigned routes are always copied.) Defaults for missing columns: mask true behind the prompt, log-probs NaN (not known: ratio
+    1) and the record's policy version at masked tokens, temperature 1.
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
     n, group = record.size, record.group if group is None else group
-    pieces = [slice(*ends) for ends in itertools.pairwise(record.bounds)]
+    member_slices = [slice(*ends) for ends in itertools.pairwise(record.bounds)]
 
     def parts(column: Any) -> list[Any]:
-        if isinstance(column, list):  # of a column that the record lacks
+        if isinstance(column, list):  # defaults of a missing column
             return column
-        return [column[piece].copy() if copy else column[piece] for piece in pieces]
+        return [column[tokens].copy() if copy else column[tokens] for tokens in member_slices]
 
-    log_parts = parts(logprobs)
+    logprob_parts = parts(logprobs)
     columns: dict[str, list[Any]] = {
         "member": record.members.tolist(),
         "prompt_length": arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * n,
         "tokens": parts(tokens),
         "mask": parts(masks),
-        "logprobs": log_parts,
-        "sampled_logprobs": log_parts if sampled is logprobs else parts(sampled),
+        "logprobs": logprob_parts,
+        "sampled_logprobs": logprob_parts if sampled is logprobs else parts(sampled),
         "versions": parts(versions),
         "temperature": arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else [1.0] * n,
         "finish_reason": _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else [FinishReason.STOP] * n,
@@ -74,19 +74,19 @@ def whole_group(trajectories: Sequence[Trajectory]) -> bool:
     """Whether these are all members of one group, in order. Errors: ValueError for several groups."""
     groups = {t.group_id for t in trajectories}
     if len(groups) > 1:
-        raise ValueError(f"{sorted(groups)} are several groups")
+        raise ValueError(f"{sorted(groups)} are several groups; give the trajectories of one group")
     size = len(trajectories)
     return size > 0 and all(t.member == i and t.group_size == size for i, t in enumerate(trajectories))
 
 
 def group_metadata(record: Record) -> dict[str, Any]:
-    """Errors: RecordError where a foreign writer put something else there."""
+    """The metadata of the group; empty if there are none. Errors: RecordError for bytes that are no JSON object."""
     raw = record.strings.get(Section.GROUP_METADATA)
     return {} if raw is None else _json(bytes(raw), Section.GROUP_METADATA, dict)
 
 
 def _columns(record: Record) -> tuple[Any, ...]:
-    """Tokens, mask, log-probs, sampled log-probs and versions: whole columns where the record has them, else parts."""
+    """Tokens, mask, log-probs, sampled log-probs, versions: an array [T], or a list of arrays if the record lacks the column."""
     arrays, bounds = record.arrays, record.bounds
     masks: Any = arrays.get(_MASK)
     if masks is None:
@@ -106,11 +106,11 @@ def _columns(record: Record) -> tuple[Any, ...]:
 
 
 def _routes(record: Record, copy: bool) -> list[Any]:
-    """Of every member. Unsigned ones become the next wider signed integers, which is a copy."""
+    """The routes of every member, as signed integers. Unsigned integers are copied into the next wider signed dtype."""
     array = record.arrays[_ROUTED_EXPERTS]
-    kind: Any = _WIDER.get(array.dtype, array.dtype)
+    dtype: Any = _SIGNED.get(array.dtype, array.dtype)
     parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
-    return [np.array(part, kind) if copy else np.asarray(part, kind) for part in parts]
+    return [np.array(part, dtype) if copy else np.asarray(part, dtype) for part in parts]
 
 
 def _rewards(array: Any) -> list[float | None]:
@@ -121,20 +121,20 @@ def _reasons(array: Any) -> list[FinishReason]:
     try:
         return list(map(_REASONS.__getitem__, array.tolist()))
     except KeyError as unknown:
-        raise RecordError(f"finish reason {unknown} is unknown") from None
+        raise RecordError(f"finish reason {unknown} is unknown; expected one of {list(_REASONS)}") from None
 
 
-def _texts(record: Record, section: int, *kinds: type) -> list[Any]:
-    return [_json(record.row_bytes(section, position) or b"", section, *kinds) for position in range(record.size)]
+def _texts(record: Record, section: int, *types: type) -> list[Any]:
+    return [_json(record.row_bytes(section, position) or b"", section, *types) for position in range(record.size)]
 
 
-def _json(raw: bytes, section: int, *kinds: type) -> Any:
+def _json(raw: bytes, section: int, *types: type) -> Any:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"section {Section(section).name} is no JSON: {error}") from None
-    if not isinstance(value, kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
+    if not isinstance(value, types):
+        names = " or ".join(expected.__name__ for expected in types)
         raise RecordError(f"section {Section(section).name}: JSON of a {names} expected, found {raw[:80]!r}")
     return value
 
@@ -151,18 +151,17 @@ def _components(record: Record) -> list[dict[str, float | None]]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(
-            f"section COMPONENT_NAMES does not name the {values.shape[1]} components of {record.size} members: "
-            f"{error!r}"
+            f"section COMPONENT_NAMES does not name the {values.shape[1]} components of {record.size} members: {error!r}"
         ) from None
 
 
 def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict[int, Any]:
-    """The sections for the members' reward components; none where nobody has any."""
-    names = list(dict.fromkeys(name for one in components for name in one))
+    """The sections for reward components (one mapping per member), by section id; empty if no member has components."""
+    names = list(dict.fromkeys(name for member in components for name in member))
     if not names:
         return {}
-    rows = [[reward_number(one.get(name), name) for name in names] for one in components]
-    held = [list(one) for one in components]
+    rows = [[reward_number(member.get(name), name) for name in names] for member in components]
+    held = [list(member) for member in components]
     return {
         Section.COMPONENTS: np.array(rows, "<f8"),
         Section.COMPONENT_NAMES: json_bytes({"names": names, "held": held}, "components"),
@@ -170,17 +169,17 @@ def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict
 
 
 def reward_number(value: float | None, name: str) -> float:
-    """None becomes NaN. Errors: RecordError where it is not finite."""
+    """The reward as a record has it: NaN for None. Errors: RecordError for a number that is not finite."""
     if value is None:
         return math.nan
     if not math.isfinite(value):
-        raise RecordError(f"{name} is {value}; rewards are finite numbers, or None where they do not apply")
+        raise RecordError(f"{name} is {value}; expected a finite number, or None if the reward does not apply")
     return float(value)
 
 
 def json_bytes(value: Any, name: str) -> bytes:
-    """Compact JSON. Errors: RecordError where it is none."""
+    """`value` as compact JSON. Errors: RecordError with `name`, if JSON cannot hold the value."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"the {name} of a trajectory must be JSON ({error})") from error
+        raise RecordError(f"the {name} of a trajectory must be JSON values: {error}") from error

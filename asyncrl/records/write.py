@@ -1,7 +1,7 @@
-"""Writing a record: `Draft` says what goes in, `plan` checks it and computes the size, `Plan.write` fills a buffer.
+"""Writes a record: a `Draft` has the contents, `plan` checks the draft and computes the size, `Plan.write` fills a buffer.
 
-Nothing is copied before `write`: the arrays of the members go one by one straight to their place. What cannot be written
-whole is refused before the first byte; nothing is ever cut.
+`Plan.write` copies each array of a member directly into the buffer. There is no other copy, unless a dtype must be converted.
+All checks are done before the first byte is written.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .layout import (
     aligned,
 )
 
-_PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum look-ups are slow here
+_PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum attributes are slow
 _TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
 _I4 = np.dtype("<i4")
-_USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # of a user's own section
-_FLAT = (1, 1)  # inner dimensions where there are none
+_USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # for a user's own section
+_FLAT = (1, 1)  # no inner dimensions
 
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """What a record shall hold. n members; L_i tokens of member i. Not to be changed once it is
-    planned; not frozen, which would be half the time of planning.
+    """The contents of a record: n members, with L_i tokens of member i. Do not change a draft after `plan`.
 
-    `sections` by id, as `layout.SPECS` says: TOKENS: n arrays [L_i, ...]; ROWS: one array [n, ...]; ROW_BYTES: n byte
-    strings; BYTES: one. Ids of `USER_SECTIONS` carry one byte string each. LENGTHS and MEMBERS are made here.
+    `sections` by id. Values by the axis in `layout.SPECS`: n arrays [L_i, ...] for TOKENS, one array [n, ...] for ROWS, n byte
+    strings for ROW_BYTES, one byte string for BYTES and for ids of `USER_SECTIONS`. `plan` adds LENGTHS and MEMBERS.
+    Not a frozen dataclass, because its constructor would take half the time of `plan`.
     """
 
     group: int
@@ -59,13 +59,13 @@ class Draft:
     producer: bytes = bytes(16)
 
 
-# One section: its id, form, dtype; bytes, or the arrays that follow each other; inner dimensions; size in bytes.
+# One section: id, form, dtype, bytes or a list of arrays, inner dimensions, size in bytes.
 _Part = tuple[int, Spec, np.dtype[Any], Any, tuple[int, int], int]
 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """A checked draft with the place of every section. `size` in bytes, a multiple of 64."""
+    """A checked draft with its encoded sections. `size`: bytes of the record, a multiple of 64. `tokens`: of all members."""
 
     draft: Draft
     tokens: int
@@ -73,7 +73,7 @@ class Plan:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        size = _body(len(self.parts))
+        size = _first_offset(len(self.parts))
         for part in self.parts:
             size += (part[5] + ALIGNMENT - 1) & -ALIGNMENT
         self.size = size
@@ -85,19 +85,19 @@ class Plan:
         sequence: int = 0,
         fault: Callable[[str], None] | None = None,
     ) -> None:
-        """Fill `buffer` (at least `size` long, writable, 64-byte aligned). The header is written last.
+        """Fill `buffer` (writable, at least `size` bytes, aligned to 64 bytes). The header is written last.
 
-        `fault(where)` is called between the stores: tests crash there.
+        `fault(name)` is called after each part, so that tests can crash at this point.
         """
         entries: list[int] = []
-        offset = _body(len(self.parts))
+        offset = _first_offset(len(self.parts))
         for section, spec, dtype, data, inner, size in self.parts:
             if type(data) is bytes:
                 buffer[offset : offset + size] = data
             elif size:
-                into = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
-                out = into.reshape(-1, *inner[: spec.inner]) if spec.inner else into
-                np.concatenate(data, out=out, casting="equiv")  # somebody may have changed the list since the plan
+                flat = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
+                out = flat.reshape(-1, *inner[: spec.inner]) if spec.inner else flat
+                np.concatenate(data, out=out, casting="equiv")  # raises an error if an array was replaced
             entries += (section, CODES[dtype], spec.axis, 0, 0, *inner, offset, size)
             offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:
@@ -122,22 +122,24 @@ class Plan:
 
 
 def plan(draft: Draft) -> Plan:
-    """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
-    members, given = list(draft.members), draft.sections
+    """Check a draft, and encode its sections except large arrays. Errors: RecordError with the section."""
+    members, sections = list(draft.members), draft.sections
     n = len(members)
     _check_members(draft, members)
-    if _TOKENS not in given:
-        raise RecordError(f"group {draft.group}: a record needs the section TOKENS")
-    lengths = list(map(len, given[_TOKENS]))
+    if _TOKENS not in sections:
+        raise RecordError(f"group {draft.group}: a record needs the section TOKENS; add it")
+    lengths = list(map(len, sections[_TOKENS]))
     if len(lengths) != n:
-        raise RecordError(f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays")
+        raise RecordError(
+            f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays; give one per member"
+        )
     total = sum(lengths)
-    parts = [_own(Section.LENGTHS, lengths), _own(Section.MEMBERS, members)]
-    for section, data in given.items():
+    parts = [_int32_part(Section.LENGTHS, lengths), _int32_part(Section.MEMBERS, members)]
+    for section, data in sections.items():
         spec = SPECS.get(section)
         if spec is None:
             if section not in USER_SECTIONS:
-                raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
+                raise RecordError(f"section {section} is reserved; use ids from {USER_SECTIONS.start} on")
             spec = _USER_BYTES
         elif section in (_LENGTHS, _MEMBERS):
             raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
@@ -157,15 +159,15 @@ def plan(draft: Draft) -> Plan:
 def _check_members(draft: Draft, members: list[int]) -> None:
     n = len(members)
     if n < 1:
-        raise RecordError(f"group {draft.group}: a record holds at least one member")
+        raise RecordError(f"group {draft.group}: no members; a record needs at least one member")
     if len(set(members)) != n or min(members) < 0 or max(members) >= draft.group_size:
         raise RecordError(
             f"group {draft.group}: members must be distinct and in 0..{draft.group_size - 1}, found {members}"
         )
     if not -1 <= draft.policy_version < 2**31:
-        raise RecordError(f"a policy version is -1 (unknown) or a count below 2^31, found {draft.policy_version}")
+        raise RecordError(f"policy version must be -1 (unknown) or 0 to 2^31 - 1, found {draft.policy_version}")
     if len(draft.producer) != 16:
-        raise RecordError(f"the producer's identity has 16 bytes, found {len(draft.producer)}")
+        raise RecordError(f"the producer's identity must have 16 bytes, found {len(draft.producer)}")
 
 
 def _name(section: int) -> str:
@@ -176,26 +178,26 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
     dtype, dims = spec.dtypes[0], 1 + spec.inner
     for array, length in zip(data, lengths, strict=False):
         if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != dims or len(array) != length:
-            break  # the slow way, which says what is wrong
+            break  # convert below, or raise an error
     else:
         if not spec.inner and len(data) == len(lengths):
             return section, spec, dtype, data, _FLAT, total * dtype.itemsize
     if [len(a) for a in data] != lengths:
         raise RecordError(
-            f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths}, "
+            f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths} expected, "
             f"found {[len(a) for a in data]}"
         )
-    kinds = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
-    # A narrower form that holds them all, where the section allows it.
-    if kinds and kinds <= set(spec.dtypes):
-        dtype = np.result_type(*kinds)
+    dtypes = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
+    # Routes may keep a narrower dtype than `dtypes[0]`.
+    if dtypes and dtypes <= set(spec.dtypes):
+        dtype = np.result_type(*dtypes)
     arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)
     return section, spec, dtype, arrays, inner, total * inner[0] * inner[1] * dtype.itemsize
 
 
-def _own(section: int, numbers: list[int]) -> _Part:
-    """A [n] int32 section that is made here."""
+def _int32_part(section: int, numbers: list[int]) -> _Part:
+    """A section of one int32 per member."""
     n = len(numbers)
     return section, SPECS[section], _I4, _integers(n).pack(*numbers), _FLAT, 4 * n
 
@@ -212,8 +214,8 @@ def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part
     if len(data) != n:
         raise RecordError(f"section {_name(section)}: {n} byte strings expected, found {len(data)}")
     ends = np.cumsum([len(b) for b in data], dtype="<i8")
-    whole = ends.tobytes() + b"".join(data)
-    return section, spec, spec.dtypes[0], whole, _FLAT, len(whole)
+    encoded = ends.tobytes() + b"".join(data)
+    return section, spec, spec.dtypes[0], encoded, _FLAT, len(encoded)
 
 
 def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
@@ -221,13 +223,14 @@ def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
     if len(shape) != spec.inner or (len(arrays) > 1 and any(a.shape[1:] != shape for a in arrays)):
         shapes = sorted({a.shape[1:] for a in arrays})
         raise RecordError(
-            f"section {_name(section)}: {spec.inner} dimensions behind the first, equal for all members; found {shapes}"
+            f"section {_name(section)}: {spec.inner} dimensions behind the first expected, equal for all members; found {shapes}"
         )
-    return (*shape, 1, 1)[0], (*shape, 1, 1)[1]
+    padded = (*shape, 1, 1)
+    return padded[0], padded[1]
 
 
 def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, Any]:
-    """The array in the section's dtype. Integers that do not fit and non-numbers are refused, never wrapped."""
+    """`data` as an array of `dtype`. Errors: RecordError for integers out of range (never wrapped), and for other types."""
     array = np.asarray(data)
     if array.dtype == dtype:
         return array
@@ -253,6 +256,6 @@ def _integers(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}i")
 
 
-def _body(parts: int) -> int:
-    """Where the sections begin."""
+def _first_offset(parts: int) -> int:
+    """The offset of the first section."""
     return aligned(HEADER.size + ENTRY.size * parts)

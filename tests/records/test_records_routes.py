@@ -66,8 +66,8 @@ def test_unsigned_ones_of_older_writers_are_read(kind: npt.DTypeLike, wider: npt
 @pytest.mark.parametrize(
     ("choice", "what"),
     (
-        ((-1, 3), "is partly missing: a row of -1 alone says that it is not known"),
-        ((3, 3), "names an expert twice"),
+        ((-1, 3), "is partly missing: give all experts, or -1 for each if they are not known"),
+        ((3, 3), "names an expert twice: give different experts"),
         ((-2, 3), "is out of range: experts are 0 to 15"),
         ((16, 3), "is out of range: experts are 0 to 15"),
     ),
@@ -126,7 +126,7 @@ def test_a_trajectory_of_which_nothing_is_known_is_refused(prompt_length: int) -
     good = trajectory(0, 5, prompt_length=prompt_length, mask=mask, logprobs=-np.ones(5, np.float32))
     good = replace(good, sampled_logprobs=good.logprobs)
     routes[3:] = 0, 1  # of the last trained token, which is only predicted, and of what follows it
-    with pytest.raises(DataError, match="member 0: routed_experts is -1 at every token that the model runs over"):
+    with pytest.raises(DataError, match="member 0: routed_experts is -1 at every token of the forward pass"):
         check_trajectory(replace(good, routed_experts=routes), limits)
     routes[2, 1] = 0, 1
     check_trajectory(replace(good, routed_experts=routes), limits)

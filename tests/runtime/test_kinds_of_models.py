@@ -139,7 +139,7 @@ async def test_groups_of_other_processes_need_their_routes(tmp_path: Path) -> No
     )
     routes, counts = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[-1, -1], [-1, -1]]], np.int8), DoorStatistics()
     bad = {
-        "member 0: routed_experts is missing, which this run replays": None,
+        "member 0: routed_experts is missing, but this run replays": None,
         "member 0: routed_experts is int8 [3, 1, 2]; expected signed integers [3, 2, 2]": routes[:, :1],
         "member 0: routed_experts: row 0, layer 0: the choice [3, 3] names an expert twice": np.full_like(routes, 3),
     }
