@@ -192,7 +192,7 @@ def test_its_settings_are_read_back_and_compared_as_ours(folder: Path, tmp_path:
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*my\.py:Flat -> dapo \(the run would go on with another"):
         check_resume(config, made("algorithm.loss=dapo"))
     text = explain(f"{folder}/my.py:Flat") + explain(f"{folder}/my.py:centred")
-    assert "flattens on both sides" in text and "algorithm.flat.*: slope=2.0" in text and "can be streamed: yes" in text
+    assert "limits on both sides" in text and "algorithm.flat.*: slope=2.0" in text and "can be streamed: yes" in text
 
 
 def test_what_a_class_declares_reaches_explain_the_run_the_refusals_and_the_resume(folder: Path) -> None:
