@@ -46,12 +46,12 @@ LESS_MEMORY = (
     "make train.tokens_per_microbatch smaller (what a microbatch keeps), or engine.kv_positions (the cache), or set "
     "train.gradient_checkpointing=true"
 )
-# Parts of the messages of torch, of its CPU allocator and of cuBLAS.
+# Texts by which torch, its CPU allocator and cuBLAS report a lack of memory.
 _SHORTAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class AsyncrlError(Exception):
-    """Base of the tree. A run that an error of this tree ends has `exit_code` as its exit code."""
+    """Base of the tree. `exit_code`: the exit code of a run that this error ends."""
 
     exit_code = 1
 

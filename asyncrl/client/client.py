@@ -69,7 +69,9 @@ class Client(_ClientBase):
     ) -> None:
         """Push trajectories of one group, and return when they are accepted.
 
-        `scored` has the whole group, or the trajectories with the numbers `members` of a group of `group_size`.
+        `group`: the group's number, unique within the epoch. `scored`: all trajectories of the group, or only those with
+        the numbers `members` in a group of `group_size`. `policy_version`: the version that sampled the tokens; the
+        default is the current one. `metadata`: JSON values for the group.
         Errors: RecordError with the fault in the trajectories; RecordTooLarge; RingFull after `timeout` seconds;
         RingDetached when the run ends. Push the same trajectories again to wait `timeout` seconds for the next run: the
         next run drops the members that it already has.

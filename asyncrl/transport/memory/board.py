@@ -8,22 +8,22 @@ Each half is a flat buffer with all weights of one version.
         board.write(1, version + 1, weights)                         board.version(0)
 
 Guarantees
-* The board is a memfd without a name, so no death of a process leaves a file behind. Its size is sealed.
-* All pages are allocated at creation. A lack of memory is an error with figures there, not a SIGBUS later.
+* The board is a memfd without a name, so no death of a process leaves a file behind. The size of the memfd is sealed.
+* All pages are allocated at creation. So a lack of memory raises an error with figures, and no SIGBUS comes later.
 * A reader's mapping is read-only, and the seal forbids writable mappings. A reader that writes ends with SIGSEGV.
 * A word in the memfd holds the version of each half. `write` clears the word before the copy and stores the version
   after the copy, and x86-64 keeps this order (`words.py`).
 
-On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd. A
-slab does not stop a reader that writes. The slab's description has a name in /dev/shm until the owner or the next run
-removes that name (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of
-each half and fetches each version once (`fetch`). Otherwise every decode step would read all weights over the bus.
+On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd.
+A slab is not protected against writes of a reader. The slab has a name in /dev/shm, which the owner or the next run
+removes (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of each half
+and fetches each version once (`fetch`). Otherwise every decode step would read all weights over the bus.
 
 A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
-function that blocks its thread until the device is ready. On a CPU they return None. `wait_for_device` calls the
-function on another thread, so that the lane does not block. Two waits are necessary:
-* The owner waits for its stream before `write` stores the version. Readers then need no wait.
-* A reader waits for `reads_ended` before the reader reports its move. The previous half is then free.
+function that blocks its thread until the device is ready. On a CPU both methods return None. `wait_for_device` calls
+the function on another thread, so that the device's own thread (the lane) does not block. Two waits are necessary:
+* The owner waits for its stream before `write` stores the version. So readers need no wait.
+* A reader waits for `reads_ended` before the reader reports that it uses the other half.
 
 The board does not count its readers. The caller of `write` must know that no process reads the half (weights/sync.py).
 """

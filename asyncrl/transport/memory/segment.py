@@ -2,7 +2,7 @@
 
     0     magic, version, bytes of data, run (16 random bytes, drawn at creation), time of creation in ns
     96    CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
-    128   secret and tenure of the owner;  seal (1: sealed)
+    128   secret (the owner's number, called tenure, and 44 random bits);  seal (1: the owner reads no more)
     4096  data
 
 Guarantees
@@ -43,7 +43,7 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# Number of forks between the first process and this one. Comparing `forks` is cheaper than a call of `os.getpid`.
+# The number of forks so far. An object compares `forks` to detect a fork after its creation: cheaper than `os.getpid`.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
@@ -105,7 +105,7 @@ class Segment:
         self.adopted = False
         self._descriptor = descriptor
         self._finalizer = weakref.finalize(self, _Descriptor.close_file, descriptor)
-        self._map = _map(descriptor.fd, _total(size))
+        self._map = _map_unlocked(descriptor.fd, _file_bytes(size))
         buffer = memoryview(self._map)
         self.data = buffer[HEADER_BYTES:]
         self._owner_words = Words(buffer, _OWNER_WORDS_AT, 2, "segment.life")
@@ -126,7 +126,7 @@ class Segment:
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         descriptor = _Descriptor(fd, path, True, os.getpid())
         try:
-            _allocate(fd, _total(size), path)
+            _allocate(fd, _file_bytes(size), path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(fd, _header(size), 0)
             segment = cls(name, descriptor)
@@ -137,11 +137,11 @@ class Segment:
             _link(fd, path)
         except FileExistsError:
             descriptor.abandon()
-            raise _taken(name) from None
+            raise _name_in_use(name) from None
         except BaseException:
             descriptor.abandon()
             raise
-        descriptor.keep = False  # the name now belongs to this process
+        descriptor.keep_name = False  # the name now belongs to this process
         return segment
 
     @classmethod
@@ -185,12 +185,12 @@ class Segment:
 
     @property
     def tenure(self) -> int:
-        """The number of owners so far, this owner included."""
+        """The number of owners so far, including the current owner."""
         return self._owner_words[0] & (1 << _TENURE_BITS) - 1
 
     @property
     def secret(self) -> int:
-        """The tenure below 44 random bits, drawn anew by each owner. Only a process that can open the file knows it."""
+        """Random bits of this owner and its tenure. Only a process that can open the file knows the secret."""
         return self._owner_words[0]
 
     @property
@@ -205,7 +205,7 @@ class Segment:
 
     def keep_at_exit(self, keep: bool) -> None:
         """Whether the name stays for the next owner when this process exits without `close`."""
-        self._descriptor.keep = keep
+        self._descriptor.keep_name = keep
 
     @property
     def sealed(self) -> bool:
@@ -213,7 +213,7 @@ class Segment:
         return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:
-        """Set the seal before the owner's last read. A writer that checks `sealed` after its write loses no data."""
+        """Set the seal before the owner's last read. If that read misses a write, the writer sees the seal afterwards."""
         self._owner_words.store(1, int(sealed))
 
     def _begin_tenure(self) -> None:
@@ -231,7 +231,7 @@ class Segment:
         self.closed = True
         _open_segments.discard(self)
         self._finalizer.detach()
-        self._descriptor.keep = not unlink
+        self._descriptor.keep_name = not unlink
         self._owner_words.release()
         with contextlib.suppress(BufferError):
             self.data.release()
@@ -248,12 +248,12 @@ class _Descriptor:
     path: str
     owner: bool
     pid: int
-    keep: bool = True  # the name; True until the name belongs to this process
+    keep_name: bool = True  # when closed; True until this process owns the name
 
     def close_file(self) -> None:
         if self.fd < 0 or self.pid != os.getpid():
             return  # in a forked child the descriptor belongs to the parent
-        if self.owner and not self.keep and _still_named(self.fd, self.path):
+        if self.owner and not self.keep_name and _still_named(self.fd, self.path):
             os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_WORDS_AT + 8)  # the seal, for attached processes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
@@ -262,7 +262,7 @@ class _Descriptor:
 
     def abandon(self) -> None:
         """Close after a failed constructor. The name stays, and a later finalizer does nothing."""
-        self.keep = True
+        self.keep_name = True
         self.close_file()
 
     def forked(self) -> None:
@@ -297,7 +297,7 @@ def _allocate(fd: int, total: int, path: str) -> None:
         ) from error
 
 
-def _total(size: int) -> int:
+def _file_bytes(size: int) -> int:
     return (HEADER_BYTES + size + 4095) & -4096
 
 
@@ -321,7 +321,7 @@ def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
         )
     if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
         raise SegmentDamaged(f"{path}: the CRC32 of its header is wrong")
-    if file_size != _total(size):
+    if file_size != _file_bytes(size):
         raise SegmentDamaged(f"{path}: {size} bytes of data do not make a file of {file_size} bytes")
     return size, run, created
 
@@ -352,7 +352,7 @@ def first_gap(taken: Iterable[tuple[int, int]], size: int, capacity: int) -> int
     return start if capacity - start >= size else None
 
 
-def _map(fd: int, total: int) -> mmap.mmap:
+def _map_unlocked(fd: int, total: int) -> mmap.mmap:
     """Map the file. Python's mmap duplicates its descriptor and so would keep the lock; therefore open the file again."""
     unlocked_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -395,7 +395,7 @@ def _lock(name: str, path: str) -> int:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _taken(name, locked=True) from None
+                raise _name_in_use(name, locked=True) from None
             # The old owner may have unlinked the file between our open and our lock: then try again.
             if _still_named(fd, path):
                 return fd
@@ -422,7 +422,7 @@ def locked(name: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _taken(name: str, *, locked: bool = False) -> TransportError:
+def _name_in_use(name: str, *, locked: bool = False) -> TransportError:
     path = path_of(name)
     try:
         fd = _open(path)

@@ -6,10 +6,10 @@
         fence = slab.memory.record(0, slab.memory.stream())               use(peer.view(Handle.decode(raw)))
         send(handle.encode(), fence)
 
-A CUDA IPC handle names a whole allocation. With a tensor of torch's allocator, the receiver would also see all other
-tensors of the same allocator segment, and would open each tensor separately. A slab is one allocation: exported once
-and opened once. A tensor in the slab is a `Handle` (offset, dtype, shape). The description of the slab is in shared
-memory under the slab's name. With `device="cpu"` the memory of the slab is in shared memory too.
+A CUDA IPC handle names a whole allocation. For a tensor of torch's allocator, the receiver would also see all other
+tensors of the same allocator segment, and would open each tensor separately. A slab is one allocation, which is
+exported once and opened once. A `Handle` (offset, dtype, shape) names a tensor in the slab. The description of the slab
+is in shared memory under the slab's name. With `device="cpu"` the memory of the slab is in shared memory too.
 
 The sender alone knows which bytes are in use. A caller that sends handles must make sure that no receiver reads them
 after `free` (the queues count credits for that). A handle of another or an earlier slab raises `StaleHandle`.
@@ -17,8 +17,8 @@ after `free` (the queues count credits for that). A handle of another or an earl
 Dangers of device memory, compared with shared memory:
 * The memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all
   receivers have closed their mappings. `device_queue` does so; other users of a slab must do so too.
-* A device runs work later. A receiver waits for the writer's fence before a read. The writer waits for the receiver's
-  fence before it reuses memory.
+* A device runs work later. A receiver waits for the writer's fence (an event after the writes) before a read. The
+  writer waits for the receiver's fence before it reuses memory.
 * A process cannot open its own IPC handle. In the owner's process `attach` finds the memory in a table.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _MAGIC = b"slab2\0\0\0"
 _HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of memory, kind, bytes of description
 # Bytes for head and description. In a slab on the CPU, the memory of the slab follows.
-_PAGE = 4096
+_HEAD_BYTES = 4096
 
 # All memory that this process owns or has opened, for `attach`. The key has the pid, because a fork copies the dict.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], DeviceMemory] = weakref.WeakValueDictionary()
@@ -66,13 +66,13 @@ class Slab:
             raise ValueError(f"slab {name!r}: its size in bytes must be positive, found {size}")
         size = (size + 63) & -64
         if str(device) == "cpu":
-            slab = cls(Segment.create(name, _PAGE + size, prepare=_write_head(HostMemory.kind, size, b"")), size)
+            slab = cls(Segment.create(name, _HEAD_BYTES + size, prepare=_head_writer(HostMemory.kind, size, b"")), size)
             _ = slab.memory  # registers the memory for `attach`
             return slab
         from .slab_cuda import CudaMemory
 
         memory = CudaMemory.allocate(device, size)
-        slab = cls(Segment.create(name, _PAGE, prepare=_write_head(memory.kind, size, memory.description)), size)
+        slab = cls(Segment.create(name, _HEAD_BYTES, prepare=_head_writer(memory.kind, size, memory.description)), size)
         with _memories_lock:
             slab._memory = _memories[os.getpid(), slab.segment.run] = memory
         return slab
@@ -81,7 +81,7 @@ class Slab:
     def attach(cls, name: str) -> Slab:
         """The slab of another process or of this one. Errors: FileNotFoundError; TransportError for another segment."""
         segment = Segment.attach(name)
-        magic, size = _HEAD.unpack_from(segment.data)[:2] if len(segment.data) >= _PAGE else (b"", 0)
+        magic, size = _HEAD.unpack_from(segment.data)[:2] if len(segment.data) >= _HEAD_BYTES else (b"", 0)
         if magic != _MAGIC:
             segment.close(unlink=False)
             raise TransportError(f"{segment.path} is no slab; its owner must make it with `Slab.create`")
@@ -107,7 +107,7 @@ class Slab:
         _, size, kind, length = _HEAD.unpack_from(self.segment.data)
         kind, description = kind.rstrip(b"\0"), bytes(self.segment.data[_HEAD.size : _HEAD.size + length])
         if kind == HostMemory.kind:
-            return HostMemory(self.segment, _PAGE, size)
+            return HostMemory(self.segment, _HEAD_BYTES, size)
         from .slab_cuda import CudaMemory
 
         if kind != CudaMemory.kind:
@@ -187,7 +187,7 @@ class Slab:
             raise LifecycleError(f"slab {self.segment.name!r} is closed")
 
 
-def _write_head(kind: bytes, size: int, description: bytes) -> Any:
+def _head_writer(kind: bytes, size: int, description: bytes) -> Any:
     head = _HEAD.pack(_MAGIC, size, kind, len(description)) + description
 
     def prepare(data: memoryview) -> None:

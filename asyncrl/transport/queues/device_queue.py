@@ -13,7 +13,7 @@ beyond those of `tensor_queue.py`:
 * No call waits for the device, apart from a `put` of CPU tensors, which waits for its copies. `put` launches copies and
   records an event. `get` makes the receiver's stream wait for that event. A release records another event, and later
   writes into the same memory wait for the release's event.
-* Streams: `put` reads its tensors behind the stream that is current at the call, and that stream waits for the copies.
+* Streams: `put` copies after the work of the stream that is current at the call, and that stream waits for the copies.
   So a change of a tensor after `put` is safe. An item belongs to the stream that is current at `get`. If other streams
   read the item, join these streams before the release (torch's own rule for freeing a tensor).
 * The memory belongs to the sender and ends with its process. So a sender that closes waits, at most `linger_s`, until
@@ -43,7 +43,7 @@ from ..memory.handles import Handle, dtype_name
 from ..memory.slab import Slab, torch_dtype
 from .queue import wait_for_wake
 from .tensor_queue import Received, TensorReceiver, TensorSender, attach_receiver, prepare_name, run_sender
-from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, LARGEST, Piece, item_message, number_of, release_message
+from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, MAX_MESSAGE_BYTES, Piece, item_message, number_of, release_message
 
 _TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message: slot, fence after the writes
 # Memory of closed queues that receivers in other processes still map. A receiver's socket ends with its mapping.
@@ -56,7 +56,8 @@ class _DeviceSender(TensorSender):
     def __init__(self, slab: Slab, capacity: int) -> None:
         super().__init__(slab, capacity)
         self._memory = slab.memory
-        self._slots: dict[int, int] = {}  # number of an outstanding item -> slot of its fences
+        # Number of an outstanding item -> its slot. Fence 2 * slot follows the writes, fence 2 * slot + 1 the reads.
+        self._slots: dict[int, int] = {}
         self._read_fences: list[bytes] = []  # of released items; later writes must wait for these fences
 
     def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
@@ -76,7 +77,7 @@ class _DeviceSender(TensorSender):
         }
         slot = min(set(range(self.capacity)).difference(self._slots.values()))
         # Before the launches: an item with too many tensors is an error without side effects.
-        message = item_message(self.puts, handles, most=LARGEST - _TAIL.size)
+        message = item_message(self.puts, handles, limit=MAX_MESSAGE_BYTES - _TAIL.size)
         with self._memory.writing() as stream:
             self._wait_for_readers(stream)
             for name, piece in pieces.items():
@@ -127,9 +128,9 @@ class _DeviceReceiver(TensorReceiver):
 
     def __init__(self, slab: Slab, connection: socket.socket) -> None:
         super().__init__(slab, connection)
-        # Number of an item -> slot of its fences, and the stream that was current at `get`.
+        # Number of an item -> its slot, and the stream that was current at `get`.
         self._slots_and_streams: dict[int, tuple[int, Any]] = {}
-        self._half_closed: socket.socket | None = None
+        self._half_closed: socket.socket | None = None  # closes with the last tensor
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
 
     def open_tensor(self, handle: Handle, item_life: object) -> torch.Tensor:
@@ -164,21 +165,21 @@ class _DeviceReceiver(TensorReceiver):
         """After the sender's death, drop the items that `get` has not returned. A live sender keeps their memory."""
         if self._broken:
             self._items.clear()
-        self._end()
+        self._close_or_detach()
 
     def disconnect(self) -> None:
         if self._socket.open:
             self._socket.send(CLOSED)
-            self._end()
+            self._close_or_detach()
         self._items.clear()
         connection, self._half_closed = self._half_closed, None
         if connection is not None:
             if self.slab.opened:
-                self.slab.memory.after(connection.close)  # with the last tensor
+                self.slab.memory.after(connection.close)
             else:
                 connection.close()
 
-    def _end(self) -> None:
+    def _close_or_detach(self) -> None:
         if self._same_process:
             self._socket.close()  # tensors refer to the sender's own memory object
         elif self._socket.open:
@@ -187,7 +188,8 @@ class _DeviceReceiver(TensorReceiver):
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
-        torch_dtype(dtype_name(value.dtype))
+        torch_dtype(dtype_name(value.dtype))  # raises for dtypes that torch lacks
+        # `torch.from_numpy` takes no negative strides, and warns about read-only arrays.
         usable = value.flags.writeable and all(step >= 0 for step in value.strides)
         return torch.from_numpy(value if usable else value.copy())
     if not isinstance(value, torch.Tensor):
@@ -232,7 +234,7 @@ def _free_unmapped_slabs() -> None:
     for connection, memory in list(_mapped_slabs):
         with contextlib.suppress(BlockingIOError):
             with contextlib.suppress(ConnectionResetError):
-                while connection.recv(LARGEST):
+                while connection.recv(MAX_MESSAGE_BYTES):
                     pass
             connection.close()
             _mapped_slabs.remove((connection, memory))

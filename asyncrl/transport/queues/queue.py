@@ -9,8 +9,8 @@ Contract
   A closed end raises `anyio.ClosedResourceError`.
 * A cancelled `get` has taken no item. Between processes, a cancelled `put` has put no item.
 * Within a process, the item of a cancelled `put` may have been taken at the same moment, so never put the item again.
-  Use cancel scopes of anyio, which do not interrupt a task that has just received an item. `asyncio.Task.cancel` does,
-  and the item is lost. So no task of a run is cancelled alone by `asyncio.Task.cancel`.
+  Use cancel scopes of anyio, which do not interrupt a task that has just received an item. `asyncio.Task.cancel`
+  interrupts such a task, and its item is lost. So never cancel a single task of a run by `asyncio.Task.cancel`.
 * A queue within a process moves references, never bytes. The items of one producer keep their order.
 """
 

@@ -72,10 +72,7 @@ class _TensorEnd(QueueEnd):
 
 
 class TensorSender(_TensorEnd):
-    """The send end, see the module. All producers share the end.
-
-    A queue on a device overrides the last four methods.
-    """
+    """The send end, see the module. All producers share the end."""
 
     kind = HOST
 
@@ -144,8 +141,8 @@ class TensorSender(_TensorEnd):
             wake_all(self._waiters)
 
     async def wait_delivered(self) -> None:
-        """Wait until a receiver has been sent all messages, or has ended."""
-        while not (self.receiver_gone or (self._socket is not None and not self._socket.unsent and not self._unsent)):
+        """Wait until all messages are sent to a receiver, or the receiver has ended."""
+        while not self.receiver_gone and (self._socket is None or self._socket.unsent or self._unsent):
             await wait_for_wake(self._waiters)
 
     def disconnect(self) -> None:
@@ -169,16 +166,16 @@ class TensorSender(_TensorEnd):
             self._accept()
         if self._socket is None:
             return
-        messages, ended = self._socket.receive()
+        messages, disconnected = self._socket.receive()
         for message in messages:
             self.on_message(message)
-        if ended:
+        if disconnected:
             self.receiver_gone = True
             self._socket.close()
             for start in self._outstanding.values():
                 self.slab.free(start)
             self._outstanding.clear()
-        if messages or ended:
+        if messages or disconnected:
             # Wake all waiters: items have different sizes, so a later waiter may fit where the first does not.
             wake_all(self._waiters)
 
@@ -235,7 +232,7 @@ class TensorSender(_TensorEnd):
             self.slab.free(start)
 
     async def wait_unmapped(self) -> None:
-        """Wait until the memory may be freed. Shared memory may be freed at once: mappings keep it."""
+        """Wait until the slab may be closed. For shared memory that is at once, because a mapping keeps its pages."""
 
 
 class Received(Mapping[str, Any]):
@@ -350,7 +347,7 @@ class TensorReceiver(_TensorEnd):
 
     def _process_messages(self) -> None:
         """Process the received messages, without blocking."""
-        messages, ended = self._socket.receive()
+        messages, disconnected = self._socket.receive()
         for message in messages:
             if message[:1] == HELLO:
                 self.capacity, self.greeting = number_of(message), kind_of(message)
@@ -358,10 +355,10 @@ class TensorReceiver(_TensorEnd):
                 self._ended = True
             else:
                 self._items.append((number_of(message), handles_of(message), message))
-        if ended:
+        if disconnected:
             self._broken = not self._ended
             self.on_sender_end()
-        if messages or ended:
+        if messages or disconnected:
             wake_all(self._waiters)
 
     # -- overridden for a queue on a device
@@ -444,7 +441,9 @@ async def run_sender(
         if scope.cancelled_caught:
             attached = sender.has_receiver or sender.receiver_gone
             cause = "the receiver did not release all" if attached else "no receiver attached"
-            raise TransportError(f"queue {sender.name!r}: {sender.depth} items were put and {cause} in {linger_s} s")
+            raise TransportError(
+                f"queue {sender.name!r}: {sender.depth} items were put and {cause} in {linger_s} s; raise linger_s"
+            )
     finally:
         sender.disconnect()
 
@@ -480,9 +479,7 @@ async def attach_receiver(end_class: type[TensorReceiver], name: str, timeout_s:
             receiver.close()
         if anyio.current_time() >= deadline:
             cause = "nobody shares it, or another receiver has it" if receiver is None else "another receiver has it"
-            raise RingDetached(
-                f"queue {name!r}: {cause}; waited {timeout_s} s: start its sender, or close that receiver"
-            )
+            raise RingDetached(f"queue {name!r}: {cause}; waited {timeout_s} s. Start a sender or close the receiver")
         await anyio.sleep(0.02)  # the kernel has no event for a new name
 
 

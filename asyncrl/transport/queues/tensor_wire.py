@@ -3,8 +3,8 @@
 sender -> receiver   I, number, (name, handle) of every tensor      E: no more items      H, capacity, kind of memory
 receiver -> sender   R, number: the item is released, and its memory and credit are free
 
-For a slab on a device, I also has the slot of the item and the fence after its writes, and R has the fence after its
-reads. A receiver that closes sends C: it takes no more items, but may still read its tensors.
+For a slab on a device, I also has the item's slot and the fence after its writes. R also has the fence after its reads.
+C comes from a receiver that closes: the receiver takes no more items, but may still read its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from ..memory.handles import Handle, dtype_name
 
-LARGEST = 65_536  # bytes of a message: about 400 tensors an item
+MAX_MESSAGE_BYTES = 65_536  # bytes of a message: about 400 tensors an item
 ALIGNMENT = 64
 HELLO, END, CLOSED = b"H", b"E", b"C"
 HOST, DEVICE = b"host", b"device"  # kinds of memory in a HELLO
@@ -31,20 +31,22 @@ _COUNT = struct.Struct("<H")
 _PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
 
 
-def item_message(number: int, handles: Mapping[str, Handle], most: int = LARGEST) -> bytes:
-    """The message of item `number`. Errors: ValueError if its handles need more than `most` bytes."""
+def item_message(number: int, handles: Mapping[str, Handle], limit: int = MAX_MESSAGE_BYTES) -> bytes:
+    """The message of item `number`. Errors: ValueError if its handles need more than `limit` bytes."""
     parts = [_NUMBER.pack(b"I", number), _COUNT.pack(len(handles))]
     for name, handle in handles.items():
         encoded, raw = name.encode(), handle.encode()
         parts += [_PART.pack(len(encoded), len(raw)), encoded, raw]
     message = b"".join(parts)
-    if len(message) > most:
-        raise ValueError(f"an item needs {len(message)} bytes of handles; at most {most}: put fewer tensors in an item")
+    if len(message) > limit:
+        raise ValueError(
+            f"an item needs {len(message)} bytes of handles; at most {limit}: put fewer tensors in an item"
+        )
     return message
 
 
 def hello_message(kind: bytes, capacity: int) -> bytes:
-    """The greeting. The sender sends it after all earlier items, so a greeted receiver has every item put before."""
+    """The greeting. Send it after all earlier items, so that a greeted receiver has every item put before."""
     return _NUMBER.pack(HELLO, capacity) + kind
 
 
@@ -156,7 +158,7 @@ class MessageSocket:
         messages: list[bytes] = []
         while self.open:
             try:
-                message = self._socket.recv(LARGEST)
+                message = self._socket.recv(MAX_MESSAGE_BYTES)
             except BlockingIOError:
                 break
             except ConnectionResetError:

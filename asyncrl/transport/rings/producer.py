@@ -78,11 +78,10 @@ class ProducerCore:
     def check(self) -> None:
         """Errors: LifecycleError for a producer that was closed, or was made before a fork."""
         if self.closed:
-            raise LifecycleError(f"the producer of ring {self.name!r} is closed")
+            raise LifecycleError(f"the producer of ring {self.name!r} is closed; attach a new one")
         if self._forks != segments.forks:
             raise LifecycleError(
-                f"the producer of ring {self.name!r} was made before a fork, and a ring has one writer; attach again in this "
-                "process"
+                f"the producer of ring {self.name!r} was made before a fork; attach again, because a ring has one writer"
             )
 
     def try_attach(self, deadline: float) -> Attachment | None:
@@ -110,7 +109,7 @@ class ProducerCore:
         return attachment
 
     def try_put(self, plan: Plan, *, ownerless: bool) -> Need:
-        """Try to put once. `ownerless`: no owner listens now, so put into the ring without a notification."""
+        """Try to put once, and return the remaining need. `ownerless`: no owner listens, so put without notifying."""
         self.check()
         writer, segment, attachment = self._writer, self._segment, self._attachment
         if writer is None or segment is None or segment.sealed:
@@ -164,7 +163,7 @@ class ProducerCore:
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
-            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put: put it again later"
+            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put; put again later"
         )
 
     @property
@@ -351,7 +350,7 @@ def _attach(core: ProducerCore, deadline: float) -> Waits:
 
 
 def _complete_put(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
-    """The remaining steps of a put that waits for `need`, or whose record no owner may know of."""
+    """The remaining steps of a put: wait for `need`, and make sure that an owner learns of the record."""
     ownerless, was_full, pauses = False, False, _pauses()
     while True:
         while need is not Need.NOTHING:

@@ -17,7 +17,7 @@ Guarantees
   `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. A failed opening removes nothing.
 * `end_intake` detaches all producers. `close` does so too, and keeps rings with records for the next owner.
 
-The segment NAME has no data. Its lock shows the owner, and its header has the secret of the owner's address.
+The segment NAME has no data. The owner holds its lock, and the owner's address contains the secret in its header.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RecordRing:
         self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
         self._damaged_links: list[Link] = []  # damaged here; their records may still be in use
-        self._ready: deque[tuple[Link, int, int]] = deque()
+        self._ready: deque[tuple[Link, int, int]] = deque()  # link, slot, sequence
         self._getters: deque[asyncio.Future[None]] = deque()
         self._segment: Segment | None = None  # of the name itself
         self._version = -1
@@ -236,7 +236,7 @@ class RecordRing:
     def __anext__(self) -> Coroutine[Any, Any, Delivery]:
         return self._next(StopAsyncIteration)
 
-    async def _next(self, ended: type[Exception]) -> Delivery:
+    async def _next(self, end_error: type[Exception]) -> Delivery:
         # `get` and `async for` return this coroutine: every further coroutine would cost time at each record.
         while True:
             if self._ready or self._state != "open" or self._failure is not None:
@@ -245,7 +245,7 @@ class RecordRing:
                 except anyio.WouldBlock:  # only duplicates, torn records and ends were ready
                     pass
                 except anyio.ClosedResourceError:
-                    raise ended from None
+                    raise end_error from None
             if self.recorder is None:
                 await wait_for_wake(self._getters)
             else:
@@ -280,7 +280,8 @@ class RecordRing:
         if self._state == "closed":
             raise anyio.ClosedResourceError
         if self._failure is not None:
-            raise TransportError(f"record ring {self.name!r} cannot go on: {self._failure!r}") from self._failure
+            text = f"record ring {self.name!r} failed in a callback: {self._failure!r}; open a new RecordRing"
+            raise TransportError(text) from self._failure
 
     def _on_release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
@@ -296,7 +297,7 @@ class RecordRing:
         self._free_if_ended(link)
 
     def _run_callback(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Run a callback of the loop. The loop would only log an exception; so keep it and raise it in the consumer."""
+        """Run a callback of the loop. The loop would only log an exception, so keep the exception for the consumer."""
         try:
             callback(*arguments)
         except Exception as error:
@@ -322,7 +323,7 @@ class RecordRing:
             self._drop_link(link)
             self._damaged_links.append(link)
             link.close_descriptors(self._loop)
-            reason = f"accepted records of producer {link.producer.hex()} are not where they belong"
+            reason = f"accepted records of producer {link.producer.hex()} have no valid descriptors"
             self._rename_damaged(link.segment.name, reason)
 
     def _drop_link(self, link: Link) -> None:

@@ -43,16 +43,16 @@ _CHECK = struct.Struct("<QQQ")
 
 def ring_bytes(slots: int, payload: int) -> int:
     """The bytes of a ring with `slots` descriptors and `payload` bytes of payload."""
-    return _payload_at(slots) + payload
+    return _payload_offset(slots) + payload
 
 
-def _payload_at(slots: int) -> int:
+def _payload_offset(slots: int) -> int:
     return (_ARRAYS_AT + 5 * 8 * slots + 4095) & -4096
 
 
 def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, started: int) -> None:
     """Make an empty ring of zeros in `buffer`, for the producer process `pid` that started at clock tick `started`."""
-    payload_at = _payload_at(slots)
+    payload_at = _payload_offset(slots)
     static = _STATIC.pack(MAGIC, VERSION, slots, payload_at, len(buffer) - payload_at, producer, pid, started)
     static += zlib.crc32(static).to_bytes(4, "little")
     buffer[: len(static)] = static
@@ -67,8 +67,8 @@ class RingMemory:
             raise TransportError(f"{len(buffer)} bytes are too few for a ring, which has at least {_ARRAYS_AT}")
         static, crc = buffer[: _STATIC.size], buffer[_STATIC.size : _STATIC.size + 4]
         magic, version, slots, payload_at, payload, producer, pid, started = _STATIC.unpack(static)
-        good = magic == MAGIC and version == VERSION and zlib.crc32(static) == int.from_bytes(crc, "little")
-        if not good or payload_at != _payload_at(slots) or payload_at + payload > len(buffer):
+        valid = magic == MAGIC and version == VERSION and zlib.crc32(static) == int.from_bytes(crc, "little")
+        if not valid or payload_at != _payload_offset(slots) or payload_at + payload > len(buffer):
             raise TransportError(f"these {len(buffer)} bytes are a damaged ring, or no ring of version {VERSION}")
         self.slots: int = slots
         self.producer: bytes = producer
@@ -90,8 +90,8 @@ class RingMemory:
         head = self.head[0]
         sequences = self.sequences.view.tolist()
         released = self.released.view.tolist()
-        used = [(number, slot) for slot, number in enumerate(sequences) if number != released[slot] and number <= head]
-        return [slot for _, slot in sorted(used)]
+        accepted = [(sequence, slot) for slot, sequence in enumerate(sequences) if sequence <= head]
+        return [slot for sequence, slot in sorted(accepted) if sequence != released[slot]]
 
     def has_unfinished_put(self) -> bool:
         """Whether the producer began a put that is not accepted, or not yet."""
@@ -104,18 +104,18 @@ class RingMemory:
         # The head is read again, because a put may have been accepted meanwhile.
         later_head, latest = self.head[0], int(sequences.max())
         released = np.array(self.released.view)
-        slots, one = np.arange(self.slots, dtype=np.uint64), np.uint64(1)
+        slots = np.arange(self.slots, dtype=np.uint64)
         if not head <= latest <= later_head + 1:
             return f"its head says {head} records, its latest has number {latest}"
         for numbers in (sequences, released):
-            if bool(((numbers != 0) & ((numbers - one) % np.uint64(self.slots) != slots)).any()):
+            if bool(((numbers != 0) & ((numbers - np.uint64(1)) % np.uint64(self.slots) != slots)).any()):
                 return "a record is in a slot that does not match its number"
         if bool((released > sequences).any()):
             return "a slot has released a record that was never put"
-        unwritten = (sequences == 0) & (np.array(self.sizes.view) != 0)
+        lost_numbers = (sequences == 0) & (np.array(self.sizes.view) != 0)
         if self.has_unfinished_put():
-            unwritten[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
-        if bool(unwritten.any()):
+            lost_numbers[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
+        if bool(lost_numbers.any()):
             return "a record has lost its number"
         # Nonzero if the last owner was killed between the two stores of a release: then one slot has this difference.
         unfinished = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
@@ -142,8 +142,8 @@ class RingWriter:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.capacity = len(memory.payload)
-        # Slot -> (sequence, start, size) of each accepted, unreleased record. This copy protects records from a put
-        # after damage to the words of the ring.
+        # Slot -> (sequence, start, size) of each accepted, unreleased record. A copy, so that damage to the ring's words
+        # cannot make a put overwrite a record.
         self._unreleased: dict[int, tuple[int, int, int]] = {}
         self._reread_words()
 
@@ -208,8 +208,7 @@ class RingReader:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
-        # Damage: positions without a valid descriptor, and decreases of the head.
-        self.lost = 0
+        self.lost = 0  # positions without a valid descriptor, heads that went back
         self.passed_over = 0  # positions that puts skipped, as their slots were in use
         self._next = 0
 
@@ -217,7 +216,7 @@ class RingReader:
         """(slot, sequence) of every accepted, unreleased record, oldest first."""
         self._next = self.memory.head[0]
         live_slots = [(slot, self.memory.sequences[slot]) for slot in self.memory.live_slots()]
-        # The head may have grown meanwhile. `poll` finds the later records.
+        # The head may have grown meanwhile. `poll` finds the records above `_next`.
         records = [(slot, sequence) for slot, sequence in live_slots if sequence <= self._next]
         self.outstanding += len(records)
         return records
@@ -225,7 +224,7 @@ class RingReader:
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of every record that was accepted since the last `poll` or `replay`."""
         memory, head, first = self.memory, self.memory.head.view[0], self._next
-        # At most `slots` records are unreleased, and each put passed over fewer than `slots` positions.
+        # A larger step is damage: at most `slots` puts fit, and each passes over fewer than `slots` positions.
         if head > first + memory.slots**2:
             self.lost += head - first
             first = head
