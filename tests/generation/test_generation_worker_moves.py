@@ -237,7 +237,7 @@ class Late:
         await wait_all_tasks_blocked()
         for _ in range(3):
             await asyncio.sleep(0)
-        assert made.node._received == b"" and not made.node._ended
+        assert made.node._received == b"" and not made.node._input_ended
 
     def come(self) -> None:
         self._come.set()
