@@ -245,7 +245,7 @@ async def test_an_error_inside_the_owner_is_heard_by_both_sides(name: str) -> No
         async with RecordRing(name, SMALL) as ring:
             ring._admit = broken  # type: ignore[method-assign, assignment]
             attaching = asyncio.create_task(AsyncProducer.attach(name, timeout=0.3))
-            with pytest.raises(TransportError, match=r"failed in a callback: ValueError\('of the test'\)"):
+            with pytest.raises(TransportError, match=r"failed: ValueError\('of the test'\)"):
                 await ring.get()
             with pytest.raises(RingDetached):
                 await attaching

@@ -37,8 +37,8 @@ class DeviceMemory:
         """Call this, on any thread, when the memory is no longer mapped here."""
         self._after.append(call)
 
-    def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        """`size` bytes as a flat uint8 tensor that keeps the memory and `keep` alive."""
+    def tensor(self, offset: int, size: int, keep_alive: object) -> torch.Tensor:
+        """`size` bytes as a flat uint8 tensor that keeps the memory and `keep_alive` alive."""
         raise NotImplementedError
 
     def stream(self) -> Any:
@@ -75,14 +75,14 @@ class HostMemory(DeviceMemory):
         super().__init__(size, _nothing)
         self._data = segment.data[start : start + size]
 
-    def bytes(self, offset: int, size: int, keep: object) -> npt.NDArray[np.uint8]:
-        """`size` writable bytes; the array keeps the mapping and `keep` alive."""
-        return np.asarray(_ArrayBase(self._data[offset : offset + size], (self, keep)))
+    def bytes(self, offset: int, size: int, keep_alive: object) -> npt.NDArray[np.uint8]:
+        """`size` writable bytes; the array keeps the mapping and `keep_alive` alive."""
+        return np.asarray(_ArrayBase(self._data[offset : offset + size], (self, keep_alive)))
 
-    def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
+    def tensor(self, offset: int, size: int, keep_alive: object) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(self.bytes(offset, size, keep))
+        return torch.from_numpy(self.bytes(offset, size, keep_alive))
 
 
 def _nothing() -> None:
@@ -90,9 +90,9 @@ def _nothing() -> None:
 
 
 class _ArrayBase:
-    """The `base` of an array: keeps the mapping and `keep` alive as long as the array or a slice of the array."""
+    """The `base` of an array: keeps the mapping and `keep_alive` alive as long as the array or a slice of the array."""
 
-    def __init__(self, data: memoryview, keep: object) -> None:
+    def __init__(self, data: memoryview, keep_alive: object) -> None:
         # The memoryview is an export of the map: closing the map under the array fails.
-        self._keep = data, keep
+        self._keep_alive = data, keep_alive
         self.__array_interface__ = np.frombuffer(data, np.uint8).__array_interface__

@@ -223,9 +223,7 @@ class Segment:
 
     def close(self, *, unlink: bool) -> None:
         """Unmap the segment and release the lock. `unlink` (owner only) removes the name first. Closing twice is fine.
-
-        The memory stays mapped until the last view of the mapping is gone.
-        """
+        The memory stays mapped until the last view of the mapping is gone."""
         if self.closed:
             return
         self.closed = True

@@ -142,18 +142,19 @@ class Slab:
         """A handle for an array at `offset` bytes. Errors: StaleHandle if the array is not inside the slab."""
         return self._check_handle(Handle(self.segment.run, offset, dtype_name(dtype), tuple(shape)))
 
-    def view(self, handle: Handle, *, keep: object = None) -> torch.Tensor:
-        """The writable tensor of a handle. The tensor keeps `keep` alive. Errors: StaleHandle."""
+    def view(self, handle: Handle, *, keep_alive: object = None) -> torch.Tensor:
+        """The writable tensor of a handle. The tensor keeps `keep_alive` alive. Errors: StaleHandle."""
         self._check_handle(handle)
         dtype, memory = torch_dtype(handle.dtype), self.memory
-        return memory.tensor(handle.offset, handle.nbytes, keep).view(dtype).view(handle.shape)
+        return memory.tensor(handle.offset, handle.nbytes, keep_alive).view(dtype).view(handle.shape)
 
-    def array(self, handle: Handle, *, keep: object = None) -> npt.NDArray[Any]:
+    def array(self, handle: Handle, *, keep_alive: object = None) -> npt.NDArray[Any]:
         """The array of a handle in a slab on the CPU, as `view`; bfloat16 appears as uint16."""
         self._check_handle(handle)
         memory = self.memory
         assert isinstance(memory, HostMemory)
-        return memory.bytes(handle.offset, handle.nbytes, keep).view(numpy_dtype(handle.dtype)).reshape(handle.shape)
+        raw = memory.bytes(handle.offset, handle.nbytes, keep_alive)
+        return raw.view(numpy_dtype(handle.dtype)).reshape(handle.shape)
 
     def close(self) -> None:
         """Close the slab. Its memory is unmapped with its last tensor in this process. Closing twice is fine."""

@@ -179,10 +179,10 @@ class CudaMemory(DeviceMemory):
         address = open_exported(driver, index, handle, pid)
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
-    def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
+    def tensor(self, offset: int, size: int, keep_alive: object) -> torch.Tensor:
         if not size:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep)), device=self.device)
+        return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep_alive)), device=self.device)
 
     def stream(self) -> torch.cuda.Stream:
         """torch's current stream on the device of the memory."""
@@ -225,8 +225,8 @@ class CudaMemory(DeviceMemory):
 class _CudaArrayBase:
     """Device memory for `torch.as_tensor`. The tensor keeps this object as long as its storage lives."""
 
-    def __init__(self, address: int, size: int, keep: object) -> None:
-        self._keep = keep
+    def __init__(self, address: int, size: int, keep_alive: object) -> None:
+        self._keep_alive = keep_alive
         self.__cuda_array_interface__ = {
             "version": 3,
             "typestr": "|u1",

@@ -134,7 +134,7 @@ class _DeviceReceiver(TensorReceiver):
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
 
     def open_tensor(self, handle: Handle, item_life: object) -> torch.Tensor:
-        return self.slab.view(handle, keep=item_life)
+        return self.slab.view(handle, keep_alive=item_life)
 
     def next_item(self) -> Received:
         self._process_messages()  # after the death of the sender its memory must not be used

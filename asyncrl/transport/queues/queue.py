@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def record_wait(recorder: Recorder | None, what: str, on: str, cause: Cause) -> AbstractContextManager[object]:
-    """A context in which the recorder shows that the current task waits for `what` from `on`."""
+def record_wait(recorder: Recorder | None, need: str, source: str, cause: Cause) -> AbstractContextManager[object]:
+    """A context in which the recorder shows that the current task waits for `need` from `source`."""
     if recorder is None:
         return nullcontext()
     task = asyncio.current_task()
-    return recorder.wait(task.get_name() if task else "?", what, on=on, cause=cause)
+    return recorder.wait(task.get_name() if task else "?", need, on=source, cause=cause)
 
 
 class QueueEnd(ABC):
@@ -71,8 +71,8 @@ class _LocalEnd(QueueEnd, Generic[T]):
         if self._recorder is not None:
             self._recorder.gauge(f"queue/{self._name}/depth", self._stream.statistics().current_buffer_used)
 
-    def _record_wait(self, what: str, on: str) -> AbstractContextManager[object]:
-        return record_wait(self._recorder, what, f"{on} of queue {self._name}", "group")
+    def _record_wait(self, need: str, source: str) -> AbstractContextManager[object]:
+        return record_wait(self._recorder, need, f"{source} of queue {self._name}", "group")
 
     def close(self) -> None:
         """As `QueueEnd.close`. All tasks on this side share the end."""

@@ -365,7 +365,7 @@ class TensorReceiver(_TensorEnd):
 
     def open_tensor(self, handle: Handle, item_life: object) -> Any:
         """The array of a handle. The array keeps `item_life` alive."""
-        return self.slab.array(handle, keep=item_life)
+        return self.slab.array(handle, keep_alive=item_life)
 
     def next_item(self) -> Received:
         """Remove and return the first received item."""

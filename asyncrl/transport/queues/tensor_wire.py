@@ -1,6 +1,6 @@
 """The messages of a tensor queue between processes, over one AF_UNIX socket. The tensors themselves are in the slab.
 
-sender -> receiver   I, number, (name, handle) of every tensor      E: no more items      H, capacity, kind of memory
+sender -> receiver   I, number, (name, handle) of each tensor: an item   E: the end   H, capacity, kind of memory: a greeting
 receiver -> sender   R, number: the item is released, and its memory and credit are free
 
 For a slab on a device, I also has the item's slot and the fence after its writes. R also has the fence after its reads.

@@ -1,1 +1,1 @@
-"""Records of many producers for one owner, which may die at any moment on either side. Start in `record_ring.py`."""
+"""Rings in shared memory: many producers put records, and one owner takes them. Start in `record_ring.py`."""

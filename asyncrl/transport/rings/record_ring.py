@@ -84,7 +84,7 @@ class RecordRing:
         try:
             self._open()
         except BaseException:
-            self._close_all(keep=self._segment is not None and self._segment.adopted)
+            self._close_all(keep_name=self._segment is not None and self._segment.adopted)
             raise
         return self
 
@@ -181,10 +181,10 @@ class RecordRing:
             if not link.holds_records():
                 del self._links[producer]
                 link.close(self._loop, unlink=True)
-        return self._close_all(keep=False)
+        return self._close_all(keep_name=False)
 
-    def _close_all(self, *, keep: bool) -> bool:
-        """Close all rings. `keep`: keep the name even without rings. Returns whether the name was kept."""
+    def _close_all(self, *, keep_name: bool) -> bool:
+        """Close all rings. `keep_name`: keep the name even without rings. Returns whether the name was kept."""
         self._state = "closed"
         wake_all(self._getters)
         for link in (*self._links.values(), *self._damaged_links):
@@ -195,9 +195,9 @@ class RecordRing:
             os.close(self._data_event)
         if self._segment is None:
             return False
-        keep = keep or bool(parts_of(self.name, "ring", "damaged"))
-        self._segment.close(unlink=not keep)
-        return keep
+        keep_name = keep_name or bool(parts_of(self.name, "ring", "damaged"))
+        self._segment.close(unlink=not keep_name)
+        return keep_name
 
     # -- records
 
@@ -280,7 +280,7 @@ class RecordRing:
         if self._state == "closed":
             raise anyio.ClosedResourceError
         if self._failure is not None:
-            text = f"record ring {self.name!r} failed in a callback: {self._failure!r}; open a new RecordRing"
+            text = f"record ring {self.name!r} failed: {self._failure!r}; open a new RecordRing"
             raise TransportError(text) from self._failure
 
     def _on_release(self, link: Link, slot: int, record: Record) -> None:
