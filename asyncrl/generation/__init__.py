@@ -1,9 +1,9 @@
-"""Engines: sampling tokens from the policy, behind `ports.Engine`.
+"""Engines sample tokens from the policy. All implement `ports.Engine`.
 
-Start reading in `owner.py`, what every engine of a process shares, and `embedded/engine.py`, the one that decodes by itself.
+Start reading in `owner.py` (the part that all engines of a process share) and `embedded/engine.py` (the engine of this package).
 
     embedded/    continuous batching, on the trainer's model or on a worker's
-    worker/      an engine in a process beside the trainer: requests, sequences, weights, deaths
-    vllm/        vLLM's core in a worker, an adapter for each of its versions
-    dry_run      made-up tokens
+    worker/      an engine whose requests are served by worker processes
+    vllm/        vLLM in a worker process, with an adapter for each supported version
+    dry_run      an engine without a model; its tokens are random
 """

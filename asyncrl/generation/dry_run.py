@@ -18,7 +18,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-from .life import WHO
+from .life import TRACK
 from .owner import Job, OwnedEngine
 
 VOCABULARY, EOS = 256, 0
@@ -102,7 +102,7 @@ class DryRunEngine(OwnedEngine):
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         rows = len(self._rows)
-        with self.recorder.span("decode", track=WHO, sequences=rows):
+        with self.recorder.span("decode", track=TRACK, sequences=rows):
             ended = await self.lane.run(self._decode, name="engine/decode", cost=self._decode_step_s)
         self._tokens += rows
         self._decode_steps += 1

@@ -1,7 +1,7 @@
-"""The life of an engine, whoever computes: opened once, one owner task, and the promise that no waiter ever hangs.
+"""Opening and closing of an engine. An engine is opened once and has one owner task.
 
-Whatever ends the owner (closing, an error, a cancellation) fails everybody who waits, and an error leaves through
-`async with engine` as well.
+When the owner task ends (by closing, an error or a cancellation), all waiting calls get an exception, so none of them hangs. An
+error of the owner is also raised by `async with engine`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from anyio.abc import TaskGroup
 
 from asyncrl.errors import EngineClosed, LifecycleError
 
-WHO = "engine"
+# Name of the owner task, and of the engine's track in traces.
+TRACK = "engine"
 
 
 class EngineState(Enum):
-    """The life of an engine."""
+    """An engine is NEW, OPEN, CLOSED in this order."""
 
     NEW = "new"
     OPEN = "open"
@@ -28,7 +29,7 @@ class EngineState(Enum):
 
 
 class EngineLife(ABC):
-    """Base of all engines; see the module docstring."""
+    """Base class of all engines. See the module docstring."""
 
     def __init__(self) -> None:
         self._state = EngineState.NEW
@@ -37,63 +38,62 @@ class EngineLife(ABC):
         self._opened_in: asyncio.Task[Any] | None = None
 
     @abstractmethod
-    async def _own(self) -> None:
-        """The owner task, for ever: it serves until it is cancelled. An error of it is the engine's."""
+    async def _run_owner(self) -> None:
+        """The owner task. It runs until it is cancelled. An error ends the engine."""
 
     @abstractmethod
-    def _forget(self) -> list[asyncio.Future[Any]]:
-        """The owner is done: what everybody waits for, which is nobody's any more."""
+    def _take_futures(self) -> list[asyncio.Future[Any]]:
+        """Drop all requests after the owner has ended. Returns the futures of the waiting calls."""
 
     @property
     def failed(self) -> bool:
-        """Whether an error ended it."""
+        """Whether an error ended the engine."""
         return self._failure is not None
 
     async def __aenter__(self) -> Self:
         if self._state is not EngineState.NEW:
-            raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; make a new one")
+            raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; create a new one")
         self._state = EngineState.OPEN
         self._opened_in = asyncio.current_task()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._run, name=WHO)
+        self._tasks.start_soon(self._run, name=TRACK)
         return self
 
     async def __aexit__(self, *exc: Any) -> bool | None:
         if self._tasks is None:
             return None
         if asyncio.current_task() is not self._opened_in:
-            raise LifecycleError("an engine is closed in the task that opened it; this is another one")
+            raise LifecycleError("this task did not open the engine; close the engine in the task that opened it")
         tasks, self._tasks = self._tasks, None
         self._state = EngineState.CLOSED
         tasks.cancel_scope.cancel()
-        # A cancellation that our own failed owner caused must be given back to its scope; anything else goes on as it
-        # came.
-        ours = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
+        # A failed owner makes the task group cancel the body of `async with`. The group must get that cancellation back, or it
+        # would escape. Other exceptions of the body are not the group's business.
+        caused_here = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
-            await tasks.__aexit__(*(exc if ours else (None, None, None)))
+            await tasks.__aexit__(*(exc if caused_here else (None, None, None)))
         except BaseExceptionGroup:
             if self._failure is None:
                 raise
         finally:
-            self._end(None)  # also where the owner was cancelled before its first step
+            # The owner does not reach its own `_end` if it is cancelled before its first step.
+            self._end(None)
         if self._failure is not None:
             raise self._failure from self._failure.__cause__
         return None
 
     def _require_open(self) -> None:
         if self._failure is not None:
-            raise self._reason()
-        if self._state is not EngineState.OPEN:
-            raise EngineClosed(
-                "the engine was never opened: use it inside `async with engine`"
-                if self._state is EngineState.NEW
-                else "the engine is closed"
-            )
+            raise self._closed_error()
+        if self._state is EngineState.NEW:
+            raise EngineClosed("the engine was never opened: use it inside `async with engine`")
+        if self._state is EngineState.CLOSED:
+            raise EngineClosed("the engine is closed")
 
     async def _run(self) -> None:
         try:
-            await self._own()
+            await self._run_owner()
         except BaseException as error:
             self._end(error)
             raise
@@ -101,20 +101,20 @@ class EngineLife(ABC):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """The owner is done: nobody may wait any longer. Called for the reason, and again for what came after it."""
+        """Fail all waiting calls after the end of the owner. It may be called again; the first error is kept."""
         failed = error is not None and not isinstance(error, asyncio.CancelledError)
         if failed and self._failure is None:
             self._failure = error
         self._state = EngineState.CLOSED
-        for future in self._forget():
+        for future in self._take_futures():
             if not future.done():
-                future.set_exception(self._reason())
+                future.set_exception(self._closed_error())
 
-    def _reason(self) -> EngineClosed:
-        """A fresh exception for each waiter (they get tracebacks of their own), with the failure as its cause. Not a failure of
-        their requests: whoever waits for a group must not count it as one that cannot be played."""
+    def _closed_error(self) -> EngineClosed:
+        """A new exception for one waiting call, with the failure as its cause. EngineClosed is not an error of the request, so the
+        caller does not count its group as failed."""
         if self._failure is None:
             return EngineClosed("the engine closed while this request was waiting")
-        reason = EngineClosed(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
-        reason.__cause__ = self._failure
-        return reason
+        error = EngineClosed(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        error.__cause__ = self._failure
+        return error

@@ -1,14 +1,15 @@
-"""What the engines of this process share: one owner task (`life.py`), waiting requests, admission and delivery.
+"""Base class of engines that run in this process: one owner task (`life.py`), a queue of requests, admission and delivery.
 
     generate() --> waiting --admit (by priority, while there is room)--> running --closures--> result to the caller
-                      \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
+                      \\__ caller cancelled: removed at once __/   \\__ removed before the next closure __/
 
-Room is a row, and positions of the cache: the rows of a batch are as long as its longest sequence (prompt + max_tokens), and
-all of them together are within `kv_positions`. Among equal priorities the order is that of arrival. One sequence always fits,
-and nobody overtakes the first that waits, so everybody is served before what comes with a larger `priority`.
+A request needs a free row and cache positions. All rows of the batch have the length of its longest sequence (prompt + max_tokens),
+and all rows together have at most `kv_positions`. A smaller `priority` is admitted first; equal priorities in the order of arrival.
+No request overtakes the first waiting one, and a single sequence always fits. So every request is admitted sooner or later, unless
+requests with smaller `priority` keep arriving.
 
-Only the owner task touches the running batch. Between two closures on the lane the owner drops aborted
-sequences, answers weight updates, admits and delivers.
+Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
+updates, admits requests and delivers results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import GenerationError
 from asyncrl.types import Generation, GenerationRequest
 
-from .life import WHO, EngineLife
+from .life import TRACK, EngineLife
 from .requests import check_request
 
 if TYPE_CHECKING:
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request and the future its caller waits for. `slot` is the engine's own number while it runs."""
+    """One request, and the future that its caller awaits. `slot`: the batch's number for it while it runs; -1 otherwise."""
 
     request: GenerationRequest
     future: asyncio.Future[Generation]
     slot: int = -1
 
     @property
-    def room(self) -> int:
-        """Positions that are reserved while it runs."""
+    def positions(self) -> int:
+        """Cache positions that the request needs: prompt + max_tokens."""
         return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
 
 
@@ -53,7 +54,8 @@ class _Update:
 
 
 class OwnedEngine(EngineLife):
-    """Base of the engines in this process; see the module docstring. Subclasses fill in the batch."""
+    """See the module docstring. max_sequences: most running sequences. max_context: most tokens of prompt + max_tokens.
+    kv_positions: most cache positions of all rows together; None: max_sequences x max_context."""
 
     def __init__(
         self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int, kv_positions: int | None = None
@@ -63,8 +65,7 @@ class OwnedEngine(EngineLife):
             kv_positions = max_sequences * max_context
         if max_sequences < 1 or max_context < 2:
             raise ValueError(
-                f"an engine needs room for one sequence of two tokens; got max_sequences={max_sequences}, "
-                f"max_context={max_context}"
+                f"expected max_sequences of at least 1 and max_context of at least 2; found {max_sequences} and {max_context}"
             )
         if kv_positions < max_context:
             raise ValueError(f"kv_positions is {kv_positions}, expected at least max_context = {max_context}")
@@ -80,43 +81,43 @@ class OwnedEngine(EngineLife):
         self._wake = anyio.Event()
         self._tokens = 0
         self._decode_steps = 0
-        self._finished = 0
-        self._aborts = 0
+        self._finished_count = 0
+        self._aborted_count = 0
 
-    # -- what a subclass gives ----------------------------------------------------------------------------------------
+    # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what would disturb others once it runs. Subclasses may ask for more."""
+        """Errors: GenerationError for a request that cannot run. Subclasses may refuse more."""
         check_request(request, self.max_context)
 
     @abstractmethod
     async def _prepare(self) -> None:
-        """What the owner does first, on the lane if it needs one."""
+        """Create the batch. The owner calls this first."""
 
     @abstractmethod
     def _add(self, job: Job) -> int:
-        """Take the request into the batch; there is room. Returns its slot."""
+        """Add the request to the batch, which has room for it. Returns its slot."""
 
     @abstractmethod
     def _remove(self, job: Job) -> None:
-        """Free what `_add` took."""
+        """Remove the request from the batch."""
 
     @abstractmethod
     async def _advance(self) -> list[tuple[Job, Generation]]:
-        """One closure on the lane for the running batch. Returns the sequences that ended."""
+        """Run one closure for the running batch. Returns the sequences that ended."""
 
     @abstractmethod
     async def _refresh(self) -> int:
-        """A closure that only notices the weights. Returns their version."""
+        """Run one closure that reads the version of the weights. Returns the version."""
 
-    # -- the port -----------------------------------------------------------------------------------------------------
+    # -- ports.Engine and ports.WeightSink ----------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one sequence; see `ports.Engine`. Errors: `GenerationError`, `EngineClosed`."""
+        """See `ports.Engine`. Errors: GenerationError, EngineClosed."""
         self._require_open()
         self.check(request)
         job = Job(request, asyncio.get_running_loop().create_future())
-        insort(self._waiting, job, key=lambda each: each.request.priority)
+        insort(self._waiting, job, key=lambda queued: queued.request.priority)
         self._wake.set()
         try:
             return await job.future
@@ -125,9 +126,10 @@ class OwnedEngine(EngineLife):
             raise
 
     async def update_weights(self, version: int) -> None:
-        """Returns once the model holds `version` or a later one and no closure that began before is still running.
+        """Wait until all later tokens come from `version` or a newer version.
 
-        GenerationError: the model is still older. The weights are shared, so this call follows the optimizer step.
+        Errors: GenerationError if the model still has an older version. Engine and trainer share the model, so the caller must wait
+        for the optimizer step first.
         """
         self._require_open()
         update = _Update(version, asyncio.get_running_loop().create_future())
@@ -136,57 +138,56 @@ class OwnedEngine(EngineLife):
         await update.future
 
     def statistics(self) -> dict[str, float]:
-        """As `Engine.statistics`: `running`, `waiting` and `reserved_positions` now; `tokens`, `decode_steps`, `finished` and
-        `aborted` sequences so far."""
+        """See `ports.Engine`. Now: `running` and `waiting` requests, `reserved_positions`. So far: `tokens`, `decode_steps`,
+        `finished` and `aborted` requests."""
         return {
             "running": float(len(self._running)),
             "waiting": float(len(self._waiting)),
-            "reserved_positions": float(
-                len(self._running) * max((job.room for job in self._running.values()), default=0)
-            ),
+            "reserved_positions": float(len(self._running) * self._longest_running()),
             "tokens": float(self._tokens),
             "decode_steps": float(self._decode_steps),
-            "finished": float(self._finished),
-            "aborted": float(self._aborts),
+            "finished": float(self._finished_count),
+            "aborted": float(self._aborted_count),
         }
 
     # -- the owner ----------------------------------------------------------------------------------------------------
 
     def _abort(self, job: Job) -> None:
-        """The caller gave up. A waiting request is gone at once, a running one at the next boundary."""
+        """Remove a request whose caller was cancelled. The owner task removes a running one before the next closure."""
         if job.slot >= 0:
             self._aborted.append(job)
             self._wake.set()
         elif job in self._waiting:
             self._waiting.remove(job)
-            self._aborts += 1
+            self._aborted_count += 1
 
-    async def _own(self) -> None:
+    async def _run_owner(self) -> None:
         await self._prepare()
         while True:
             self._wake = anyio.Event()
-            with self.recorder.work(WHO, "admit"):
-                self._drop_aborted()
+            with self.recorder.work(TRACK, "admit"):
+                self._remove_aborted()
                 self._admit()
             if self._updates:
-                await self._answer_updates()
+                await self._complete_updates()
             elif self._running:
                 ended = await self._advance()
-                with self.recorder.work(WHO, "deliver"):
+                with self.recorder.work(TRACK, "deliver"):
                     for job, generation in ended:
                         self._deliver(job, generation)
             else:
-                with self.recorder.wait(WHO, "a request", on="its callers", cause="requests"):
+                with self.recorder.wait(TRACK, "a request", on="its callers", cause="requests"):
                     await self._wake.wait()
 
-    def _drop_aborted(self) -> None:
+    def _remove_aborted(self) -> None:
         for job in self._aborted:
+            # -1: the sequence ended by itself meanwhile.
             if job.slot >= 0:
-                self._take_out(job)
-                self._aborts += 1
+                self._remove_running(job)
+                self._aborted_count += 1
         self._aborted.clear()
 
-    async def _answer_updates(self) -> None:
+    async def _complete_updates(self) -> None:
         version = await self._refresh()
         updates, self._updates = self._updates, []
         for update in updates:
@@ -197,15 +198,18 @@ class OwnedEngine(EngineLife):
             else:
                 update.future.set_exception(
                     GenerationError(
-                        f"asked for weights of version {update.version}, but the shared model holds version {version}: "
+                        f"asked for weights of version {update.version}, but the shared model has version {version}: "
                         "publish after the optimizer step has ended"
                     )
                 )
 
+    def _longest_running(self) -> int:
+        return max((job.positions for job in self._running.values()), default=0)
+
     def _admit(self) -> None:
-        longest = max((job.room for job in self._running.values()), default=0) if self._waiting else 0
+        longest = self._longest_running() if self._waiting else 0
         while self._waiting and len(self._running) < self.max_sequences:
-            longest = max(longest, self._waiting[0].room)
+            longest = max(longest, self._waiting[0].positions)
             if (len(self._running) + 1) * longest > self.kv_positions:
                 break
             job = self._waiting.pop(0)
@@ -214,18 +218,19 @@ class OwnedEngine(EngineLife):
         self.recorder.gauge("engine/running", len(self._running))
         self.recorder.gauge("engine/waiting", len(self._waiting))
 
-    def _take_out(self, job: Job) -> None:
+    def _remove_running(self, job: Job) -> None:
         self._remove(job)
         del self._running[job.slot]
         job.slot = -1
 
     def _deliver(self, job: Job, generation: Generation) -> None:
-        self._take_out(job)
-        self._finished += 1
-        if not job.future.done():  # done: its caller was cancelled while the last step ran
+        self._remove_running(job)
+        self._finished_count += 1
+        # The future is done if the caller was cancelled during the last closure.
+        if not job.future.done():
             job.future.set_result(generation)
 
-    def _forget(self) -> list[asyncio.Future[Any]]:
+    def _take_futures(self) -> list[asyncio.Future[Any]]:
         jobs = [*self._running.values(), *self._waiting]
         self._running.clear()
         self._waiting.clear()

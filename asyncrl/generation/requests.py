@@ -1,4 +1,4 @@
-"""What a request samples with, and what it must be like, whichever engine serves it."""
+"""Sampling parameters of the rollouts, and the checks of requests that all engines share."""
 
 from __future__ import annotations
 
@@ -14,65 +14,66 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationReq
 if TYPE_CHECKING:
     from asyncrl.config.schema_rollouts import RolloutConfig
 
-_LONGEST_STOP = 512  # it comes back in the record of the sequence that it ended
+# Characters. The record of a sequence contains the stop string that ended the sequence.
+_LONGEST_STOP = 512
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
-    """How the rollouts sample. Errors: ConfigError for a text that the tokenizer cannot write, or that is several tokens in
-    `logit_bias` or `stop_token_ids`."""
-    biases = {_token("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
+    """The sampling parameters of the section `rollout`. Errors: ConfigError for a text that the tokenizer cannot encode, and for a
+    text of several tokens in `logit_bias` or `stop_token_ids`."""
+    biases = {_token_id("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
-        raise ConfigError(f"rollout.logit_bias names a token twice: {rollout.logit_bias} are the ids {list(biases)}")
+        raise ConfigError(f"rollout.logit_bias has a token twice: {rollout.logit_bias} are {list(biases)}; remove one")
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
         stop=rollout.stop,
-        stop_token_ids=tuple(_token("stop_token_ids", each, tokenizer) for each in rollout.stop_token_ids),
+        stop_token_ids=tuple(_token_id("stop_token_ids", key, tokenizer) for key in rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         presence_penalty=rollout.presence_penalty,
         frequency_penalty=rollout.frequency_penalty,
         logit_bias=biases,
-        bad_words=tuple(ids for word in rollout.bad_words for ids in _spellings(word, tokenizer)),
+        bad_words=tuple(ids for word in rollout.bad_words for ids in _encodings(word, tokenizer)),
         min_tokens=rollout.min_tokens,
     )
 
 
-def _token(name: str, key: int | str, tokenizer: Any) -> int:
+def _token_id(name: str, key: int | str, tokenizer: Any) -> int:
     if isinstance(key, int) or (key.isascii() and key.isdigit()):
         return int(key)
-    ids = _written(name, key, tokenizer)
+    ids = _encode(name, key, tokenizer)
     if len(ids) > 1:
         raise ConfigError(
-            f"rollout.{name} names {key!r}, which the tokenizer makes {len(ids)} tokens of, {list(ids)}; name the text of one "
-            "token, or its id; rollout.bad_words and rollout.stop take texts of several"
+            f"rollout.{name} has {key!r}, which the tokenizer encodes as {len(ids)} tokens, {list(ids)}; expected the text or the "
+            "id of one token; rollout.bad_words and rollout.stop take texts of several tokens"
         )
     return ids[0]
 
 
-def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """As vLLM has it: at the beginning of a text, and behind a space where that is another word of as many tokens."""
-    first = _written("bad_words", word.lstrip(), tokenizer)
-    second = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
-    return [first, second] if len(second) == len(first) and second[0] != first[0] else [first]
+def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """The word without and with a leading space. As in vLLM, the second needs as many tokens and another first token."""
+    plain = _encode("bad_words", word.lstrip(), tokenizer)
+    after_space = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
+    return [plain, after_space] if len(after_space) == len(plain) and after_space[0] != plain[0] else [plain]
 
 
-def _written(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens of a text, where they are what is meant by it, and no token for what is unknown."""
+def _encode(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
+    # Decoding detects tokens that stand for unknown text.
     ids = tuple(map(int, tokenizer.encode(text, add_special_tokens=False)))
-    read = tokenizer.decode(list(ids))
-    if not ids or "".join(read.split()) != "".join(text.split()):
+    decoded = tokenizer.decode(list(ids))
+    if not ids or "".join(decoded.split()) != "".join(text.split()):
         raise ConfigError(
-            f"rollout.{name} holds {text!r}, which the tokenizer cannot write: its tokens are {list(ids)}, {read!r}; leave it out"
+            f"rollout.{name} has {text!r}, which the tokenizer cannot encode: its tokens {list(ids)} mean {decoded!r}; remove it"
         )
     return ids
 
 
 def check_request(request: GenerationRequest, max_context: int) -> None:
-    """`max_context`: longest prompt + max_tokens that the engine has room for. Errors: GenerationError."""
+    """Errors: GenerationError for a request that no engine can serve. `max_context`: most tokens of prompt + max_tokens."""
     sampling, size = request.sampling, int(request.prompt_ids.size)
     problem = None
     if size < 1:
@@ -85,24 +86,24 @@ def check_request(request: GenerationRequest, max_context: int) -> None:
             f"but a sequence has room for max_context={max_context}: shorten the prompt, lower max_tokens, or "
             "open the engine with a larger max_context"
         )
-    problem = problem or _problem(sampling)
+    problem = problem or _sampling_problem(sampling)
     if problem is not None:
         raise GenerationError(f"this request cannot be served: {problem}")
 
 
-def _are_biases(given: Mapping[int, float]) -> bool:
-    return all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in given.items())
+def _are_biases(biases: Mapping[int, float]) -> bool:
+    return all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in biases.items())
 
 
-def _problem(sampling: SamplingParams) -> str | None:
-    """Of the numbers that say how to draw."""
+def _sampling_problem(sampling: SamplingParams) -> str | None:
     low, high = LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE
+    # Field -> (the allowed values in words, whether a value is allowed).
     expected: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "temperature": (f"{low:g} to {high:g}, or 0: greedy", lambda t: t == 0 or low <= t <= high),
         "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
         "top_k": ("at least 0", lambda k: k >= 0),
         "stop": (
-            f"a tuple of strings, none of them empty or of more than {_LONGEST_STOP} characters",
+            f"a tuple of strings of 1 to {_LONGEST_STOP} characters",
             lambda stop: not isinstance(stop, str) and all(0 < len(each) <= _LONGEST_STOP for each in stop),
         ),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
@@ -113,26 +114,27 @@ def _problem(sampling: SamplingParams) -> str | None:
         "bad_words": ("one token or more in each", all),
         "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
     }
-    for name, (words, holds) in expected.items():
-        if not holds(value := getattr(sampling, name)):
-            return f"{name} is {value!r}, expected {words}"
+    for name, (allowed, is_allowed) in expected.items():
+        value = getattr(sampling, name)
+        if not is_allowed(value):
+            return f"{name} is {value!r}, expected {allowed}"
     return None
 
 
 def check_tokens(request: GenerationRequest, vocabulary: int, has_tokenizer: bool) -> None:
-    """Of an engine with a model. Errors: GenerationError for ids beyond the vocabulary, and stop strings without a tokenizer."""
+    """Errors: GenerationError for token ids outside of [0, vocabulary), and for stop strings without a tokenizer."""
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocabulary:
         raise GenerationError(
-            f"this request cannot be served: its prompt holds token ids from {low} to {high}, but the model's "
-            f"vocabulary is [0, {vocabulary}): was it made with another tokenizer?"
+            f"this request cannot be served: its prompt has token ids from {low} to {high}, but the model's "
+            f"vocabulary is [0, {vocabulary}); encode the prompt with the model's own tokenizer"
         )
     sampling = request.sampling
-    named = [*sampling.logit_bias, *itertools.chain(*sampling.bad_words), *sampling.stop_token_ids]
-    if beyond := [token for token in named if not 0 <= token < vocabulary]:
+    token_ids = [*sampling.logit_bias, *itertools.chain(*sampling.bad_words), *sampling.stop_token_ids]
+    if unknown := [token for token in token_ids if not 0 <= token < vocabulary]:
         raise GenerationError(
-            f"this request cannot be served: logit_bias, bad_words or stop_token_ids name the token ids {beyond[:8]}, but the "
-            f"model's vocabulary is [0, {vocabulary})"
+            f"this request cannot be served: logit_bias, bad_words or stop_token_ids have the token ids {unknown[:8]}, but the "
+            f"model's vocabulary is [0, {vocabulary}); remove these ids"
         )
     if sampling.stop and not has_tokenizer:
         raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")

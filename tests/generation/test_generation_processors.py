@@ -206,8 +206,8 @@ def test_texts_become_tokens_as_vllm_has_them() -> None:
     for wrong, text in (
         ({"logit_bias": {"c d": 1}}, "'c d'.* 3 tokens"),
         ({"logit_bias": {6: 1, "d": 1}}, "a token twice"),
-        ({"logit_bias": {"é": 1}}, "'é', which .* cannot write: .*<unk>"),
-        ({"bad_words": [""]}, "'', which .* cannot write"),
+        ({"logit_bias": {"é": 1}}, "'é', which .* cannot encode: .*<unk>"),
+        ({"bad_words": [""]}, "'', which .* cannot encode"),
     ):
         with pytest.raises(ConfigError, match=text):
             sampling_params(config(**wrong).rollout, Words())

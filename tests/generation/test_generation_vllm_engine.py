@@ -247,7 +247,7 @@ async def test_stop_strings_and_requests_that_are_given_up(kind: str) -> None:
         compare([await made.engine.generate(free)], [whole])
         assert made.engine.statistics()["aborted"] == 2 and made.engine.statistics()["running"] == 0
         await made.lane.run(made.engine._apply_changes, name="engine/changes")
-        assert not made.engine._slots and not made.engine._names
+        assert not made.engine._slots and not made.engine._slot_of_name
 
 
 @needs_vllm

@@ -98,7 +98,7 @@ async def test_a_move_waits_for_what_the_pinned_worker_had_before() -> None:
         moving = asyncio.ensure_future(engine.update_weights(1, 1, None))
         await until(lambda: bound(engine)[1 - pin.worker] == 1)
         await asyncio.wait_for(old.tasks[1 - pin.worker], SOON)
-        assert engine._router.unpinned_at_pinned == 1 and not moving.done()
+        assert engine._router.unpinned_on_pinned_worker == 1 and not moving.done()
         engine.kill(pin.worker, signal.SIGCONT)
         async with asyncio.timeout(SOON):
             await moving

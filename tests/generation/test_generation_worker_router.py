@@ -25,7 +25,7 @@ class Routed:
         self.loop = asyncio.new_event_loop()
         self.router = Router(capacity)
         for number in range(workers):
-            self.router.open(number)
+            self.router.add_worker(number)
 
     def add(self, *args: Any, pinned: bool = False, **kwargs: Any) -> RoutedJob:
         return self.router.add(request(*args, **kwargs), self.loop.create_future(), pinned=pinned)
@@ -54,7 +54,7 @@ def test_members_of_a_group_go_where_the_first_is_and_wait_for_it(two: Routed) -
     other = two.add("b")
     # The home is full, and others need not wait for it.
     assert two.assign() == {0: 0, 1: 0, 2: 0, 3: 0, other.number: 1}
-    two.router.end(group[0])
+    two.router.remove(group[0])
     assert two.assign() == {4: 0}
 
 
@@ -63,7 +63,7 @@ def test_a_group_that_has_ended_has_no_home_any_more(two: Routed) -> None:
     two.add(max_tokens=1)
     two.assign()
     assert first.worker == 0
-    two.router.end(first)
+    two.router.remove(first)
     two.add(max_tokens=50)
     two.assign()
     again = two.add("a")
@@ -76,11 +76,11 @@ def test_what_a_lost_worker_had_goes_on_elsewhere_before_what_came_later(two: Ro
     two.assign()
     later = [two.add("b") for _ in range(4)]
     assert {job.worker for job in lost} == {0}
-    assert two.router.close(0) == 3
+    assert two.router.remove_worker(0) == 3
     assert [job.worker for job in lost] == [None] * 3
     assert list(two.assign()) == [0, 1, 2, 3]
     assert {job.worker for job in [*lost, later[0]]} == {1}
-    assert two.router.waiting == 3 and two.router.close(0) == 0
+    assert two.router.waiting == 3 and two.router.remove_worker(0) == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -96,16 +96,16 @@ def test_in_any_order_of_events_every_request_is_at_one_place(seed: int) -> None
             open_jobs[job.number] = job
         elif event == "end" and open_jobs:
             job = open_jobs.pop(draw.choice(list(open_jobs)))
-            assert router.end(job) == job.worker
+            assert router.remove(job) == job.worker
             ended += 1
         elif event == "close" and alive:
             worker = draw.choice(sorted(alive))
             alive.discard(worker)
-            router.close(worker)
+            router.remove_worker(worker)
         elif event == "open" and len(alive) < 3:
             worker = min({0, 1, 2} - alive)
             alive.add(worker)
-            router.open(worker)
+            router.add_worker(worker)
         else:
             routed.assign()
         sent = [job for job in open_jobs.values() if job.worker is not None]
@@ -118,7 +118,7 @@ def test_in_any_order_of_events_every_request_is_at_one_place(seed: int) -> None
                 homes.setdefault(job.request.prefix_key, set()).add(job.worker)
         assert all(len(workers) == 1 for workers in homes.values())
     assert ended > 100
-    assert len(router.forget()) == len(open_jobs) and router.forget() == []
+    assert len(router.clear()) == len(open_jobs) and router.clear() == []
     routed.loop.close()
 
 
@@ -128,13 +128,13 @@ def test_a_smaller_priority_goes_first_also_after_a_death() -> None:
     asked = [replace(request(), priority=priority) for priority in (2, 1, 2, 1, 0, 1)]
     jobs = [router.add(each, routed.loop.create_future()) for each in asked]
     assert [job.number for job in router.assign()] == [4, 1, 3]
-    router.end(jobs[1])
+    router.remove(jobs[1])
     assert [job.number for job in router.assign()] == [5]
-    router.close(0)
-    router.open(0)
+    router.remove_worker(0)
+    router.add_worker(0)
     assert [job.number for job in router.assign()] == [4, 3, 5]
     for job in (jobs[3], jobs[4], jobs[5]):
-        router.end(job)
+        router.remove(job)
     assert [job.number for job in router.assign()] == [0, 2]
     routed.loop.close()
 
@@ -152,16 +152,16 @@ def test_in_sync_a_group_has_its_worker_whoever_is_up_free_or_pinned() -> None:
     """The second of two ranks: its groups are 1, 3, 5, ... and every other one is at the same worker, at once."""
     loop = asyncio.new_event_loop()
     router = Router(1, lambda group: group // 2 % 2)
-    router.open(1)  # it was faster
+    router.add_worker(1)  # it was faster
     assert chosen(router, loop, [1, 3, 5, 7]) == {1: None, 3: 1, 5: None, 7: 1}
-    router.open(0)
+    router.add_worker(0)
     assert [(job.request.group, job.worker) for job in router.assign()] == [(1, 0), (5, 0)]
     assert router.pin([0, 1]) == 0
     assert chosen(router, loop, [9, 11]) == {9: 1, 11: 1}  # steps go on beside the evaluation
     router.unpin()
-    assert router.close(1) == 4  # its successor gets what it had
+    assert router.remove_worker(1) == 4  # its successor gets what it had
     assert [job.request.group for job in router.assign()] == [9] and router.waiting == 3
-    router.open(1)
+    router.add_worker(1)
     assert [job.request.group for job in router.assign()] == [3, 7, 11]
     loop.close()
 
@@ -173,17 +173,17 @@ def test_the_emptiest_is_pinned_and_gets_pinned_requests_alone(two: Routed) -> N
     two.add(max_tokens=50)
     old = two.add(max_tokens=5)
     assert two.assign() == {0: 0, 1: 1}
-    assert two.router.pin([0, 1]) == 1 and two.router.unpinned_at_pinned == 1
+    assert two.router.pin([0, 1]) == 1 and two.router.unpinned_on_pinned_worker == 1
     held_out = [two.add(pinned=True) for _ in range(5)]
     others = [two.add(max_tokens=1) for _ in range(5)]
     two.assign()
     assert [job.worker for job in held_out] == [1, 1, 1, None, None]  # it is full with what it had before
     assert [job.worker for job in others] == [0, 0, 0, None, None]
-    two.router.end(old)
-    assert two.assign() == {held_out[3].number: 1} and two.router.unpinned_at_pinned == 0
+    two.router.remove(old)
+    assert two.assign() == {held_out[3].number: 1} and two.router.unpinned_on_pinned_worker == 0
     two.router.unpin()
     for job in held_out[:2]:
-        two.router.end(job)
+        two.router.remove(job)
     assert two.assign() == {held_out[4].number: 1, others[3].number: 1}  # whoever still waits is like any other
 
 
@@ -200,12 +200,12 @@ def test_a_group_whose_home_is_pinned_goes_on_elsewhere_and_stays_together(two: 
     last = two.add("a", max_tokens=1)
     two.assign()
     assert last.worker == 1  # where the others are
-    two.router.close(1)
+    two.router.remove_worker(1)
     again = two.assign()
     assert {again[job.number] for job in (*rest, last)} == {0}
     for job in (first, *rest, last):
-        two.router.end(job)
-    two.router.open(1)
+        two.router.remove(job)
+    two.router.add_worker(1)
     new = two.add("a")
     two.assign()
     assert new.worker == 1  # it has no home any more, and the other worker has the request of 99 tokens
@@ -219,7 +219,7 @@ def test_what_a_pinned_worker_had_waits_for_its_successor_if_it_is_pinned(two: R
     held_out = two.add(pinned=True)
     two.assign()
     assert (old.worker, held_out.worker) == (0, 0)
-    two.router.close(0)
+    two.router.remove_worker(0)
     assert two.assign() == {old.number: 1} and held_out.worker is None
-    two.router.open(0)
+    two.router.add_worker(0)
     assert two.assign() == {held_out.number: 0}

@@ -1,4 +1,4 @@
-"""The engine that samples from the trainer's own model, in this process and on its lane.
+"""The embedded engine samples from the trainer's own model, in this process and on its lane.
 
-Start reading in `engine.py` (who is admitted, in which order things are done) and `core.py` (what is computed on the lane).
+Start reading in `engine.py` (admission and the order of steps) and `core.py` (the computation on the lane).
 """

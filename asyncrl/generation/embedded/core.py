@@ -1,17 +1,16 @@
-"""What the embedded engine does on the lane: two kinds of bounded closures over one policy model.
+"""The embedded engine's computation on the lane. It has two kinds of closures:
 
-    prefill(): at most `prefill_tokens` tokens of sequences whose cache is behind, packed         (compute-bound)
-    decode():  one token for every running sequence, the last known token of each being the input
+    prefill(): computes keys and values of at most `prefill_tokens` known tokens, packed
+    decode():  samples one token for every running sequence; the input is the last known token of each
 
-A sequence is ready to decode when its row holds all its known tokens but the last one. A new sequence is behind by its
-prompt less one token; with `kv_after_update: recompute` every sequence is behind by all of it after a weight update:
-one mechanism serves both, and sampling happens in one place only.
+A sequence can decode when the cache holds all its known tokens but the last. Before that it needs prefill: a new sequence for its
+prompt, and with `kv_after_update: recompute` every sequence for all its tokens after a weight update.
 
-Versions: each closure reads `policy.version` once, at its start. No other closure runs meanwhile, so it names the
-weights of everything that the closure computes and samples (invariant 5b).
+Versions: each closure reads `policy.version` at its start. The lane runs one closure at a time, so the weights cannot change before
+the closure's end. All its tokens get that version.
 
-Shared prompts: sequences with equal `prefix_key` hold equal prompts, so the keys and values of the prompt are computed
-once per (key, version) and copied into the rows of the others, from a row that is still alive or from a saved copy.
+Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys and values of the prompt are computed once per
+(key, version). The other sequences copy them from the row of a running sequence or from a saved copy.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ class Policy(Protocol):
     version: int
 
     @property
-    def module(self) -> nn.Module:
-        """The model of transformers."""
-        ...
+    def module(self) -> nn.Module: ...
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: ExtendPlan | DecodePlan) -> Tensor:
-        """As `PolicyModel.hidden`; the plan reads and writes the engine's cache."""
+        """See `PolicyModel.hidden`. The plan reads and writes the engine's cache."""
         ...
 
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
@@ -60,33 +57,33 @@ class Policy(Protocol):
 
 @dataclass(slots=True)
 class Prefix:
-    """Who holds the keys and values of a shared prompt, computed under the current version."""
+    """Where to find the keys and values of a shared prompt, computed under the current version."""
 
-    length: int  # positions: the prompt less its last token
-    holders: set[int] = field(default_factory=set)  # slots
-    saved: Tensor | None = None  # [layers, 2, K, length, D], once the last holder is gone
-    routes: RoutesArray | None = None  # [length, layers, k], likewise, where they are recorded
+    length: int  # tokens of the prompt, without the last
+    holders: set[int] = field(default_factory=set)  # slots whose rows hold them
+    saved: Tensor | None = None  # copy [layers, 2, K, length, D] without holders
+    routes: RoutesArray | None = None  # [length, layers, k], if `saved` is set
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One decode step: slots that ended by a stop token and by length. `rows == 0`: a prefill must come first."""
+    """The result of a decode step. `rows == 0`: nothing was sampled, because a sequence needs prefill first."""
 
-    rows: int
-    stopped: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
+    rows: int  # number of sampled tokens
+    stopped: tuple[int, ...] = ()  # slots that ended by a stop token
+    ended: tuple[int, ...] = ()  # slots that ended by length
 
 
-def enter(policy: Policy) -> None:
-    """At the start of a closure that samples: no module trains. (A layer that recomputes drops the cache that it is given.)"""
-    # Walking all modules costs a millisecond, asking costs nothing.
+def disable_training(policy: Policy) -> None:
+    """Put all modules into eval mode. In training mode a layer with activation checkpointing ignores the cache."""
+    # `eval` visits all modules, which takes a millisecond.
     if policy.module.training:
         policy.module.eval()
     policy.set_training(False)
 
 
 class Core:
-    """The running batch. `add` and `remove` belong to the owner task, between closures; all else to the lane."""
+    """The running batch. The owner task calls `needs_prefill`, `add` and `remove` between closures, and only the lane the rest."""
 
     def __init__(
         self, policy: Policy, cache: KVCache, sequences: Sequences, *, prefill_tokens: int, recompute: bool
@@ -102,26 +99,27 @@ class Core:
         self.tokens_prefilled = 0
         self.tokens_copied = 0
         self._prefixes: OrderedDict[PrefixKey, Prefix] = OrderedDict()
-        # Row copies that the next closure makes before anything else.
-        self._pending: list[Callable[[], None]] = []
-        self._ends: list[int] | None = None  # runs of similar length; None after a row came or went
+        # Copies of rows, which the next closure makes first.
+        self._pending_copies: list[Callable[[], None]] = []
+        # See `KVCache.runs`. None: a row was added or removed, so the runs must be computed again.
+        self._run_ends: list[int] | None = None
 
     # -- between closures, on the loop --------------------------------------------------------------------------------
 
     @property
     def needs_prefill(self) -> bool:
-        """A running sequence needs prefill before it can decode."""
+        """Whether a running sequence needs prefill before it can decode."""
         columns = self.sequences
         rows = columns.rows
         return bool((columns.cached[rows] < columns.length[rows] - 1).any())
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
-        """Give a request a slot and a row; its slot. There must be a free one."""
-        self._ends = None
+        """Assign a slot and a row to the request. Returns the slot. The caller has checked that a slot is free."""
+        self._run_ends = None
         return self.sequences.add(request, stop_ids)
 
     def remove(self, slot: int, *, keep_prefix: bool) -> None:
-        """Free the slot. `keep_prefix`: a waiting request shares its prompt, so a copy outlives the last holder."""
+        """Free the slot. `keep_prefix`: a waiting request has the same prompt, so its keys and values are saved."""
         columns = self.sequences
         key, row = columns.prefix_key[slot], int(columns.row_of[slot])
         prefix = self._prefixes.get(key) if key is not None else None
@@ -129,41 +127,41 @@ class Core:
             prefix.holders.discard(slot)
             if not prefix.holders and prefix.saved is None:
                 if keep_prefix and prefix.length <= self.prefill_tokens:
-                    # Now: the slot may have another sequence before the lane comes to it.
+                    # Copied at once, because a new sequence may get this slot before the next closure.
                     if columns.routes is not None:
                         prefix.routes = columns.routes[slot, : prefix.length].copy()
-                    self._pending.append(lambda: self._save(key, prefix, row))
+                    self._pending_copies.append(lambda: self._save_prefix(key, prefix, row))
                 else:
                     del self._prefixes[key]
         move = columns.remove(slot)
         if move is not None:
-            self._pending.append(lambda: self.cache.copy_row(*move))
-        self._ends = None
+            self._pending_copies.append(lambda: self.cache.copy_row(*move))
+        self._run_ends = None
 
     # -- on the lane --------------------------------------------------------------------------------------------------
 
     def sync(self) -> int:
-        """Notice a new version and make the pending row copies; every closure begins with it. Returns the version."""
+        """Make the pending copies of rows and prepare for a new version. Every closure begins with this. Returns the version."""
         version = self.policy.version
-        for copy in self._pending:
+        for copy in self._pending_copies:
             copy()
-        self._pending.clear()
-        self._fit()
+        self._pending_copies.clear()
+        self._fit_cache()
         if version != self.version:
             self.version = version
             self._prefixes.clear()
             columns = self.sequences
             rows = columns.rows
-            # `keep` restarts a prompt before its first token, so that the versions of its tokens tell how to replay a
-            # sequence: the prompt under the version of the first token, each token under the version of the next.
+            # `keep` also recomputes a prompt whose sequence has no token yet. So the versions of the tokens suffice to replay a
+            # sequence: the prompt has the version of the first token, and the keys of each token that of the next token.
             stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
             columns.cached[stale] = 0
         return version
 
-    def _fit(self) -> None:
-        """Rows as long as the longest sequence that runs: admission has seen to it that all of them are within the budget."""
+    def _fit_cache(self) -> None:
+        """Make the cache's rows long enough for the longest running sequence. Admission has checked that they fit the budget."""
         columns = self.sequences
         rows = columns.rows
         if rows.size:
@@ -171,22 +169,22 @@ class Core:
             self.cache.fit(rows.size, int(columns.limit[rows].max()), usual, columns.cached[rows])
 
     def prefill(self) -> int:
-        """Bring sequences forward by at most `prefill_tokens` tokens. Returns the tokens computed."""
-        enter(self.policy)
+        """Compute keys and values of at most `prefill_tokens` tokens. Returns the number of computed tokens."""
+        disable_training(self.policy)
         with torch.no_grad():
             self.sync()
             self.cache.use(self.sequences.rows.size)
-            pieces = self._pieces()
+            pieces = self._plan_pieces()
             if pieces:
                 self._extend(pieces)
-                self._share()
+                self._copy_new_prefixes()
         total = sum(piece.length for piece in pieces)
         self.tokens_prefilled += total
         return total
 
     def decode(self) -> Decoded:
-        """One token for every running sequence."""
-        enter(self.policy)
+        """Sample one token for every running sequence."""
+        disable_training(self.policy)
         with torch.no_grad():
             version = self.sync()
             if self.needs_prefill:
@@ -200,16 +198,16 @@ class Core:
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _hidden(self, slots: Int64Array, position: Int64Array) -> Tensor:
-        """Of the last known token of each slot, [n, E]."""
+        """Hidden states [n, E] of the last known token of each slot [n]. `position` [n]: where that token stands."""
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:
             captured = self.graphs.hidden(tokens, position)
             if captured is not None:
                 return captured
-        if self._ends is None:
-            self._ends = self.cache.runs(position + 1)
-        plan = DecodePlan(self.cache, position, self._ends)
+        if self._run_ends is None:
+            self._run_ends = self.cache.runs(position + 1)
+        plan = DecodePlan(self.cache, position, self._run_ends)
         plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
         hidden = self.policy.hidden(to_device(tokens, device), to_device(position, device), plan)
         if columns.routes is not None and plan.routes is not None:
@@ -219,13 +217,13 @@ class Core:
     def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
         parts = []
         for start in range(0, slots.size, HEAD_ROWS):
-            own = slots[start : start + HEAD_ROWS]
+            part = slots[start : start + HEAD_ROWS]
             logits = self.policy.logits(hidden[start : start + HEAD_ROWS])
-            parts.append(self.sampler.draw(logits, self.sequences.parameters(own)))
+            parts.append(self.sampler.draw(logits, self.sequences.parameters(part)))
         return Sampled.read(parts)
 
-    def _pieces(self) -> list[PromptPiece]:
-        """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""
+    def _plan_pieces(self) -> list[PromptPiece]:
+        """The pieces to compute now, at most `prefill_tokens` tokens, in the order of rows. Copies the prompts that are ready."""
         columns, budget = self.sequences, self.prefill_tokens
         rows = columns.rows
         pieces: list[PromptPiece] = []
@@ -236,7 +234,7 @@ class Core:
                 if key in self._prefixes:
                     self._copy_prefix(slot, key)
                 elif key in computing:
-                    continue  # copied as soon as the first of them is through
+                    continue  # copied from that piece's row later
                 else:
                     computing.add(key)
             start = int(columns.cached[slot])
@@ -244,42 +242,44 @@ class Core:
             if length > 0:
                 pieces.append(PromptPiece(slot, int(columns.row_of[slot]), start, length))
                 budget -= length
-        pieces.sort(key=lambda piece: (piece.start, piece.length))  # equal ones share an attention call
+        # Neighbouring pieces of equal start and length share an attention call.
+        pieces.sort(key=lambda piece: (piece.start, piece.length))
         return pieces
 
     def _extend(self, pieces: list[PromptPiece]) -> None:
         columns, device = self.sequences, self.cache.device
-        tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in pieces])
-        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
+        spans = [(piece.slot, piece.start, piece.start + piece.length) for piece in pieces]
+        tokens = np.concatenate([columns.tokens[slot, start:stop] for slot, start, stop in spans])
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
         plan = ExtendPlan(self.cache, pieces)
         plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
         self.policy.hidden(to_device(tokens, device), to_device(positions, device), plan)
         if plan.routes is not None:
-            self._note(pieces, plan.routes)
+            self._store_prompt_routes(pieces, plan.routes)
         for piece in pieces:
             columns.cached[piece.slot] = piece.start + piece.length
-            self._register(piece.slot)
+            self._register_holder(piece.slot)
 
-    def _note(self, pieces: list[PromptPiece], routes: Routes) -> None:
-        """Where the tokens of prompts went, in the cache that is there now. A sequence that has sampled keeps the routes that it
-        began with, its prompt's (`Sequences.keep_first_routes`) and those of what follows."""
-        columns, found, start = self.sequences, routes.numpy(), 0
+    def _store_prompt_routes(self, pieces: list[PromptPiece], routes: Routes) -> None:
+        """Store the routes of prompt tokens. Sampled tokens that are recomputed keep the routes with which they were sampled, and
+        `Sequences.keep_first_routes` has saved the first routes of their prompts."""
+        columns, computed, start = self.sequences, routes.numpy(), 0
         assert columns.routes is not None
         for piece in pieces:
-            own = min(piece.length, int(columns.prompt[piece.slot]) - 1 - piece.start)
-            if own > 0:
-                columns.routes[piece.slot, piece.start : piece.start + own] = found[start : start + own]
+            count = min(piece.length, int(columns.prompt[piece.slot]) - 1 - piece.start)
+            if count > 0:
+                columns.routes[piece.slot, piece.start : piece.start + count] = computed[start : start + count]
             start += piece.length
 
-    def _register(self, slot: int) -> None:
-        """The row of `slot` holds its whole prompt under the current version: others may copy it."""
+    def _register_holder(self, slot: int) -> None:
+        """If the row of `slot` holds its complete prompt, let other sequences copy it."""
         columns = self.sequences
         key, length = columns.prefix_key[slot], int(columns.prompt[slot]) - 1
         if key is not None and length > 0 and columns.cached[slot] >= length:
             self._prefixes.setdefault(key, Prefix(length)).holders.add(slot)
 
-    def _share(self) -> None:
-        """Copy prompts that just became complete into the rows that wait for them."""
+    def _copy_new_prefixes(self) -> None:
+        """Copy prompts that this closure has completed into the rows of sequences with the same prompt."""
         columns = self.sequences
         rows = columns.rows
         for slot in rows[columns.cached[rows] < columns.prompt[rows] - 1].tolist():
@@ -301,21 +301,21 @@ class Core:
             if columns.routes is not None:
                 assert prefix.routes is not None
                 columns.routes[slot, : prefix.length] = prefix.routes
-        prefix.saved = prefix.routes = None  # the row is a holder now
+        prefix.saved = prefix.routes = None  # not needed while a row holds the prompt
         prefix.holders.add(slot)
         columns.cached[slot] = prefix.length
         self.tokens_copied += prefix.length
 
-    def _save(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
-        """Keep a prompt whose last holder is going, within `prefill_tokens` saved positions, oldest out first."""
+    def _save_prefix(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
+        """Save the prompt in `row`, whose sequence has ended. Evicts the oldest copies beyond `prefill_tokens` saved positions."""
         if self._prefixes.get(key) is not prefix or prefix.holders:
             return
         prefix.saved = self.cache.save(row, prefix.length)
         self._prefixes.move_to_end(key)
-        saved = [name for name, entry in self._prefixes.items() if entry.saved is not None]
-        total = sum(self._prefixes[name].length for name in saved)
-        for name in saved:
+        saved = [(other_key, other) for other_key, other in self._prefixes.items() if other.saved is not None]
+        total = sum(other.length for _, other in saved)
+        for other_key, other in saved:
             if total <= self.prefill_tokens:
                 break
-            total -= self._prefixes[name].length
-            del self._prefixes[name]
+            total -= other.length
+            del self._prefixes[other_key]

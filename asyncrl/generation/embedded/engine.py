@@ -1,18 +1,18 @@
 """Continuous batching over the trainer's own model, in this process.
 
-Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free and the budget
-of cached positions has room; whoever is behind (a new prompt, a cache to rebuild) is brought forward before the next decode
-step. Training closures go first by the lane's own priorities. Room for prompt and completion is reserved at admission:
-nothing is ever preempted.
+The owner task keeps the decode batch full. It admits a waiting request as soon as a row is free and the budget of cached positions
+has room for prompt and completion, so no sequence is ever preempted. Prefill runs before the next decode step. Training closures
+have a higher priority on the lane.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.data.texts import eos_token_ids
-from asyncrl.generation.life import WHO
+from asyncrl.generation.life import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.routing import require_routing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def cache_shape(config: Any, max_sequences: int, max_context: int) -> CacheShape:
-    """The cache of a Hugging Face causal LM `config`; `.nbytes(dtype)` predicts its memory."""
+    """The cache's sizes for a causal LM with this `config` of transformers. `.nbytes(dtype)` predicts the memory."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     return CacheShape(
@@ -52,30 +52,28 @@ def open_core(
     recompute: bool,
     record_routes: bool = False,
 ) -> Core | PlainCore:
-    """The running batch of a model on its path. Numbers as of `EmbeddedEngine`. Errors: ConfigError where routes are to be
-    recorded of a model that has none."""
-    routing = (
-        require_routing(policy.routing, policy.module, "routes of experts are to be recorded")
-        if record_routes
-        else None
-    )
-    sequences = Sequences(max_sequences, max_context, None if routing is None else routing.shape)
+    """The running batch for the policy's `ModelPath`. The parameters are those of `EmbeddedEngine`. Errors: ConfigError if routes
+    are to be recorded and the model has no experts."""
+    routes = None
+    if record_routes:
+        routes = require_routing(policy.routing, policy.module, "routes of experts are to be recorded").shape
+    sequences = Sequences(max_sequences, max_context, routes)
     if policy.path.name == "plain":
         return PlainCore(policy, sequences, prefill_tokens=prefill_tokens)
-    shape = cache_shape(policy.config, 1, kv_positions)  # the batch gives the cache's rows their length
+    # One row of all positions. `Core` changes the shape to the running sequences.
+    shape = cache_shape(policy.config, 1, kv_positions)
     cache = KVCache(shape, policy.dtype, policy.device)
     return Core(policy, cache, sequences, prefill_tokens=prefill_tokens, recompute=recompute)
 
 
 class EmbeddedEngine(OwnedEngine):
-    """Implements `ports.Engine` and `ports.WeightSink` on a model shared with the trainer, on the trainer's lane.
+    """Implements `ports.Engine` and `ports.WeightSink` on a model that it shares with the trainer, on the trainer's lane.
 
-    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: of all rows
-    together, each as long as the longest that runs; what the cache allocates. None: max_sequences x max_context.
-    prefill_tokens: most tokens computed by one prefill closure.
-    kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
-    record_routes: generations say which experts each token went to.
-    eos: every token that ends a completion; None: those of tokenizer and model.
+    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
+    cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.
+    prefill_tokens: most tokens of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
+    keys and values when the version changes. record_routes: generations contain the experts of each token.
+    eos: ids of all tokens that end a completion; None: those of the tokenizer and the model.
     """
 
     def __init__(
@@ -100,48 +98,41 @@ class EmbeddedEngine(OwnedEngine):
             raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
         self.policy = policy
         self.tokenizer = tokenizer
-        self._prefill_tokens = prefill_tokens
-        self._recompute = kv_after_update == "recompute"
-        self._record_routes = record_routes
+        self._open_core = partial(
+            open_core,
+            policy,
+            max_sequences=max_sequences,
+            max_context=max_context,
+            kv_positions=self.kv_positions,
+            prefill_tokens=prefill_tokens,
+            recompute=kv_after_update == "recompute",
+            record_routes=record_routes,
+        )
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(policy.module, tokenizer) if eos is None else eos
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._core: Core | PlainCore | None = None
 
     def check(self, request: GenerationRequest) -> None:
-        """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""
+        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt."""
         core = self._core
-        return super().statistics() | {
-            "prefill_tokens": float(core.tokens_prefilled if core else 0),
-            "copied_tokens": float(core.tokens_copied if core else 0),
-        }
+        prefilled, copied = (core.tokens_prefilled, core.tokens_copied) if core is not None else (0, 0)
+        return super().statistics() | {"prefill_tokens": float(prefilled), "copied_tokens": float(copied)}
 
     # -- the batch ----------------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
+        # On the lane, because only the lane may use its device.
         self._core = await self.lane.run(self._open_core, name="engine/open")
-
-    def _open_core(self) -> Core | PlainCore:
-        """On the lane: its device's memory is allocated by its owner."""
-        return open_core(
-            self.policy,
-            max_sequences=self.max_sequences,
-            max_context=self.max_context,
-            kv_positions=self.kv_positions,
-            prefill_tokens=self._prefill_tokens,
-            recompute=self._recompute,
-            record_routes=self._record_routes,
-        )
 
     @property
     def core(self) -> Core | PlainCore:
-        """The running batch; made by the owner task before it serves anybody."""
-        assert self._core is not None, "the owner task prepares the core before anything else"
+        """The running batch. The owner task creates it before it admits a request."""
+        assert self._core is not None, "the owner task has not created the core yet"
         return self._core
 
     def _add(self, job: Job) -> int:
@@ -149,7 +140,7 @@ class EmbeddedEngine(OwnedEngine):
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
         slot = self.core.add(job.request, tuple(dict.fromkeys(stop_ids)))
         if sampling.stop:
-            assert self.tokenizer is not None  # `check` refused it otherwise
+            assert self.tokenizer is not None  # `check` has refused the request otherwise
             self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         return slot
 
@@ -162,30 +153,33 @@ class EmbeddedEngine(OwnedEngine):
     async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core
         if core.needs_prefill:
-            with self.recorder.span("prefill", track=WHO, sequences=len(self._running)):
+            with self.recorder.span("prefill", track=TRACK, sequences=len(self._running)):
                 tokens = await self.lane.run(core.prefill, name="engine/prefill")
             self.recorder.count("engine/prefill_tokens", tokens)
             return []
-        with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
+        with self.recorder.span("decode", track=TRACK, sequences=len(self._running)):
             decoded = await self.lane.run(core.decode, name="engine/decode")
-        # The weights changed just before, and the caches must be rebuilt first.
+        # The version has changed since `needs_prefill` was read, and sequences must be computed again.
         if not decoded.rows:
             return []
         self._tokens += decoded.rows
         self._decode_steps += 1
         self.recorder.observe("engine/decode_batch", decoded.rows)
         self.recorder.count("engine/tokens", decoded.rows)
-        return self._ended(core, decoded)
+        return self._ended_jobs(core, decoded)
 
-    def _ended(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
+    def _ended_jobs(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
         reasons = dict.fromkeys(decoded.ended, FinishReason.LENGTH)
         reasons |= dict.fromkeys(decoded.stopped, FinishReason.STOP)
-        found: dict[int, str] = {}
-        for slot, stop in self._stop_strings.items():
-            if reasons.get(slot) is not FinishReason.STOP and (string := stop.hit(core.sequences.completion(slot))):
-                reasons[slot], found[slot] = FinishReason.STOP, string
+        strings: dict[int, str] = {}
+        for slot, search in self._stop_strings.items():
+            # A stop token wins over a stop string.
+            if reasons.get(slot) is FinishReason.STOP:
+                continue
+            if string := search.hit(core.sequences.completion(slot)):
+                reasons[slot], strings[slot] = FinishReason.STOP, string
         generation = core.sequences.generation
-        return [(self._running[slot], generation(slot, reason, found.get(slot))) for slot, reason in reasons.items()]
+        return [(self._running[slot], generation(slot, reason, strings.get(slot))) for slot, reason in reasons.items()]
 
     async def _refresh(self) -> int:
         return await self.lane.run(self.core.sync, name="engine/weights")

@@ -1,18 +1,18 @@
-"""Turning logits into tokens: keyed randomness, inverse-CDF sampling, both log-prob columns.
+"""Samples tokens from logits, and computes two log-probs for each token.
 
 Guarantees
-* The uniform number of token `i` of a request depends on (seed, i) alone: never on arrival, row or neighbours.
-* A token of probability zero is never sampled, not even when rounding makes the CDF end early.
-* `logprobs` = log softmax(logits / T) over the whole vocabulary, of the logits as the model gave them; `sampled_logprobs` = of
-  the distribution that was drawn from: bias, penalties, bans, temperature, top-k, top-p, min-p, renormalised. Greedy rows
-  (T = 0): the first is taken at T = 1, the second is 0, for the choice was certain.
-* NaN or infinite logits raise `DivergenceError`; nothing is sampled from them.
+* The random number for token `i` of a request depends only on (seed, i), not on the order of arrival, the row or other rows.
+* A token of probability zero is never sampled, even if the cumulative probability ends below 1 by rounding.
+* `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows (T = 0), T is 1.
+* `sampled_logprobs` are log-probs of the distribution that was sampled: after bias, penalties, bans, temperature, top-k, top-p and
+  min-p, renormalised. For greedy rows they are 0, because the choice was certain.
+* NaN or infinite logits raise `DivergenceError`, and no token is returned.
 
-Cost per row without filters: one scaling, one softmax and one block sum over the vocabulary; the CDF itself is walked
-in two levels (blocks, then one block), so no cumulative sum runs over the vocabulary and nothing is sorted. Rows with
-top-k, top-p or min-p pay for a partial sort of their own, rows whose logits change for another softmax and copies of their logits.
+Cost of a row without filters: one scaling, one softmax and one sum per block of the vocabulary. The sampler searches the cumulative
+sums of the blocks, then those within one block, so it sorts nothing. Rows with top-k, top-p or min-p need a partial sort. Rows with
+changed logits need copies of their logits and a logsumexp.
 
-Shape legend: N rows, V vocabulary, B blocks of the vocabulary.
+Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asyncrl.errors import DivergenceError
 from asyncrl.models.copying import to_device
 from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
-BLOCK = 256  # vocabulary entries per block of the two-level CDF
-# Sorted candidates looked at before a top-p row pays for a sort of the whole vocabulary.
+BLOCK = 256  # vocabulary entries per block
+# Most probable tokens that a filter examines first. If they do not suffice, the full vocabulary is sorted.
 FIRST_TRY = 256
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -41,14 +41,14 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def _mix(state: UInt64Array) -> UInt64Array:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits, good on a mere counter."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits. It makes good random bits of a counter."""
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     return state ^ (state >> np.uint64(31))
 
 
 def seed_array(seeds: list[int] | tuple[int, ...] | int) -> UInt64Array:
-    """Any Python ints -> uint64, modulo 2^64."""
+    """Python ints of any size to uint64, modulo 2^64."""
     values = [seeds] if isinstance(seeds, int) else seeds
     return np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in values], dtype=np.uint64)
 
@@ -56,13 +56,14 @@ def seed_array(seeds: list[int] | tuple[int, ...] | int) -> UInt64Array:
 def keyed_uniform(seed_N: UInt64Array, index_N: Int64Array) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, a pure function of (seed, index). [N], [N] -> [N]."""
     counter = index_N.astype(np.uint64)
-    with np.errstate(over="ignore"):  # wrapping around is the arithmetic of the generator
+    with np.errstate(over="ignore"):  # the generator is defined modulo 2^64
         key = _mix(seed_N + _GOLDEN)
         bits = _mix(key + (counter + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-# What is made of logits, in this order, on which transformers and vLLM agree: [pairs], and a number for each.
+# Changes of logits, in the order of transformers and vLLM. Each maps (logits [pairs], values [pairs]) to new logits [pairs]. A pair
+# is one token of one row.
 _CHANGES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda logit, bias: logit + bias,
     lambda logit, penalty: torch.where(logit < 0, logit * penalty, logit / penalty),  # repetition
@@ -73,52 +74,56 @@ _BIAS, _REPETITION, _PENALTY, _BAN = range(len(_CHANGES))
 
 
 class LogitChanges:
-    """What requests do to the logits of some tokens before the temperature; `rows` of the batch have any. Everything follows from
-    the request and its tokens so far: there is no state to keep."""
+    """Changes of logits that requests ask for. They are applied before the temperature. They depend only on the request and its
+    tokens so far. `rows`: rows of the batch with at least one change."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
+        # For each of `_CHANGES`: (index in `rows`, token ids, a value for each token).
         self._parts: list[list[tuple[int, Int64Array, npt.NDArray[np.float64]]]] = [[] for _ in _CHANGES]
 
     def add(
         self, row: int, sampling: SamplingParams, stop_ids: tuple[int, ...], tokens: Int64Array, prompt: int
     ) -> None:
-        """`tokens` [L]: of the sequence so far, the first `prompt` of them its prompt's. `stop_ids`: what ends its completion."""
-        found: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
+        """Add the changes for one row. `tokens` [L]: all tokens of the sequence, of which the first `prompt` are the prompt.
+        `stop_ids`: tokens that end the completion."""
+        changes: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
         if sampling.logit_bias:
-            found[_BIAS] = np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()], np.float64)
-        # A token that stands there twice is written twice, with the same number.
+            changes[_BIAS] = np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()], np.float64)
+        # A token may be here twice. `apply_` then writes the same logit twice.
         if sampling.repetition_penalty != 1:
-            found[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
+            changes[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
         if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt:
             token, count = np.unique(tokens[prompt:], return_counts=True)
-            found[_PENALTY] = token, count * np.float64(sampling.frequency_penalty) + sampling.presence_penalty
+            changes[_PENALTY] = token, count * np.float64(sampling.frequency_penalty) + sampling.presence_penalty
         banned = [*stop_ids] if tokens.size - prompt < sampling.min_tokens else []
+        # The last token of a bad word is banned if the completion ends with the tokens before it.
         for *before, last in sampling.bad_words:
             start = tokens.size - len(before)
             if start >= prompt and tokens[start:].tolist() == before:
                 banned.append(last)
         if banned:
-            found[_BAN] = np.array(banned), np.full(len(banned), -np.inf)
-        for kind, (token, value) in found.items():
+            changes[_BAN] = np.array(banned), np.full(len(banned), -np.inf)
+        for kind, (token, value) in changes.items():
             self._parts[kind].append((len(self.rows), token, value))
-        if found:
+        if changes:
             self.rows.append(row)
 
     def apply_(self, logits_RV: Tensor) -> None:
-        """To the logits of `rows`, in place."""
+        """Apply the changes in place. `logits_RV`: the logits of `rows`."""
         for change, parts in zip(_CHANGES, self._parts, strict=True):
             if parts:
-                place = np.repeat([row for row, _, _ in parts], [token.size for _, token, _ in parts])
-                token, value = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
-                at = tuple(to_device(index, logits_RV.device) for index in (place, token))
-                own = to_device(value, logits_RV.device).to(logits_RV.dtype)
-                logits_RV[at] = change(logits_RV[at], own)
+                row = np.repeat([index for index, _, _ in parts], [token.size for _, token, _ in parts])
+                token = np.concatenate([token for _, token, _ in parts])
+                value = np.concatenate([value for _, _, value in parts])
+                pairs = tuple(to_device(index, logits_RV.device) for index in (row, token))
+                value_P = to_device(value, logits_RV.device).to(logits_RV.dtype)
+                logits_RV[pairs] = change(logits_RV[pairs], value_P)
 
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Per-row sampling numbers, all [N] on the host. `uniform` in [0, 1)."""
+    """Sampling parameters of each row, all [N] on the host. `uniform`: random numbers in [0, 1)."""
 
     temperature: Float32Array  # 0 is greedy
     top_k: Int64Array  # 0 is off
@@ -130,7 +135,7 @@ class RowParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Columns of one decode step, [N] on the host."""
+    """Tokens and log-probs (nats) of one decode step, [N] on the host."""
 
     tokens: Int64Array
     logprobs: Float32Array
@@ -138,8 +143,8 @@ class Sampled:
 
     @staticmethod
     def read(drawn: Sequence[Tensor]) -> Sampled:
-        """What `Sampler.draw` gave in one call or several, one after the other. The host waits for the device here. Errors:
-        DivergenceError where a row of logits held NaN or +inf."""
+        """Copy the results of one or more calls of `Sampler.draw` to the host, in order. Waits for the device. Errors:
+        DivergenceError if a row of logits has NaN or +inf."""
         host = (drawn[0] if len(drawn) == 1 else torch.cat([*drawn], 1)).cpu().numpy()
         bad = np.flatnonzero(~np.isfinite(host[3]))
         if bad.size:
@@ -153,32 +158,27 @@ class Sampled:
 
 
 class Sampler:
-    """Owns one probability buffer, reused every step (fresh buffers cost page faults). Lives on the lane."""
+    """Owns one buffer of probabilities and reuses it in every step, because new memory costs page faults. Only for the lane."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
+        self._buffer_kind: object = None
 
     def _probabilities(self, logits_NV: Tensor) -> Tensor:
         rows, vocabulary = logits_NV.shape
-        buffer = self._buffer
-        if (
-            buffer is None
-            or buffer.shape[0] < rows
-            or buffer.shape[1] != vocabulary
-            or buffer.dtype != logits_NV.dtype
-            or buffer.device != logits_NV.device
-        ):
-            buffer = self._buffer = torch.empty_like(logits_NV)
-        return torch.softmax(logits_NV, dim=-1, out=buffer[:rows])
+        kind = vocabulary, logits_NV.dtype, logits_NV.device
+        if self._buffer is None or self._buffer_kind != kind or self._buffer.shape[0] < rows:
+            self._buffer, self._buffer_kind = torch.empty_like(logits_NV), kind
+        return torch.softmax(logits_NV, dim=-1, out=self._buffer[:rows])
 
     def sample(self, logits_NV: Tensor, params: RowParams) -> Sampled:
-        """As `draw`, and read. Errors: DivergenceError."""
+        """`draw` and `Sampled.read` in one call. Errors: DivergenceError."""
         return Sampled.read([self.draw(logits_NV, params)])
 
     def draw(self, logits_NV: Tensor, params: RowParams) -> Tensor:
-        """One token per row: [4, N] float64 on the device, of tokens, log-probs under the model, log-probs as sampled, and a number
-        that is not finite where the logits are not. `logits_NV` [N, V] float32 or float64 is overwritten. Without filters the host
-        waits for nothing."""
+        """Sample one token per row. Returns [4, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, and
+        a check that is finite only if the row's logits are. `logits_NV` (float32 or float64) is overwritten. Without filters the
+        host does not wait for the device."""
         device = logits_NV.device
         greedy = params.temperature == 0
         temperature = np.where(greedy, np.float32(1.0), params.temperature)
@@ -187,9 +187,10 @@ class Sampler:
         if (temperature != 1).any():
             scale = to_device(temperature, device).to(logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
-        own_RV: Tensor | None = None  # the model's, at the temperature
+        # The model's logits of the changed rows, divided by the temperature.
+        unchanged_RV: Tensor | None = None
         if changed_RV is not None:
-            own_RV = logits_NV[changed]
+            unchanged_RV = logits_NV[changed]
             params.changes.apply_(changed_RV)
             scale = to_device(temperature[changed], device).to(logits_NV.dtype)
             logits_NV[changed] = changed_RV.div_(scale.unsqueeze(1))
@@ -200,75 +201,77 @@ class Sampler:
         mass_N: Tensor | None = None
         if filtered.any():
             index = to_device(np.flatnonzero(filtered), device)
-            chosen, mass = _filtered(probs_NV, index, params, filtered, uniform[index])
+            chosen, mass = _sample_filtered(probs_NV, index, params, filtered, uniform[index])
             token_N = token_N.index_copy(0, index, chosen)
             mass_N = torch.ones_like(uniform).index_copy_(0, index, mass)
-        mask = to_device(greedy, device) if greedy.any() else None
-        if mask is not None:
-            token_N = torch.where(mask, logits_NV.argmax(dim=-1), token_N)
-        chosen_N = probs_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).double()
-        logp_N = chosen_N.log()
-        sampled_N = logp_N if mass_N is None else logp_N - mass_N.log()
-        if own_RV is not None:
-            # No softmax, which would underflow: to the model alone such a token may be all but impossible.
-            own_R = own_RV.gather(1, token_N[changed].unsqueeze(1)).squeeze(1).double() - own_RV.logsumexp(-1).double()
+        greedy_N = to_device(greedy, device) if greedy.any() else None
+        if greedy_N is not None:
+            token_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), token_N)
+        prob_N = probs_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).double()
+        logp_N = prob_N.log()
+        sampled_logp_N = logp_N if mass_N is None else logp_N - mass_N.log()
+        check_N = prob_N
+        if unchanged_RV is not None:
+            # A bias can choose a token that the model all but excludes. Its softmax would underflow to 0.
+            logit_R = unchanged_RV.gather(1, token_N[changed].unsqueeze(1)).squeeze(1)
+            logp_R = logit_R.double() - unchanged_RV.logsumexp(-1).double()
             index = to_device(np.array(changed), device)
-            logp_N = logp_N.index_copy(0, index, own_R)
-            chosen_N[index] = torch.where(own_R.isfinite(), chosen_N[index], torch.nan)
-        if mask is not None:
-            sampled_N = sampled_N.masked_fill(mask, 0.0)
-        return torch.stack((token_N.double(), logp_N, sampled_N, chosen_N))
+            logp_N = logp_N.index_copy(0, index, logp_R)
+            check_N[index] = torch.where(logp_R.isfinite(), check_N[index], torch.nan)
+        if greedy_N is not None:
+            sampled_logp_N = sampled_logp_N.masked_fill(greedy_N, 0.0)
+        return torch.stack((token_N.double(), logp_N, sampled_logp_N, check_N))
 
 
 def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """First index whose cumulative probability exceeds u x total, in two levels. [N, V], float64 [N] -> int64 [N].
+    """Index of the first token whose cumulative probability exceeds uniform x total. [N, V], float64 [N] -> int64 [N].
 
-    Sums above the block level are float64. The target is held strictly below the last cumulative value, so the search
-    always ends on an entry that adds something, that is, one of positive probability.
+    The search goes over the sums of blocks, then over the tokens of one block. Sums of blocks are accumulated in float64.
     """
     vocabulary = probs_NV.shape[1]
-    whole = vocabulary // BLOCK
-    if whole < 4:  # a tiny vocabulary: one level
+    full_blocks = vocabulary // BLOCK
+    if full_blocks < 4:  # a small vocabulary needs no blocks
         return _search(probs_NV.double().cumsum(1), uniform_N)[0]
-    sums = probs_NV[:, : whole * BLOCK].view(-1, whole, BLOCK).sum(-1)
+    sums_NB = probs_NV[:, : full_blocks * BLOCK].view(-1, full_blocks, BLOCK).sum(-1)
     if vocabulary % BLOCK:
-        sums = torch.cat((sums, probs_NV[:, whole * BLOCK :].sum(-1, keepdim=True)), 1)
-    cumulative = sums.double().cumsum(1)
-    block, target = _search(cumulative, uniform_N)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
-    columns = block.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
-    inside = probs_NV.gather(1, columns.clamp(max=vocabulary - 1)).double()
-    inside.masked_fill_(columns >= vocabulary, 0.0)
-    within = _search_value(inside.cumsum(1), target - before)
-    return (block * BLOCK + within).clamp_(max=vocabulary - 1)
+        sums_NB = torch.cat((sums_NB, probs_NV[:, full_blocks * BLOCK :].sum(-1, keepdim=True)), 1)
+    cumulative_NB = sums_NB.double().cumsum(1)
+    block, target = _search(cumulative_NB, uniform_N)
+    before = torch.where(block > 0, cumulative_NB.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
+    tokens = block.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
+    probs_in_block = probs_NV.gather(1, tokens.clamp(max=vocabulary - 1)).double()
+    probs_in_block.masked_fill_(tokens >= vocabulary, 0.0)
+    offset = _search_target(probs_in_block.cumsum(1), target - before)
+    return (block * BLOCK + offset).clamp_(max=vocabulary - 1)
 
 
 def _search(cumulative: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first entry above u x total, and that target. float64 [N, B], [N] -> int64 [N], float64 [N]."""
+    """(index of the first entry above the target, target = uniform x total). float64 [N, B], [N] -> int64 [N], float64 [N]."""
     target = uniform_N * cumulative[:, -1]
-    return _search_value(cumulative, target), target
+    return _search_target(cumulative, target), target
 
 
-def _search_value(cumulative: Tensor, target_N: Tensor) -> Tensor:
+def _search_target(cumulative: Tensor, target_N: Tensor) -> Tensor:
     last = cumulative[:, -1]
-    below = torch.nextafter(last, torch.zeros_like(last))
-    target = torch.minimum(target_N, below).clamp_(min=0.0).unsqueeze(1)
+    # A target below the last value makes the search end on an entry that adds something, never on one of probability 0.
+    below_last = torch.nextafter(last, torch.zeros_like(last))
+    target = torch.minimum(target_N, below_last).clamp_(min=0.0).unsqueeze(1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=cumulative.shape[1] - 1)
 
 
-def _filtered(
+def _sample_filtered(
     probs_NV: Tensor, index_R: Tensor, params: RowParams, filtered: npt.NDArray[np.bool_], uniform_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sample the R rows that have a filter: tokens int64 [R], and the mass of the softmax kept, float64 [R].
+    """Sample the R rows that have a filter. Returns tokens int64 [R] and the total probability of the kept tokens, float64 [R].
 
-    Order as in transformers: top-k first, then the smallest set of the renormalised rest that reaches top-p, then what has at least
-    min-p of the largest probability. (vLLM's own sampler has min-p before the others: another set where top-p is there, too.)
+    Filters run in the order of transformers: top-k, then the smallest set that reaches top-p of the remaining probability, then the
+    tokens with at least min-p of the largest probability. (vLLM's own sampler applies min-p first, so with top-p its set differs.)
     """
     device, vocabulary = probs_NV.device, probs_NV.shape[1]
     top_k = params.top_k[filtered]
     k_R = to_device(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary), device)
     p_R = to_device(params.top_p[filtered].astype(np.float64), device)
-    least_R = to_device(params.min_p[filtered].astype(np.float64), device)
+    min_p_R = to_device(params.min_p[filtered].astype(np.float64), device)
     probs_RV = probs_NV[index_R]
     count = min(vocabulary, FIRST_TRY)
     while True:
@@ -277,18 +280,19 @@ def _filtered(
         rank = torch.arange(count, device=device)
         kept.masked_fill_(rank >= k_R.unsqueeze(1), 0.0)
         cumulative = kept.cumsum(1)
-        # Mass that top-p refers to: of the top-k candidates, or of the whole row where top-k is off.
+        # top-p is a fraction of this probability: that of the top-k tokens, or of the full row if top-k is off.
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
+        # The candidates suffice if they include all top-k tokens, or if they reach top-p.
         enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-        # Nothing behind the candidates is above min-p either; the mass that top-p refers to is known all the same.
-        enough |= (values[:, -1] < least_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
+        # They also suffice if the last one is below min-p, provided that `total` does not depend on further tokens.
+        enough |= (values[:, -1] < min_p_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
         if count == vocabulary or bool(enough.all()):
             break
         count = vocabulary
     outside = (cumulative - kept) >= (p_R * total).unsqueeze(1)
     outside[:, 0] = False  # the most probable token always stays
     kept.masked_fill_(outside & (p_R < 1).unsqueeze(1), 0.0)
-    kept.masked_fill_(values < (least_R * values[:, 0]).unsqueeze(1), 0.0)
+    kept.masked_fill_(values < (min_p_R * values[:, 0]).unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
-    place, _ = _search(cumulative, uniform_R)
-    return order.gather(1, place.unsqueeze(1)).squeeze(1), cumulative[:, -1]
+    rank_R, _ = _search(cumulative, uniform_R)
+    return order.gather(1, rank_R.unsqueeze(1)).squeeze(1), cumulative[:, -1]

@@ -1,10 +1,10 @@
-"""Host-side columns of the sequences that are running: one slot each, numpy, allocated once.
+"""Data of the running sequences in numpy arrays on the host, allocated once.
 
-A *slot* is where a sequence's columns lie from admission to its end; its *row* is where its keys and values lie now.
-Rows are kept compact, slots never move. The owner task and the lane take turns: while a closure runs, nobody else
-looks in here.
+A *slot* is the index of a sequence in these arrays; it does not change. A *row* is the index of its keys and values in the cache.
+When a sequence ends, the last row moves into the free row, so rows are always [0..n). While a closure runs on the lane, only that
+closure may use these arrays. Between closures the owner task uses them.
 
-Shape legend: R slots, C longest context.
+Shape legend: R slots, C longest context, n running sequences.
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ PrefixKey: TypeAlias = tuple[str, bytes]
 
 
 def prefix_key(request: GenerationRequest) -> PrefixKey | None:
-    """What requests with a common prompt have in common. The tokens are part of it: a broken promise shares nothing."""
+    """Equal for requests that share a prompt. It contains the tokens, so a wrong `prefix_key` of a caller does no harm."""
     return None if request.prefix_key is None else (request.prefix_key, request.prompt_ids.tobytes())
 
 
 class Sequences:
-    """Columns by slot, and the map rows -> slots. Room for prompt and completion is there from the start."""
+    """Arrays indexed by slot, and the map from rows to slots."""
 
     def __init__(self, capacity: int, max_context: int, routes: RoutesShape | None = None) -> None:
-        """`routes`: of the model, where it is recorded which experts each token went to."""
+        """`capacity`: number of slots. `max_context`: most tokens of a sequence. `routes`: shape of recorded routes, or None."""
         self.capacity = capacity
         self.max_context = max_context
         self.tokens = np.zeros((capacity, max_context), dtype=np.int64)
         self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.versions = np.zeros((capacity, max_context), dtype=np.int32)
-        # [capacity, C, layers, k]; what is not known yet is -1, from `add` on.
+        # [R, C, layers, k]. `add` sets all entries of a slot to MISSING.
         self.routes: RoutesArray | None = None
         if routes is not None:
             self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
-        # By slot, of prompts that were computed again (`keep_first_routes`).
-        self._first: dict[int, RoutesArray] = {}
-        self.prompt = np.zeros(capacity, dtype=np.int64)  # prompt length
-        self.length = np.zeros(capacity, dtype=np.int64)  # known tokens, prompt included
-        self.cached = np.zeros(capacity, dtype=np.int64)  # positions whose keys and values the row holds
+        # Slot -> routes [prompt - 1, layers, k], see `keep_first_routes`.
+        self._first_prompt_routes: dict[int, RoutesArray] = {}
+        self.prompt = np.zeros(capacity, dtype=np.int64)  # tokens of the prompt
+        self.length = np.zeros(capacity, dtype=np.int64)  # tokens of prompt and completion so far
+        self.cached = np.zeros(capacity, dtype=np.int64)  # tokens with keys and values in the cache
         self.limit = np.zeros(capacity, dtype=np.int64)  # prompt + max_tokens
         self.seed = np.zeros(capacity, dtype=np.uint64)
         self.temperature = np.ones(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
         self.top_p = np.ones(capacity, dtype=np.float32)
         self.min_p = np.zeros(capacity, dtype=np.float32)
-        self._changing: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}  # by slot, with its stop tokens
+        # Slot -> (sampling, stop tokens), for requests that change logits.
+        self._logit_changes: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
         self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)
         self.prefix_key: list[PrefixKey | None] = [None] * capacity
         self.row_of = np.full(capacity, -1, dtype=np.int64)
@@ -65,16 +66,15 @@ class Sequences:
 
     @property
     def rows(self) -> Int64Array:
-        """Slots of the rows [0..n), a view."""
+        """The slots of rows [0..n): int64 [n], a view."""
         return self._slot_of_row[: self.count]
 
     @property
     def full(self) -> bool:
-        """No slot is free."""
         return not self._free
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
-        """Take a slot and the next row. The caller has checked that there is room."""
+        """Assign a free slot and the next row to the request. Returns the slot. The caller has checked that a slot is free."""
         slot, row = self._free.pop(), self.count
         sampling, size = request.sampling, int(request.prompt_ids.size)
         self.tokens[slot, :size] = request.prompt_ids
@@ -89,7 +89,7 @@ class Sequences:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         if sampling.changes_logits:
-            self._changing[slot] = sampling, stop_ids
+            self._logit_changes[slot] = sampling, stop_ids
         if len(stop_ids) > self.stops.shape[1]:
             wider = np.full((self.capacity, len(stop_ids)), NO_TOKEN, dtype=np.int64)
             wider[:, : self.stops.shape[1]] = self.stops
@@ -103,12 +103,12 @@ class Sequences:
         return slot
 
     def remove(self, slot: int) -> tuple[int, int, int] | None:
-        """Free a slot. The last row must move into its row: (source row, target row, positions), or None."""
+        """Free a slot. Returns the copy that the cache must make, (source row, target row, positions), or None."""
         row, last = int(self.row_of[slot]), self.count - 1
         self.row_of[slot] = -1
         self.prefix_key[slot] = None
-        self._first.pop(slot, None)
-        self._changing.pop(slot, None)
+        self._first_prompt_routes.pop(slot, None)
+        self._logit_changes.pop(slot, None)
         self._free.append(slot)
         self.count = last
         if row == last:
@@ -119,12 +119,12 @@ class Sequences:
         return last, row, int(self.cached[moved])
 
     def parameters(self, slots: Int64Array) -> RowParams:
-        """Sampling numbers of the next token of each slot."""
+        """Sampling parameters for the next token of each slot. Row i of the result belongs to `slots[i]`."""
         index = self.length[slots] - self.prompt[slots]
         changes = LogitChanges()
-        for row, slot in enumerate(slots.tolist() if self._changing else ()):
-            if slot in self._changing:
-                sampling, stop_ids = self._changing[slot]
+        for row, slot in enumerate(slots.tolist() if self._logit_changes else ()):
+            if slot in self._logit_changes:
+                sampling, stop_ids = self._logit_changes[slot]
                 changes.add(row, sampling, stop_ids, self.tokens[slot, : self.length[slot]], int(self.prompt[slot]))
         return RowParams(
             self.temperature[slots],
@@ -136,44 +136,44 @@ class Sequences:
         )
 
     def append(self, slots: Int64Array, sampled: Sampled, version: int) -> tuple[Int64Array, Int64Array]:
-        """Store one token per slot. Returns the slots that hit a stop token, and those that only ran out of room."""
-        place = self.length[slots]
-        self.tokens[slots, place] = sampled.tokens
-        self.logprobs[slots, place] = sampled.logprobs
-        self.sampled_logprobs[slots, place] = sampled.sampled_logprobs
-        self.versions[slots, place] = version
-        self.cached[slots] = place
-        self.length[slots] = place + 1
+        """Store one token per slot. Returns the slots whose token is a stop token, and the other slots that reached their limit."""
+        position = self.length[slots]
+        self.tokens[slots, position] = sampled.tokens
+        self.logprobs[slots, position] = sampled.logprobs
+        self.sampled_logprobs[slots, position] = sampled.sampled_logprobs
+        self.versions[slots, position] = version
+        self.cached[slots] = position
+        self.length[slots] = position + 1
         stopped = (sampled.tokens[:, None] == self.stops[slots]).any(axis=1)
-        ended = (place + 1 >= self.limit[slots]) & ~stopped
+        ended = (position + 1 >= self.limit[slots]) & ~stopped
         return slots[stopped], slots[ended]
 
     def completion(self, slot: int) -> Int64Array:
-        """Sampled tokens so far, a view."""
+        """The sampled tokens so far, a view."""
         return self.tokens[slot, self.prompt[slot] : self.length[slot]]
 
     def keep_first_routes(self, slot: int) -> None:
-        """Before the prompt of a sequence is computed under other weights: if it has sampled tokens, it ends with the routes of
-        now. `routes` itself goes with the cache, from which others may take the prompt."""
-        if self.routes is not None and self.length[slot] > self.prompt[slot] and slot not in self._first:
-            self._first[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
+        """Call this before a prompt is computed again with new weights. If the sequence has sampled tokens, its generation gets the
+        prompt's first routes. `self.routes` gets the new ones, because other sequences may copy the new prompt."""
+        if self.routes is not None and self.length[slot] > self.prompt[slot] and slot not in self._first_prompt_routes:
+            self._first_prompt_routes[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
 
     def _routes_of(self, slot: int) -> RoutesArray | None:
         if self.routes is None:
             return None
-        found: RoutesArray = self.routes[slot, : self.length[slot]].copy()
-        if slot in self._first:
-            found[: self.prompt[slot] - 1] = self._first[slot]
-        return found
+        routes: RoutesArray = self.routes[slot, : self.length[slot]].copy()
+        if slot in self._first_prompt_routes:
+            routes[: self.prompt[slot] - 1] = self._first_prompt_routes[slot]
+        return routes
 
     def generation(self, slot: int, reason: FinishReason, stop: str | None = None) -> Generation:
-        """Copies of the columns of a sequence that ended. `stop`: the stop string that ended it."""
-        own = slice(int(self.prompt[slot]), int(self.length[slot]))
+        """The finished sequence, in copies. `stop`: the stop string that ended it."""
+        completion = slice(int(self.prompt[slot]), int(self.length[slot]))
         return Generation(
-            token_ids=self.tokens[slot, own].astype(np.int32),
-            logprobs=self.logprobs[slot, own].copy(),
-            sampled_logprobs=self.sampled_logprobs[slot, own].copy(),
-            versions=self.versions[slot, own].copy(),
+            token_ids=self.tokens[slot, completion].astype(np.int32),
+            logprobs=self.logprobs[slot, completion].copy(),
+            sampled_logprobs=self.sampled_logprobs[slot, completion].copy(),
+            versions=self.versions[slot, completion].copy(),
             finish_reason=reason,
             routed_experts=self._routes_of(slot),
             stop=stop,

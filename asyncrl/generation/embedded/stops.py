@@ -1,4 +1,4 @@
-"""Stop strings, looked for on incrementally decoded text. Only requests that have some pay for it."""
+"""Finds stop strings in the text of a running completion. Only requests with stop strings use this."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Any
 from asyncrl.data.texts import decode, find_stop
 from asyncrl.types import Int64Array
 
-# Tokens of context before the window: decoders that look back (spaces, bytes) settle within.
+# Extra tokens that are decoded before the window. The text of a token may depend on a few tokens before it (spaces, bytes).
 MARGIN = 8
 
 
 class StopStrings:
-    """Which of the stop strings does the newest token complete?
+    """Finds out which stop string the newest token completes.
 
-    Only the last tokens are decoded: a token is at least one byte and a character at most four, so a stop string of n
-    characters lies within the last 4 n tokens.
+    Only the last tokens are decoded. A character has at most four bytes and a token at least one, so a stop string of n characters
+    lies within the last 4 n tokens.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], min_tokens: int = 0) -> None:
-        """`min_tokens`: what they alone complete ends nothing."""
+        """`min_tokens`: no stop string is reported within the first `min_tokens` tokens."""
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens = min_tokens
         self._window = 4 * max((len(string) for string in self._stop), default=0) + MARGIN
 
     def hit(self, completion: Int64Array) -> str | None:
-        """The one that begins first, if any. `completion` [C]: all sampled tokens of the sequence so far."""
+        """The stop string that the last token completes, or None. Of several, the one that begins first. `completion` [C]: all
+        sampled tokens so far."""
         if completion.size <= self._min_tokens:
             return None
         ids = completion[-self._window :].tolist()
-        text, before = decode(self._tokenizer, ids), decode(self._tokenizer, ids[:-1])
-        found = {string: at for string in self._stop if (at := find_stop(text, before, string)) >= 0}
-        return min(found, key=found.__getitem__, default=None)
+        text, text_before = decode(self._tokenizer, ids), decode(self._tokenizer, ids[:-1])
+        starts = {string: find_stop(text, text_before, string) for string in self._stop}
+        completed = {string: start for string, start in starts.items() if start >= 0}
+        return min(completed, key=completed.__getitem__, default=None)

@@ -1,10 +1,10 @@
-"""vLLM's engine inside a generation worker: no server, no child process, token ids in and token ids out.
+"""vLLM's engine core in a generation worker, without a server or a child process. Requests and results are token ids.
 
-    versions.py   which vLLM is installed, and whether it is one that we know
-    recording.py  from the board's layout to vLLM's parameters: recorded while vLLM's own loader runs, not guessed
-    v0_32*.py     the adapter for vLLM 0.32, everything that touches its inside. Each minor version has files of its own
+    versions.py   checks that the installed vLLM has an adapter
+    recording.py  maps the weight board to vLLM's parameters, by recording the copies of vLLM's own loader
+    v0_32*.py     the adapter for vLLM 0.32. Only adapters use vLLM's internals; each minor version has its own files
     engine.py     the engine that a worker serves with
 
-vLLM schedules, caches and computes logits; tokens are drawn by the embedded engine's sampler, with the same random keys.
+vLLM schedules, caches and computes logits. The embedded engine's sampler draws the tokens, with the same random numbers.
 Start reading in `engine.py`.
 """

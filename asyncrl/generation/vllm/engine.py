@@ -1,20 +1,17 @@
-"""The engine of a worker that generates with vLLM: requests wait and are admitted as in the embedded one, and vLLM runs them.
+"""The engine of a worker that generates with vLLM. `owner.py` admits the requests, and vLLM runs them.
 
     generate() --> waiting --admit--> running --a step of vLLM per closure--> result                  (owner.py)
     logits of a step --> the embedded engine's sampler --> token, both log-probs, version of the weights
 
-Guarantees, those of the embedded engine:
-* The random numbers of a request come from (seed, place) alone: vLLM draws nothing. A repeated request has the same ones.
-* `logprobs` are over the whole vocabulary at the sampling temperature, `sampled_logprobs` as really sampled.
-* Each token has the version of the weights that sampled it: they change between two steps only, on the lane.
-* `keep`: a sequence that has a token goes on with its cached keys and values, and a prompt without one starts again. `recompute`:
-  all of them are computed anew. No prompt is ever shared across versions.
-* Nothing is preempted: vLLM's cache has room for whatever was admitted.
-* Routes of experts, where they are recorded: each token has those that it was sampled with, a prompt those of the keys and values
-  that its first token attended to, whoever computed them.
-
-The loop and the lane share one queue of changes: requests that start and requests that are given up. A move of the weights and the
-comparison of outputs are closures of the worker, and may run while the owner of this engine admits requests.
+Guarantees, the same as those of the embedded engine
+* The random numbers of a request depend only on (seed, index of the token). vLLM itself samples nothing.
+* `logprobs` are over the full vocabulary at the sampling temperature. `sampled_logprobs` are after all filters.
+* Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
+* After a change, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes other prompts
+  again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt.
+* No sequence is preempted, because vLLM's cache has room for all admitted requests.
+* If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
+  its first token used, even if another request computed them.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from torch import Tensor
 from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
 from asyncrl.generation.embedded.stops import StopStrings
-from asyncrl.generation.life import WHO
+from asyncrl.generation.life import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import DECODED, bound_of, fixed_row
@@ -45,8 +42,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
-_REPLAY = "replay"
-# Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
+_REPLAY = "replay"  # the core's name of the replayed request
+# Allowed differences of log-probs in nats (`models.outputs.Bound`). SmolLM2 differs by 0.08 in bfloat16 and 1e-5 in float32.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
@@ -55,8 +52,8 @@ Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits
 
 @dataclass(frozen=True, slots=True)
 class CoreSpec:
-    """What a core is made for, beside its room. `dtype`: of its products. `stop_ids`: every token that ends a completion. `routed`:
-    the model has experts. `routes`: their shape, where it is recorded which experts each token went to."""
+    """The model that a core runs. `stop_ids`: all tokens that end a completion. `routes`: shape of the routes to record, or None.
+    `routed`: whether the model has experts."""
 
     dtype: torch.dtype
     vocabulary: int
@@ -66,21 +63,21 @@ class CoreSpec:
 
 
 class Running:
-    """One running request and its columns, with room for all its tokens. On the lane."""
+    """One running request with its sampled tokens. Only the lane changes it."""
 
     def __init__(
         self,
         request: GenerationRequest,
         stop_ids: tuple[int, ...],
-        stop: StopStrings | None,
+        stop_strings: StopStrings | None,
         routes: RoutesShape | None,
     ) -> None:
         sampling = request.sampling
         self.request = request
         self.stop_ids = stop_ids
         self.seed = seed_array(request.seed)[0]
-        self.count = 0
-        self._stop = stop
+        self.count = 0  # sampled tokens
+        self._stop_strings = stop_strings
         self._prompt = int(request.prompt_ids.size)
         self._routes: RoutesArray | None = None
         if routes is not None:
@@ -92,68 +89,67 @@ class Running:
 
     @property
     def tokens(self) -> Int64Array:
-        """Those of the prompt, and what was sampled."""
+        """The tokens of the prompt and the sampled tokens."""
         return np.concatenate([self.request.prompt_ids, self._tokens[: self.count]])
 
     def append(self, token: int, logprobs: tuple[float, float], version: int) -> str | None:
-        """Adds a token and the version of the weights that sampled it. Returns the stop string that the token completes."""
-        at, self.count = self.count, self.count + 1
-        self._tokens[at], self._logprobs[:, at], self._versions[at] = token, logprobs, version
-        return None if self._stop is None else self._stop.hit(self._tokens[: self.count])
+        """Add a token that weights of `version` have sampled. Returns the stop string that the token completes, or None."""
+        index, self.count = self.count, self.count + 1
+        self._tokens[index], self._logprobs[:, index], self._versions[index] = token, logprobs, version
+        return None if self._stop_strings is None else self._stop_strings.hit(self._tokens[: self.count])
 
     def keep_routes(self, read: Callable[[int, int], RoutesArray]) -> None:
-        """Call it before the token that a step sampled is appended. `read`: routes of positions [start, stop), as cached now. A
-        position is read once, so an update that recomputes the cache does not change its routes."""
+        """Store the routes of the tokens before the newest one. Call this before `append`. `read(start, stop)`: the routes of these
+        positions in the cache. Each position is read once, so its routes stay the same if the cache is computed again."""
         if self._routes is not None:
             stop = self._prompt + self.count
             start = stop - 1 if self.count else 0
             self._routes[start:stop] = read(start, stop)
 
     def generation(self, reason: FinishReason, stop: str | None) -> Generation:
-        """What was sampled. `stop`: the stop string that ended it."""
-        own = slice(0, self.count)
-        whole, sampled = self._logprobs[:, own].copy()
+        """The finished sequence, in copies. `stop`: the stop string that ended the sequence."""
+        completion = slice(0, self.count)
+        logprobs, sampled_logprobs = self._logprobs[:, completion].copy()
         routes = None if self._routes is None else self._routes[: self._prompt + self.count].copy()
+        versions = self._versions[completion].copy()
         return Generation(
-            self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason, routes, stop
+            self._tokens[completion].astype(np.int32), logprobs, sampled_logprobs, versions, reason, routes, stop
         )
 
 
 class Replay:
-    """A row whose tokens are given, and log-probs of all but the first (nats, of the whole vocabulary at temperature 1): those of
-    the prompt as vLLM computes them, each later one from the step that would have sampled the token.
-
-    (vLLM's `trace_decode_token_ids` does the same inside its own sampler, which draws nothing here.)"""
+    """Collects the log-probs of a known sequence: nats, over the full vocabulary at temperature 1, of all tokens but the first.
+    vLLM computes those of the prompt. Each later one comes from the step that would sample the token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        """`tokens`: after the prompt."""
+        """`tokens`: the known tokens after the prompt."""
         self._tokens = tokens
         self._prompt_logprobs: list[float] | None = None
         self._logprobs: list[float] = []
-        self._next = 0.0
+        self._next_logprob = 0.0
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token. vLLM asks again for the same one after each part of a prompt that takes several steps."""
+        """The next known token. vLLM calls this several times for one token if the prompt takes several steps."""
         token = self._tokens[len(self._logprobs)]
-        self._next = float(logits_V.double().log_softmax(-1)[token])
+        self._next_logprob = float(logits_V.double().log_softmax(-1)[token])
         return token
 
-    def take(self, token: int | None, prompt_logprobs: list[float] | None) -> None:
-        """Notes what a step sampled and computed for this row."""
+    def add_output(self, token: int | None, prompt_logprobs: list[float] | None) -> None:
+        """Add a step's output for this sequence. `token` is None while the prompt is incomplete."""
         if prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs
         if token is not None:
-            self._logprobs.append(self._next)
+            self._logprobs.append(self._next_logprob)
 
     @property
-    def found(self) -> list[float] | None:
-        """The log-probs; None until the last token is there."""
+    def logprobs(self) -> list[float] | None:
+        """All log-probs, or None until the last token is computed."""
         done = self._prompt_logprobs is not None and len(self._logprobs) == len(self._tokens)
         return [*(self._prompt_logprobs or ()), *self._logprobs] if done else None
 
 
 class VllmEngine(OwnedEngine):
-    """Implements `ports.Engine`, and what a worker asks of its engine (worker/serving.py), on a core of an adapter."""
+    """Implements `ports.Engine` and `worker.serving.Serving` with the core of a vLLM adapter."""
 
     def __init__(
         self,
@@ -168,7 +164,7 @@ class VllmEngine(OwnedEngine):
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        """`open_core`: makes the core, on the lane; its argument draws the tokens."""
+        """`open_core`: creates the core. It is called on the lane, with the function that samples the tokens."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
@@ -179,66 +175,65 @@ class VllmEngine(OwnedEngine):
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
         self._numbers = itertools.count()
-        self._changes: deque[tuple[int, Running | None]] = deque()  # (slot, its request; None: it was given up)
-        # The rest is the lane's.
+        # (slot, its new request, or None if it was aborted). The owner task appends; the lane applies them before its next step.
+        self._changes: deque[tuple[int, Running | None]] = deque()
+        # Only the lane uses the following.
         self._core: Any = None
         self._sampler = Sampler()
         self._slots: dict[int, Running] = {}
-        self._names: dict[str, int] = {}  # of what the core has -> slot
-        self._drawn: dict[str, tuple[float, float]] = {}  # log-probs of the newest token of each
-        self._ended: list[tuple[int, Generation]] = []  # not yet reported to the owner
-        self._replayed: Replay | None = None
-        self._prefilled = self._copied = 0
-        self._unreported = 0  # of the tokens prefilled
-        self._batches: list[int] = []  # tokens of each step that was not reported yet
+        self._slot_of_name: dict[str, int] = {}  # names of requests in the core
+        self._sampled_logprobs: dict[str, tuple[float, float]] = {}  # (model, as sampled) of the newest token, by name
+        self._replay: Replay | None = None
+        self._prefilled = self._copied = 0  # tokens so far
+        # Results of steps that `_step` has not reported yet.
+        self._ended: list[tuple[int, Generation]] = []
+        self._new_prefilled = 0
+        self._batches: list[int] = []  # sampled tokens of each step
 
     def check(self, request: GenerationRequest) -> None:
-        """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)
         check_tokens(request, self.spec.vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""
-        return super().statistics() | {
-            "prefill_tokens": float(self._prefilled),
-            "copied_tokens": float(self._copied),
-        }
+        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` taken from a shared prompt."""
+        return super().statistics() | {"prefill_tokens": float(self._prefilled), "copied_tokens": float(self._copied)}
 
-    # -- what a worker asks of it
+    # -- worker.serving.Serving
 
     def open_on_lane(self) -> None:
-        """Make the core. On the lane, whose thread it belongs to."""
+        """Create the core. Call this on the lane: vLLM's core belongs to the thread that creates it."""
         self._core = self._open_core(self._choose)
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Every later token comes from the weights in `half`, which are `version`. On the lane."""
+        """Use the weights in `half`, which have this version, for all later tokens. Call this on the lane."""
         self._core.bind(half)
         self.version = version
         if self._recompute:
             self._core.forget_caches()
             return
-        for name in [name for name, slot in self._names.items() if not self._slots[slot].count]:
+        # Start the prompts without a sampled token again.
+        for name in [name for name, slot in self._slot_of_name.items() if not self._slots[slot].count]:
             self._core.abort([name])
-            self._put(self._names.pop(name))
+            self._add_to_core(self._slot_of_name.pop(name))
 
     async def outputs(self) -> list[float]:
-        """Log-probs of the fixed row (models/outputs.py), as the next steps would compute them: most of it as a prompt, the rest as
-        steps that decode, which are other kernels and read the cache."""
+        """Log-probs of the fixed row (models/outputs.py) with the current weights. Most of the row is a prompt. The last tokens are
+        decoded, because decoding uses other kernels and reads the cache."""
         row = fixed_row(self.spec.vocabulary).tolist()
         return await self.replay(row[:-DECODED], row[-DECODED:])
 
     async def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """See `Replay`; one at a time. Each step is a closure, and computes for every running request too."""
+        """See `Replay`. Only one call at a time. Each step is a closure, which also computes the other running requests."""
         replay = Replay(tokens)
 
         def begin() -> None:
-            self._replayed = replay
+            self._replay = replay
             self._core.add_replay(_REPLAY, prompt, len(tokens))
 
         await self.lane.run(begin, name="engine/outputs")
-        while (found := replay.found) is None:
+        while (logprobs := replay.logprobs) is None:
             await self.lane.run(self._compute, name="engine/outputs")
-        return found
+        return logprobs
 
     # -- the batch
 
@@ -249,18 +244,19 @@ class VllmEngine(OwnedEngine):
     def _add(self, job: Job) -> int:
         sampling, slot = job.request.sampling, next(self._numbers)
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.spec.stop_ids)
-        stop = None
+        stop_strings = None
         if sampling.stop:
-            assert self.tokenizer is not None  # `check` refused it otherwise
-            stop = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
-        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.spec.routes)))
+            assert self.tokenizer is not None  # `check` has refused the request otherwise
+            stop_strings = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
+        running = Running(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings, self.spec.routes)
+        self._changes.append((slot, running))
         return slot
 
     def _remove(self, job: Job) -> None:
         self._changes.append((job.slot, None))
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
-        with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
+        with self.recorder.span("decode", track=TRACK, sequences=len(self._running)):
             batches, prefilled, ended = await self.lane.run(self._step, name="engine/decode")
         self.recorder.count("engine/prefill_tokens", prefilled)
         for rows in batches:
@@ -268,7 +264,7 @@ class VllmEngine(OwnedEngine):
             self._decode_steps += 1
             self.recorder.observe("engine/decode_batch", rows)
             self.recorder.count("engine/tokens", rows)
-        # A caller may have given up while the outputs were compared. Its slot is gone then.
+        # A request may have been aborted after it ended in a step of `replay`. Its slot is not in `_running` any more.
         return [(self._running[slot], generation) for slot, generation in ended if slot in self._running]
 
     async def _refresh(self) -> int:
@@ -277,98 +273,101 @@ class VllmEngine(OwnedEngine):
     # -- on the lane
 
     def _step(self) -> tuple[list[int], int, list[tuple[int, Generation]]]:
-        """(tokens of each step, tokens prefilled, what ended) since the last call. Comparing outputs takes steps too."""
+        """(sampled tokens of each step, prefilled tokens, ended requests) since the last call, including steps of `replay`."""
         self._apply_changes()
-        # What ended while outputs were compared is reported first.
+        # Requests that ended in a step of `replay` are reported without another step.
         if not self._ended:
             self._compute()
-        batches, prefilled, ended = self._batches, self._unreported, self._ended
-        self._batches, self._unreported, self._ended = [], 0, []
+        batches, prefilled, ended = self._batches, self._new_prefilled, self._ended
+        self._batches, self._new_prefilled, self._ended = [], 0, []
         return batches, prefilled, ended
 
     def _apply_changes(self) -> None:
-        """Starts the requests that were admitted since the last closure, and aborts those that were given up."""
+        """Add the new requests to the core, and abort those whose callers were cancelled."""
         while self._changes:
             slot, running = self._changes.popleft()
             if running is not None:
                 self._slots[slot] = running
-                self._put(slot)
+                self._add_to_core(slot)
                 continue
             del self._slots[slot]
-            for name in [name for name, other in self._names.items() if other == slot]:
-                del self._names[name]
+            for name in [name for name, other in self._slot_of_name.items() if other == slot]:
+                del self._slot_of_name[name]
                 self._core.abort([name])
 
-    def _put(self, slot: int) -> None:
-        """Adds the request to the core under a new name, because an aborted one keeps its name until the next step."""
+    def _add_to_core(self, slot: int) -> None:
+        # A new name: the core keeps the name of an aborted request until its next step.
         name, running = f"{slot}.{next(self._numbers)}", self._slots[slot]
-        self._names[name] = slot
+        self._slot_of_name[name] = slot
         request = running.request
         limit = request.sampling.max_tokens
         self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=str(self.version))
 
     def _compute(self) -> None:
-        """One step of the core."""
+        """Run one step of the core and store its outputs."""
         rows = 0
-        for each in self._core.step():
-            if each.name == _REPLAY:
-                assert self._replayed is not None
-                self._replayed.take(each.token, each.prompt_logprobs)
+        for output in self._core.step():
+            if output.name == _REPLAY:
+                assert self._replay is not None
+                self._replay.add_output(output.token, output.prompt_logprobs)
                 continue
-            slot = self._names[each.name]
+            slot = self._slot_of_name[output.name]
             running = self._slots[slot]
-            self._prefilled += each.computed
-            self._unreported += each.computed
-            self._copied += each.cached
-            if each.token is None:
+            self._prefilled += output.computed
+            self._new_prefilled += output.computed
+            self._copied += output.cached
+            if output.token is None:
                 continue
             rows += 1
-            running.keep_routes(partial(self._core.routes, each.name))
-            hit = running.append(each.token, self._drawn[each.name], self.version)
-            if hit or each.ended:
-                reason = FinishReason.STOP if hit or each.stopped else FinishReason.LENGTH
-                self._ended.append((slot, running.generation(reason, None if each.stopped else hit)))
-            if hit and not each.ended:
-                self._core.abort([each.name])
-            if hit or each.ended:
-                del self._names[each.name]
+            running.keep_routes(partial(self._core.routes, output.name))
+            stop_string = running.append(output.token, self._sampled_logprobs[output.name], self.version)
+            if not stop_string and not output.ended:
+                continue
+            reason = FinishReason.STOP if stop_string or output.stopped else FinishReason.LENGTH
+            self._ended.append((slot, running.generation(reason, None if output.stopped else stop_string)))
+            if not output.ended:
+                self._core.abort([output.name])
+            del self._slot_of_name[output.name]
         if rows:
             self._batches.append(rows)
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
-        """Tokens [N] for logits [N, V]. Their log-probs are kept until the end of the step says which tokens count."""
-        given = None
+        """Sample tokens [N] from logits [N, V]. vLLM may ignore some of them; `_compute` takes the log-probs of the others."""
+        replayed = None
         if _REPLAY in names:
-            assert self._replayed is not None
-            place = list(names).index(_REPLAY)
-            # Before the sampler, which writes into the logits.
-            given = place, self._replayed.choose(logits_NV[place])
+            assert self._replay is not None
+            row = list(names).index(_REPLAY)
+            # Now, because the sampler overwrites the logits.
+            replayed = row, self._replay.choose(logits_NV[row])
         parts = []
         for start in range(0, len(names), _HEAD_ROWS):
-            own = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
-            parts.append(self._sampler.draw(own, self._parameters(names[start : start + _HEAD_ROWS])))
+            logits = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
+            parts.append(self._sampler.draw(logits, self._parameters(names[start : start + _HEAD_ROWS])))
         sampled = Sampled.read(parts)
-        if given is not None:
-            sampled.tokens[given[0]] = given[1]
+        if replayed is not None:
+            row, token = replayed
+            sampled.tokens[row] = token
         columns = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)
-        self._drawn = dict(zip(names, columns, strict=True))
+        self._sampled_logprobs = dict(zip(names, columns, strict=True))
         return torch.from_numpy(sampled.tokens)
 
     def _parameters(self, names: Sequence[str]) -> RowParams:
-        """Of the next token of each request. A replay's token is given, so its row is greedy and is not used."""
-        found = [self._slots[self._names[name]] if name in self._names else None for name in names]
-        sampling = [_GREEDY if each is None else each.request.sampling for each in found]
-        seeds = np.array([0 if each is None else each.seed for each in found], np.uint64)
-        places = np.array([0 if each is None else each.count for each in found], np.int64)
+        """Sampling parameters for the next token of each request. The replayed request has no slot. Its row gets greedy parameters,
+        and the sampled token is replaced."""
+        requests = [self._slots[self._slot_of_name[name]] if name in self._slot_of_name else None for name in names]
+        sampling = [_GREEDY if running is None else running.request.sampling for running in requests]
+        seeds = np.array([0 if running is None else running.seed for running in requests], np.uint64)
+        indices = np.array([0 if running is None else running.count for running in requests], np.int64)
         changes = LogitChanges()
-        for row, each in enumerate(found):
-            if each is not None and each.request.sampling.changes_logits:
-                changes.add(row, each.request.sampling, each.stop_ids, each.tokens, each.request.prompt_ids.size)
+        for row, running in enumerate(requests):
+            if running is not None and running.request.sampling.changes_logits:
+                request = running.request
+                changes.add(row, request.sampling, running.stop_ids, running.tokens, request.prompt_ids.size)
         return RowParams(
-            np.array([each.temperature for each in sampling], np.float32),
-            np.array([each.top_k for each in sampling], np.int64),
-            np.array([each.top_p for each in sampling], np.float32),
-            np.array([each.min_p for each in sampling], np.float32),
-            keyed_uniform(seeds, places),
+            np.array([params.temperature for params in sampling], np.float32),
+            np.array([params.top_k for params in sampling], np.int64),
+            np.array([params.top_p for params in sampling], np.float32),
+            np.array([params.min_p for params in sampling], np.float32),
+            keyed_uniform(seeds, indices),
             changes,
         )

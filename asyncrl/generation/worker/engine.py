@@ -33,7 +33,7 @@ from asyncrl.generation.requests import check_request, check_tokens
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
-from .names import sweep
+from .names import remove_orphans
 from .peer import LEAVE_S, Peer, Setup
 from .pin import Pin, Pins
 from .router import RoutedJob, Router
@@ -188,8 +188,8 @@ class WorkerEngine(EngineLife):
 
     # -- the owner
 
-    async def _own(self) -> None:
-        for line in await offload(sweep, "sweep"):
+    async def _run_owner(self) -> None:
+        for line in await offload(remove_orphans, "sweep"):
             logger.info("workers of a dead run had left %s; it was removed", line)
         async with plain_task_group() as tasks:
             for number in range(self.limits.workers):
@@ -199,7 +199,7 @@ class WorkerEngine(EngineLife):
         job = self._router.find(number)
         if job is None:
             return  # the caller was cancelled meanwhile
-        worker = self._router.end(job)
+        worker = self._router.remove(job)
         assert worker is not None
         self._finishes[worker] += 1
         if not job.future.done():
@@ -214,7 +214,7 @@ class WorkerEngine(EngineLife):
         self.recorder.gauge("engine/unsent", self._router.waiting)
 
     def _abort(self, job: RoutedJob) -> None:
-        worker = self._router.end(job)
+        worker = self._router.remove(job)
         self._aborted += 1
         if worker in self._peers:
             self._peers[worker].put(job.number, None)
@@ -269,7 +269,7 @@ class WorkerEngine(EngineLife):
             peer.send_weights(*weights)
         if "bound" in message:
             if not self._router.serves(peer.number):
-                self._router.open(peer.number)
+                self._router.add_worker(peer.number)
                 self._assign()
                 self._notify_starting()
             self._pins.unpin_moved()
@@ -282,7 +282,7 @@ class WorkerEngine(EngineLife):
     def _fail(self, number: int, text: str) -> None:
         job = self._router.find(number)
         if job is not None:
-            self._router.end(job)
+            self._router.remove(job)
             if not job.future.done():
                 job.future.set_exception(GenerationError(text))
             self._assign()
@@ -307,7 +307,7 @@ class WorkerEngine(EngineLife):
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._ended[name] = self._ended.get(name, 0.0) + peer.statistics.get(name, 0.0)
-        self._router.close(peer.number)
+        self._router.remove_worker(peer.number)
         self._pins.unpin_moved()
         self._assign()
         if peer.process.ended.done():
@@ -325,8 +325,8 @@ class WorkerEngine(EngineLife):
             if not update.future.done():
                 update.future.set_result(None)
 
-    def _forget(self) -> list[asyncio.Future[Any]]:
-        futures: list[asyncio.Future[Any]] = [job.future for job in self._router.forget()]
+    def _take_futures(self) -> list[asyncio.Future[Any]]:
+        futures: list[asyncio.Future[Any]] = [job.future for job in self._router.clear()]
         futures += [update.future for update in self._updates]
         futures += [*self._starting, *self._pins.take_waiting()]
         self._updates, self._starting = [], []

@@ -1,7 +1,5 @@
-"""The worker's program: `python -m asyncrl.generation.worker.main FD NODE`, started by exec, child of the node's process.
-
-It is tied to the node before it loads anything that takes time; `server.py` is what it does.
-"""
+"""The worker's program: `python -m asyncrl.generation.worker.main FD NODE`. FD: descriptor of the channel. NODE: process number of
+the parent, the node's process."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import sys
 from asyncrl.concurrency.child import die_with_parent
 
 if __name__ == "__main__":
+    # Before the slow imports, so that a worker never outlives its node.
     die_with_parent(int(sys.argv[2]))
-    # Looking for garbage among what modules make, which stays, is a sixth of the time that loading takes.
+    # Modules create no garbage. Garbage collection would take a sixth of the time of their import.
     gc.disable()
     from asyncrl.generation.worker.server import main
 

@@ -1,4 +1,4 @@
-"""What a worker serves with, made of its setup: the board, and the engine that reads it."""
+"""Creates a worker's engine and attaches its weight board, from the setup message of the node."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ async def open_serving(
     device: torch.device,
     lane: ThreadLane,
     recorder: Recorder,
-    say: Callable[[str], None],
+    report_stage: Callable[[str], None],
 ) -> tuple[EmbeddedServing | VllmEngine, Board]:
-    """The engine, made and not yet entered, and the board that it reads. Takes minutes for a large model. `say`: hears of each
-    stage. Errors: ConfigError, TransportError for a board of another layout."""
-    numbers = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
-    numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
+    """The engine (not yet opened with `async with`) and the board with its weights. Takes minutes for a large model. `report_stage`
+    is called with a text at each stage. Errors: ConfigError; TransportError if the board has another layout."""
+    options = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
+    options["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
-        return await _open_vllm(setup, config, lane, recorder, say, numbers)
-    say("building the model")
+        return await _open_vllm(setup, config, lane, recorder, report_stage, options)
+    report_stage("building the model")
     path, form = ModelPath(**setup["path"]), setup["form"]
     skeleton = await lane.run(lambda: ModelSkeleton(config.model), name="engine/skeleton")
     digest = skeleton.digest()
@@ -46,14 +46,14 @@ async def open_serving(
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
     )
-    written = 0 if board.version(0) is not None else 1  # it may be anew, meanwhile
+    written = 0 if board.version(0) is not None else 1  # the trainer may write it again meanwhile
     await wait_for_device(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
     half = board.half(written)
     policy = await lane.run(
         lambda: open_reader(skeleton, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
     )
     if setup["board"]["slab"] is not None:
-        # What it has of its own goes before the cache comes: memory of a GPU is scarce, and the trainer may be on it, too.
+        # Frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
@@ -64,7 +64,7 @@ async def open_serving(
         prefill_tokens=config.engine.prefill_tokens,
         record_routes=config.algorithm.router_replay,
         eos=tuple(form["stop_ids"]),
-        **numbers,
+        **options,
     )
     return engine, board
 
@@ -74,21 +74,22 @@ async def _open_vllm(
     config: Config,
     lane: ThreadLane,
     recorder: Recorder,
-    say: Callable[[str], None],
-    numbers: dict[str, Any],
+    report_stage: Callable[[str], None],
+    options: dict[str, Any],
 ) -> tuple[EmbeddedServing | VllmEngine, Board]:
-    """The form of the model comes with the setup: its weights are read nowhere but from the board."""
+    # The setup describes the model; the weights come only from the board. No checkpoint is read.
     form, dtype = setup["form"], DTYPES[config.model.dtype]
     layout = Layout.from_message(form["layout"])
     digest = layout.digest(dtype)
     board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
     version = await lane.run(require_vllm, name="engine/version")
-    say(f"importing vLLM {version}")
+    report_stage(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
+    # One sequence more than requests: the fixed row of `VllmEngine.outputs`, of TOKENS tokens.
     room = adapter.Room(
-        sequences=numbers["max_sequences"] + 1,  # the fixed row beside them
-        context=max(numbers["max_context"], TOKENS + 1),
-        positions=numbers["kv_positions"] + TOKENS + 1,
+        sequences=options["max_sequences"] + 1,
+        context=max(options["max_context"], TOKENS + 1),
+        positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
         position_bytes=form["position_bytes"],
     )
@@ -96,8 +97,8 @@ async def _open_vllm(
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
     def open_core(choose: Choose) -> Any:
-        made_for = adapter.ModelSpec(form["config"], layout, board.half(0))
-        return adapter.Core(made_for, room, choose, routes=routes)
+        spec = adapter.ModelSpec(form["config"], layout, board.half(0))
+        return adapter.Core(spec, room, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,
@@ -105,8 +106,8 @@ async def _open_vllm(
         tokenizer,
         lane,
         recorder,
-        **numbers,
+        **options,
     )
-    say("vLLM is building its model and cache")
+    report_stage("vLLM is building its model and cache")
     await lane.run(engine.open_on_lane, name="engine/open")
     return engine, board

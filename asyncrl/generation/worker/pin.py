@@ -77,7 +77,7 @@ class Pins:
     @property
     def has_unpinned_requests(self) -> bool:
         """Whether the pinned worker still has requests that it got before the pin."""
-        return self._pin is not None and not self._pin.ended and self._router.unpinned_at_pinned > 0
+        return self._pin is not None and not self._pin.ended and self._router.unpinned_on_pinned_worker > 0
 
     def reads(self, half: int) -> bool:
         """Whether a pinned worker may read this half."""

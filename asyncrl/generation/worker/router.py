@@ -1,15 +1,15 @@
-"""Which worker gets which request. Nothing here waits or talks to anybody.
+"""Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
-Requests that share a prompt (`prefix_key`) go to one worker, as long as any of them is there: the prompt is prefilled once. Any
-other goes to the worker with the fewest reserved tokens (prompt + max_tokens of what it has). A worker is sent what it can run
-and a small reserve, so that it never waits for the node; the rest stays here, by priority and then in the order of arrival, and
-can still go to whoever is free first, or lives longest.
+Requests with the same `prefix_key` go to one worker, their *home*, as long as the home has one of them. So their prompt is
+prefilled once. Other requests go to the worker with the fewest reserved tokens (prompt + max_tokens). A worker gets at most
+`capacity` requests: those that it can run and a small reserve, so that it never waits for the node. The others wait in the router
+by priority, then in the order of arrival.
 
-In `preset: sync` the group of a request chooses its worker, which gets it at once: whoever is free first, or up first, would meet
-other company in a rerun.
+In `preset: sync` the group of a request decides its worker, and the request is sent at once. So the requests that a worker runs
+together do not depend on timing.
 
-One worker may be pinned: it gets pinned requests alone, and they go to nobody else. What it had before stays there; groups that
-were at home there go on elsewhere.
+One worker may be *pinned*. It keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
+home is the pinned worker get another home.
 """
 
 from __future__ import annotations
@@ -24,68 +24,66 @@ from asyncrl.types import Generation, GenerationRequest
 
 @dataclass(eq=False, slots=True)
 class RoutedJob:
-    """One request, the future that its caller waits for, and where it is."""
+    """One request, and the future that its caller awaits."""
 
-    number: int  # in the order of arrival, of this node
+    number: int  # counts the requests of this node
     request: GenerationRequest
     future: asyncio.Future[Generation]
-    worker: int | None = None  # None: it waits here
-    pinned: bool = False  # for the pinned worker alone
+    worker: int | None = None  # None: it waits in the router
+    pinned: bool = False  # only for the pinned worker
 
     @property
     def reserved(self) -> int:
-        """Tokens that it may take."""
+        """Most tokens of prompt and completion."""
         return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
 
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """What one worker in service has."""
+    """The requests of one worker."""
 
     jobs: dict[int, RoutedJob] = field(default_factory=dict)  # by number
-    reserved: int = 0
+    reserved: int = 0  # tokens
 
 
 class Router:
-    """`capacity`: requests that a worker has at most, running ones and its reserve. `worker_of`: a group's; None: any."""
+    """See the module docstring. `worker_of`: returns the worker of a group (`preset: sync`); None: the router chooses."""
 
     def __init__(self, capacity: int, worker_of: Callable[[int], int] | None = None) -> None:
         self.capacity = capacity
         self._worker_of = worker_of
         self._numbers = itertools.count()
-        self._waiting: dict[int, RoutedJob] = {}  # by number; in the order in which they are to be sent
-        self._loads: dict[int, _Load] = {}  # workers in service
-        # Prefix key -> its worker, and how many of its requests are at workers: there, and at one that was pinned meanwhile.
+        self._waiting: dict[int, RoutedJob] = {}  # by number, in the order of sending
+        self._loads: dict[int, _Load] = {}  # by worker, only workers in service
+        # Prefix key -> (its home, number of its requests that were sent). A new home counts the requests of a pinned old one too.
         self._homes: dict[str, tuple[int, int]] = {}
-        # The worker that gets pinned requests alone, in service or not.
-        self.pinned: int | None = None
+        self.pinned: int | None = None  # the pinned worker, even if it is out of service
 
     @property
     def waiting(self) -> int:
-        """Requests that no worker has."""
+        """Number of requests that were not sent."""
         return len(self._waiting)
 
     @property
     def serving(self) -> int:
-        """How many workers are in service."""
+        """Number of workers in service."""
         return len(self._loads)
 
     def serves(self, worker: int) -> bool:
-        """Whether it is in service."""
         return worker in self._loads
 
     @property
     def sent(self) -> int:
-        """Requests that workers have."""
+        """Number of requests that workers have."""
         return sum(len(load.jobs) for load in self._loads.values())
 
     @property
     def reserved(self) -> int:
-        """Tokens of prompts and completions that those may take."""
+        """Most tokens of prompts and completions of all sent requests."""
         return sum(load.reserved for load in self._loads.values())
 
     def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> RoutedJob:
-        """A new request; it waits. `pinned`: for the pinned worker."""
+        """Queue a request. `pinned`: only the pinned worker may get it."""
         job = RoutedJob(next(self._numbers), request, future, pinned=pinned)
         last = next(reversed(self._waiting.values()), job)
         self._waiting[job.number] = job
@@ -93,45 +91,46 @@ class Router:
             self._sort(self._waiting)
         return job
 
-    def open(self, worker: int) -> None:
-        """The worker is in service."""
+    def add_worker(self, worker: int) -> None:
+        """The worker is in service from now on."""
         self._loads[worker] = _Load()
 
     def pin(self, workers: Iterable[int]) -> int:
-        """Pin that of these with the fewest reserved tokens. Returns which."""
-        assert self.pinned is None, "one at a time"
+        """Pin the one of `workers` with the fewest reserved tokens, and return it."""
+        assert self.pinned is None, "only one worker can be pinned"
         self.pinned = min(workers, key=lambda worker: (self._loads[worker].reserved, worker))
         return self.pinned
 
     def unpin(self) -> None:
-        """It gets what any other gets; a pinned request that somebody still waits for is one like any other."""
+        """End the pin. Unanswered pinned requests become ordinary requests."""
         self.pinned = None
-        for job in self._everybody():
+        for job in self._all_jobs():
             job.pinned = False
 
     @property
-    def unpinned_at_pinned(self) -> int:
-        """Requests that the pinned worker had before and has not answered."""
+    def unpinned_on_pinned_worker(self) -> int:
+        """Number of unanswered requests that the pinned worker got before the pin."""
         load = None if self.pinned is None else self._loads.get(self.pinned)
         return 0 if load is None else sum(not job.pinned for job in load.jobs.values())
 
-    def close(self, worker: int) -> int:
-        """It is not any more: what it had waits again, in the old order, before what came later. Returns how many."""
+    def remove_worker(self, worker: int) -> int:
+        """The worker is out of service. Its requests wait again, in their first order. Returns their number."""
         load = self._loads.pop(worker, None)
         if load is None or not load.jobs:
             return 0
         for job in load.jobs.values():
             job.worker = None
-            self._leave_home(job)
+            self._count_down_home(job)
         self._sort(load.jobs | self._waiting)
         return len(load.jobs)
 
     def assign(self) -> Iterator[RoutedJob]:
-        """Give waiting requests to workers, in their order; yields each with its `worker` set. Whose home is full waits for it."""
+        """Assign waiting requests to workers, in order, and yield each one after setting its `worker`. A request whose home is full
+        goes on waiting for its home."""
         for job in list(self._waiting.values()):
             if self._worker_of is None and not any(self._has_room(load) for load in self._loads.values()):
                 return
-            worker = self._place(job)
+            worker = self._choose_worker(job)
             if worker is None:
                 continue
             del self._waiting[job.number]
@@ -145,11 +144,11 @@ class Router:
             yield job
 
     def find(self, number: int) -> RoutedJob | None:
-        """The job of that number that a worker has."""
+        """The request of this number if it was sent to a worker, else None."""
         return next((load.jobs[number] for load in self._loads.values() if number in load.jobs), None)
 
-    def end(self, job: RoutedJob) -> int | None:
-        """It was answered or given up. Returns the worker that had it."""
+    def remove(self, job: RoutedJob) -> int | None:
+        """Remove an answered or cancelled request. Returns its worker, or None if it was not sent."""
         if job.worker is None:
             self._waiting.pop(job.number, None)
             return None
@@ -157,44 +156,45 @@ class Router:
         if load is None or load.jobs.pop(job.number, None) is None:
             return None
         load.reserved -= job.reserved
-        self._leave_home(job)
+        self._count_down_home(job)
         return job.worker
 
-    def forget(self) -> list[RoutedJob]:
-        """Everybody who waits for an answer; nobody does any more."""
-        jobs = self._everybody()
+    def clear(self) -> list[RoutedJob]:
+        """Remove all requests and workers. Returns the unanswered requests."""
+        jobs = self._all_jobs()
         self._waiting.clear()
         self._loads.clear()
         self._homes.clear()
         return jobs
 
-    def _everybody(self) -> list[RoutedJob]:
+    def _all_jobs(self) -> list[RoutedJob]:
         return [*self._waiting.values(), *(job for load in self._loads.values() for job in load.jobs.values())]
 
     def _sort(self, waiting: dict[int, RoutedJob]) -> None:
         self._waiting = dict(sorted(waiting.items(), key=lambda item: (item[1].request.priority, item[0])))
 
-    def _place(self, job: RoutedJob) -> int | None:
+    def _choose_worker(self, job: RoutedJob) -> int | None:
+        """None: the request must wait."""
         loads = self._loads
         if job.pinned:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
         if self._worker_of is not None and job.request.group is not None:
             chosen = self._worker_of(job.request.group)
-            # Steps go on beside an evaluation: it would be no use to wait.
+            # The pinned worker is busy with an evaluation. Training goes on meanwhile and needs this request.
             if chosen == self.pinned:
                 chosen = min((worker for worker in loads if worker != chosen), default=chosen)
             return chosen if self.serves(chosen) and chosen != self.pinned else None
-        home = self._homes.get(job.request.prefix_key or "")
-        if job.request.prefix_key is not None and home is not None and home[0] in loads and home[0] != self.pinned:
-            return home[0] if self._has_room(loads[home[0]]) else None
-        others = ((worker, load) for worker, load in loads.items() if worker != self.pinned)
-        free = [(load.reserved, worker) for worker, load in others if self._has_room(load)]
-        return min(free)[1] if free else None
+        key = job.request.prefix_key
+        home = None if key is None or key not in self._homes else self._homes[key][0]
+        if home is not None and home in loads and home != self.pinned:
+            return home if self._has_room(loads[home]) else None
+        free = [worker for worker, load in loads.items() if worker != self.pinned and self._has_room(load)]
+        return min(free, key=lambda worker: (loads[worker].reserved, worker), default=None)
 
     def _has_room(self, load: _Load) -> bool:
         return len(load.jobs) < self.capacity
 
-    def _leave_home(self, job: RoutedJob) -> None:
+    def _count_down_home(self, job: RoutedJob) -> None:
         key = job.request.prefix_key
         if key is None or key not in self._homes:
             return
