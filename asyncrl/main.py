@@ -24,7 +24,7 @@ from asyncrl.concurrency.ending import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tied
 from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost
-from asyncrl.telemetry.output import lossy_output, say_early
+from asyncrl.telemetry.output import lossy_output, print_early
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -60,7 +60,7 @@ def _main(arguments: list[str]) -> int:
                 raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
         if not files and not overrides:
             raise ConfigError(f"no configuration was given\n{USAGE}")
-        say_early("reading the settings, and checking the files and functions that they name")
+        print_early("reading the settings, and checking the files and functions that they name")
         from asyncrl.config.load import load_config
 
         config = load_config(files, overrides)
@@ -71,7 +71,7 @@ def _main(arguments: list[str]) -> int:
         reserve = Reserve()
         reserve.keep()
         reserve.spend()
-        say_early("importing torch and transformers")
+        print_early("importing torch and transformers")
         if dry_run:
             from asyncrl.runtime.plan import print_plan
 

@@ -46,7 +46,7 @@ ALLOWED: dict[str, str] = {
     "asyncrl.data.columns:materialize": "nodes: what a leader fetched",
     "asyncrl.data.columns:trim": "nodes: what a leader fetched",
     "asyncrl.models.native.library:build_name": ".ci/run checks that there are kernels; benchmarks print it beside each number",
-    "asyncrl.telemetry.output:Lossy.writelines": "a text stream has it: libraries that write to stdout call it",
+    "asyncrl.telemetry.output:LossyStream.writelines": "a text stream has it: libraries that write to stdout call it",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
 }
 

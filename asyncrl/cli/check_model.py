@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.telemetry.output import say_early
+from asyncrl.telemetry.output import print_early
 
 if TYPE_CHECKING:
     from asyncrl.runtime.gate import Verdict
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lora-rank", type=int, default=0, help="model.lora.rank")
     parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
     options = parser.parse_args(list(arguments))
-    say_early(f"looking for {options.path}")
+    print_early(f"looking for {options.path}")
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
     from asyncrl.runtime.inputs import check_model_source
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     except AsyncrlError as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
-    say_early("importing torch and transformers")
+    print_early("importing torch and transformers")
     from asyncrl.models.head.output import head_transform
     from asyncrl.models.loading import load_module
     from asyncrl.models.rotary import original_context

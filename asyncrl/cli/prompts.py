@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.main import split_arguments
-from asyncrl.telemetry.output import say_early
+from asyncrl.telemetry.output import print_early
 
 USAGE = "usage: asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]"
 
@@ -25,13 +25,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         count = _take_count(remaining)
         files, overrides = split_arguments(remaining)
-        say_early("reading the settings and the rows")
+        print_early("reading the settings and the rows")
         from asyncrl.config.load import load_config
         from asyncrl.runtime.inputs import check_prompts, first_prompts
 
         config = load_config(files, overrides)
         check_prompts(config)
-        say_early("importing torch and transformers")
+        print_early("importing torch and transformers")
         prompts, notes = first_prompts(config, count)
         for prompt, text in prompts:
             columns = ", ".join(map(str, prompt.columns)) or "none"

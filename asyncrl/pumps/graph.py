@@ -97,7 +97,9 @@ class Graph:
 
     def _accept_groups(self, accepts: bool) -> None:
         """While groups may come from outside and nothing is sampled here, idle time is counted as caused by the program."""
-        self._ports.recorder.pass_on("the program" if self._accepts_groups else "", "the program" if accepts else "")
+        self._ports.recorder.change_actor(
+            "the program" if self._accepts_groups else "", "the program" if accepts else ""
+        )
         self._accepts_groups = accepts
 
     async def _run_training(self) -> None:

@@ -225,13 +225,13 @@ class Episodes:
             seed = request_seed(request.seed, next(request_numbers))
             request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
             sent, unanswered = sent + 1, unanswered + 1
-            watched.passes_to("the engine")
+            watched.change_actor("the engine")
             try:
                 generation = await generate(request)
             finally:
                 unanswered -= 1
                 if not unanswered:
-                    watched.passes_to("the environment")
+                    watched.change_actor("the environment")
             tokens += len(generation.token_ids)
             return generation
 

@@ -1,5 +1,5 @@
-"""What happened, and where the time went. No torch, no global recorder: a `Recorder` is made once and handed around.
+"""Events, metrics and idle time of a run. There is no global recorder: a run makes one `Recorder` and passes it to its parts.
 
-Start reading in `recorder.py`. `budget.py` turns its intervals into busy and idle, `live.py`, `sinks.py`, `trace.py`, `rollouts.py`
-and `report.py` are what people and programs see of it.
+Start reading in `recorder.py`. `budget.py` computes busy and idle shares of its intervals. `live.py`, `sinks.py`, `trace.py`,
+`rollouts.py` and `report.py` write the output.
 """

@@ -1,19 +1,17 @@
-"""Where the wall time of a step went: busy by kind of closure, idle by recorded cause. Pure functions of a `Window`.
+"""Divides the wall time of a step: busy time by kind of closure, idle time by recorded cause. Pure functions of a `Window`.
 
-Nothing is found by subtraction except `unexplained`, which is exactly the time in which a lane was idle and nobody had
-recorded a wait. For each lane the shares sum to 1.
+`unexplained` is the time in which a lane was idle and no task had recorded a wait. The shares of each lane sum to 1.
 
-How an idle moment gets its cause. All recorded waits that cover it are looked at, and the deepest cause wins, that is
-the one earliest in `DEPTH`: a train pump that waits for a group while the score pump waits for a reward is idle because
-of the reward. The order, and why:
+At an idle moment several waits may be active. Then the cause that is earliest in `DEPTH` counts. For example, the train pump waits
+for a group while the score pump waits for a reward: the cause is `reward`. The order:
 
-1. `handoff`, `loop`: the work was there; a thread switch or the event loop was late. These name their lane.
-2. `start`: nothing can run yet, or any more.
-3. `reward`: user code, the end of every chain of waiting.
-4. `checkpoint`, `publish`, `evaluate`: the pumps that hold others up on purpose.
-5. `environment`: environments, tools, the program or its producers have the next move, and the engine has no request.
-6. `group`: training waits for generation, with nothing of the above under way.
-7. `slots`, then `requests`: generation waits for permission, and an engine for generation's requests.
+1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late. These intervals name their lane.
+2. `start`: the run starts or ends, and nothing can run.
+3. `reward`: user code, for which other waits are waiting.
+4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.
+5. `environment`: an environment, a tool, the program or a producer must act next, and the engine has no request.
+6. `group`: training waits for a group, and none of the causes above is active.
+7. `slots`, then `requests`: generation waits for a slot; an engine waits for requests.
 """
 
 from __future__ import annotations
@@ -39,9 +37,10 @@ DEPTH: tuple[str, ...] = (
     "requests",
 )
 assert set(DEPTH) == CAUSES
-_RANK = {cause: rank for rank, cause in enumerate(DEPTH)}
+_DEPTH_OF = {cause: depth for depth, cause in enumerate(DEPTH)}
 UNEXPLAINED = "unexplained"
 
+# (prefix of a closure's name, kind). The first prefix that matches counts.
 _KINDS: tuple[tuple[str, str], ...] = (
     ("engine/decode", "decode"),
     ("engine/prefill", "prefill"),
@@ -68,15 +67,15 @@ _KINDS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class LaneBudget:
-    """Seconds of one lane in one window, by kind and by cause; together they are `wall`."""
+    """Busy seconds by kind and idle seconds by cause, of one lane in one window. They sum to `wall`."""
 
     lane: str
     wall: float
     busy: Mapping[str, float] = field(default_factory=dict)
-    idle: Mapping[str, float] = field(default_factory=dict)  # causes, and `unexplained` where there is any
+    idle: Mapping[str, float] = field(default_factory=dict)
 
     def shares(self) -> dict[str, float]:
-        """`busy/{kind}`, `idle/{cause}` and always `idle/unexplained`, summing to 1; all zero in an empty window."""
+        """`busy/{kind}`, `idle/{cause}` and always `idle/unexplained`. They sum to 1; in an empty window all are 0."""
         scale = 1.0 / self.wall if self.wall > 0 else 0.0
         shares = {f"busy/{kind}": seconds * scale for kind, seconds in self.busy.items()}
         shares[f"idle/{UNEXPLAINED}"] = 0.0
@@ -85,7 +84,7 @@ class LaneBudget:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a closure: by the table above, else its name up to the first `.`, `:`, `/` or space."""
+    """The kind of a closure by the table `_KINDS`; otherwise its name up to the first `.`, `:`, `/` or space."""
     for prefix, kind in _KINDS:
         if name.startswith(prefix):
             return kind
@@ -96,49 +95,46 @@ def kind_of(name: str) -> str:
 
 
 def lane_budget(window: Window, lane: str) -> LaneBudget:
-    """Split the window's wall time for one lane. Cost: about 1 us per interval."""
+    """Divide the wall time of a window for one lane. Costs about 1 us per interval."""
     wall = window.end - window.start
     if wall <= 0:
         return LaneBudget(lane, 0.0)
     idle = [interval for interval in window.idle if interval.lane is None or interval.lane == lane]
     busy = [interval for interval in window.busy if interval.lane == lane]
-    idle.sort(key=lambda interval: _RANK[interval.label], reverse=True)
-    busy.sort(key=lambda interval: interval.start)  # of nested closures the inner one names the time
-
-    labels: list[str] = [UNEXPLAINED]
-    codes: dict[tuple[bool, str], int] = {}
-    painted = [*((False, interval.label) for interval in idle), *((True, kind_of(i.label)) for i in busy)]
-    code = np.empty(len(painted), np.int64)
-    for row, key in enumerate(painted):
-        found = codes.get(key)
-        if found is None:
-            found = codes[key] = len(labels)
-            labels.append(key[1])
-        code[row] = found
-    seconds = _paint([*idle, *busy], code, window.start, window.end, len(labels))
+    # Later intervals overwrite earlier ones in `_seconds_by_code`: the deepest cause, the inner of two nested closures, and busy
+    # over idle.
+    idle.sort(key=lambda interval: _DEPTH_OF[interval.label], reverse=True)
+    busy.sort(key=lambda interval: interval.start)
+    labels = [*((False, interval.label) for interval in idle), *((True, kind_of(i.label)) for i in busy)]
+    # (is busy, kind or cause) -> code. Code 0 is `unexplained`.
+    codes = {label: code for code, label in enumerate(dict.fromkeys(labels), 1)}
+    code_of_row = np.array([codes[label] for label in labels], np.int64)
+    seconds = _seconds_by_code([*idle, *busy], code_of_row, window.start, window.end, len(codes) + 1)
 
     busy_s: dict[str, float] = {}
     idle_s: dict[str, float] = {}
     if seconds[0] > 0:
         idle_s[UNEXPLAINED] = float(seconds[0])
-    for (is_busy, label), number in codes.items():
-        if seconds[number] > 0:
-            (busy_s if is_busy else idle_s)[label] = float(seconds[number])
+    for (is_busy, label), code in codes.items():
+        if seconds[code] > 0:
+            (busy_s if is_busy else idle_s)[label] = float(seconds[code])
     return LaneBudget(lane, wall, busy_s, idle_s)
 
 
-def _paint(intervals: Sequence[Interval], code: np.ndarray, start: float, end: float, count: int) -> np.ndarray:
-    """Seconds per label when the intervals are painted over each other in order, clipped to the window; 0 is bare."""
+def _seconds_by_code(
+    intervals: Sequence[Interval], code_of_row: np.ndarray, start: float, end: float, count: int
+) -> np.ndarray:
+    """The seconds of each code, [count]. Where intervals overlap, the last of them counts; code 0 is time without an interval."""
     bounds = np.array([(interval.start, interval.end) for interval in intervals], np.float64).reshape(-1, 2)
-    # Relative to the start: a clock far from zero would cost the last digits of the sum.
+    # Subtract the start, because a large clock value would cost the last digits of the sum.
     bounds = np.clip(bounds - start, 0.0, end - start)
     edges = np.unique(np.concatenate([bounds.ravel(), [0.0, end - start]]))
     first = np.searchsorted(edges, bounds[:, 0]).tolist()
     last = np.searchsorted(edges, bounds[:, 1]).tolist()
-    canvas = np.zeros(edges.size - 1, np.int64)
-    for row, number in enumerate(code.tolist()):
-        canvas[first[row] : last[row]] = number
-    return np.bincount(canvas, weights=np.diff(edges), minlength=count)
+    code_between_edges = np.zeros(edges.size - 1, np.int64)
+    for row, code in enumerate(code_of_row.tolist()):
+        code_between_edges[first[row] : last[row]] = code
+    return np.bincount(code_between_edges, weights=np.diff(edges), minlength=count)
 
 
 def budget(window: Window) -> list[LaneBudget]:
@@ -146,49 +142,49 @@ def budget(window: Window) -> list[LaneBudget]:
     return [lane_budget(window, lane) for lane in window.lanes]
 
 
-def total(budgets: Sequence[LaneBudget], lane: str) -> LaneBudget:
-    """The sum over windows (or over lanes) as one budget."""
+def sum_budgets(budgets: Sequence[LaneBudget], lane: str) -> LaneBudget:
+    """The sum of budgets of several windows or lanes. `lane`: the name in the result."""
     busy: dict[str, float] = {}
     idle: dict[str, float] = {}
-    for each in budgets:
-        for kind, seconds in each.busy.items():
+    for part in budgets:
+        for kind, seconds in part.busy.items():
             busy[kind] = busy.get(kind, 0.0) + seconds
-        for cause, seconds in each.idle.items():
+        for cause, seconds in part.idle.items():
             idle[cause] = idle.get(cause, 0.0) + seconds
-    return LaneBudget(lane, sum(each.wall for each in budgets), busy, idle)
+    return LaneBudget(lane, sum(part.wall for part in budgets), busy, idle)
 
 
 def budget_metrics(budgets: Sequence[LaneBudget]) -> dict[str, float]:
-    """`busy/{kind}` and `idle/{cause}`: of the one lane, or the mean over lanes plus `busy/{lane}/{kind}` and so on."""
+    """`busy/{kind}` and `idle/{cause}`, as means over lanes. With several lanes also `busy/{lane}/{kind}` and so on."""
     if not budgets:
         return {}
-    metrics = total(budgets, "all").shares()
+    metrics = sum_budgets(budgets, "all").shares()
     if len(budgets) > 1:
-        for each in budgets:
-            for name, share in each.shares().items():
+        for part in budgets:
+            for name, share in part.shares().items():
                 section, label = name.split("/", 1)
-                metrics[f"{section}/{each.lane}/{label}"] = share
+                metrics[f"{section}/{part.lane}/{label}"] = share
     return metrics
 
 
 class RunBudget:
-    """The account of the whole run: call `step` once a step; `metrics` at the end."""
+    """Sums the budgets of all steps of a run. Call `step` once a step, and `metrics` at the end."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, LaneBudget] = {}
 
     def step(self, window: Window) -> dict[str, float]:
-        """Account for one window; the metrics of that window alone."""
+        """Add one window. Returns the metrics of that window alone."""
         budgets = budget(window)
-        for each in budgets:
-            known = self._lanes.get(each.lane)
-            self._lanes[each.lane] = each if known is None else total([known, each], each.lane)
+        for added in budgets:
+            lane = added.lane
+            self._lanes[lane] = sum_budgets([self._lanes[lane], added], lane) if lane in self._lanes else added
         return budget_metrics(budgets)
 
     def lanes(self) -> list[LaneBudget]:
-        """The account of each lane, over all steps so far."""
+        """The budget of each lane, over all steps so far."""
         return list(self._lanes.values())
 
     def metrics(self) -> dict[str, float]:
-        """The shares over everything accounted so far."""
+        """The metrics over all steps so far."""
         return budget_metrics(self.lanes())

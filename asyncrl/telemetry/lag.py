@@ -1,10 +1,11 @@
-"""The event loop's lateness, and the name of the callback that blocked it.
+"""Measures how late the event loop is, and finds the code that blocked the loop.
 
-`monitor` asks to be woken every `interval` seconds and measures how late it is: `loop/lag_ms_p99` of a step, which for steps
-below two seconds is its largest, and `loop/lag_ms_p99_run` of all looks since the run began. While it does not come back,
-an OS thread samples the stack of the loop's thread, so that the report can say
-"event loop blocked 5.01 s in rewards.py:12 my_reward". It is said of code that used the processor, or slept in a call; not where
-the thread waited for a processor or for the GIL, as a busy machine lets it do anywhere. `top_user_frame` serves the watchdog, too.
+`monitor` sleeps for `interval` seconds again and again, and measures how much later it wakes. Two metrics result:
+`loop/lag_ms_p99` of a step (with fewer than 100 samples, the largest sample), and `loop/lag_ms_p99_run` of the whole run.
+
+While `monitor` does not wake, a thread samples the stack of the event loop's thread. So the report can say "event loop blocked
+5.01 s in rewards.py:12 my_reward". A block is reported only if the blocking code used the processor or slept in a call. A thread
+that waits for a processor or for the GIL is not reported, because on a busy machine that can happen in any code.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import anyio
 
 from .recorder import Recorder
 
-# A late wake-up shorter than this is the timer's own grain, not work of somebody else on the loop.
-_GRAIN_S = 0.001
+# A shorter lateness is the resolution of the timer.
+_TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
-_AGAIN_S = 60.0
-_FINEST_MS, _BIN = 0.1, 1.05  # `Lateness`: bins of 5 %, the last from 80 s on
-_BINS = 275
+# A block in the same place is reported again after this time.
+_REPORT_AGAIN_S = 60.0
+# `LatenessHistogram`: the upper limit of bin i is 0.1 ms * 1.05**i. The last bin has no upper limit.
+_FIRST_BIN_MS, _BIN_RATIO, _BINS = 0.1, 1.05, 275
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -42,16 +44,16 @@ _LOOP_FILES = (
 
 
 def top_user_frame(thread_id: int) -> str | None:
-    """`file.py:line function` of what a thread executes now: the innermost frame of user code.
+    """`file.py:line function` of the innermost frame of user code on the stack of a thread.
 
-    Where there is none, the innermost frame of this package, else of any library. The frames that run the event loop
-    and those outside of it (the user's own `asyncio.run(...)`) do not count. None: no such thread, or only the loop.
+    Without user code: the innermost frame of this package, or of a library. Frames of the event loop itself and their callers
+    are ignored. None: there is no such thread, or it executes only the event loop.
     """
     return user_frame(_outwards(sys._current_frames().get(thread_id)))
 
 
 def user_frame(frames: Iterable[FrameType]) -> str | None:
-    """As `top_user_frame`, of frames from the innermost one outwards."""
+    """`top_user_frame` of the given stack, whose first frame is the innermost."""
     own: FrameType | None = None
     library: FrameType | None = None
     for frame in frames:
@@ -64,8 +66,8 @@ def user_frame(frames: Iterable[FrameType]) -> str | None:
             library = library or frame
         else:
             return _describe(frame)
-    found = own or library
-    return None if found is None else _describe(found)
+    innermost = own or library
+    return None if innermost is None else _describe(innermost)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -79,9 +81,9 @@ def _describe(frame: FrameType) -> str:
 
 
 class BlockSampler:
-    """An OS thread that samples the stack of the thread which made it, once that has not called `tick` for too long.
+    """A thread that samples the stack of its creator's thread while that thread has not called `tick` for `allowed_s` seconds.
 
-    Real time on purpose, whatever clock the recorder has: it watches a real thread.
+    Uses real time even if the recorder has a simulated clock, because the watched thread is real.
     """
 
     def __init__(self, clock: Callable[[], float], allowed_s: float) -> None:
@@ -90,11 +92,9 @@ class BlockSampler:
         self._watched = threading.get_ident()
         self._lock = threading.Lock()
         self._last_tick = clock()
-        self._seen: Counter[str] = Counter()
-        self._delays: list[
-            tuple[float, float]
-            # With each sample: when, and how long it had waited for a processor by then.
-        ] = []
+        self._frames: Counter[str] = Counter()
+        # For each sample: its time, and the total time that the watched thread had waited for a processor. In seconds.
+        self._delays: list[tuple[float, float]] = []
         self._delay_file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-lag", daemon=True)
@@ -108,21 +108,23 @@ class BlockSampler:
         self._thread.join()
 
     def tick(self) -> tuple[str | None, bool]:
-        """The loop is alive. The frame seen most often since it was last known to be, if it was sampled at all, and whether the
-        thread slept: it waited for no processor, nor for the GIL, as the sampler had that for a quarter of its samples."""
+        """Call it when the event loop runs. Returns the most frequent frame since the last call (None without a sample), and
+        whether the thread slept in a call meanwhile."""
         with self._lock:
             self._last_tick = self._clock()
-            seen, self._seen = self._seen, Counter()
+            frames, self._frames = self._frames, Counter()
             delays, self._delays = self._delays, []
-        spent = delays[-1][0] - delays[0][0] if delays else 0.0
-        asleep = spent > 0 and len(delays) > spent / _SAMPLE_EVERY_S / 4 and delays[-1][1] - delays[0][1] < spent / 4
-        return seen.most_common(1)[0][0] if seen else None, asleep
+        sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
+        # The sampler needs the GIL, too. If it got a quarter of its samples, then the GIL was free.
+        gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
+        asleep = sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
+        return frames.most_common(1)[0][0] if frames else None, asleep
 
-    def _delay(self) -> float:
+    def _processor_delay(self) -> float:
         try:
             with open(self._delay_file, encoding="ascii") as file:
                 return 1e-9 * float(file.read().split()[1])
-        except (OSError, IndexError):  # no Linux: then nobody is said to sleep
+        except (OSError, IndexError):  # not Linux: inf - inf is NaN, so `asleep` is False
             return math.inf
 
     def _run(self) -> None:
@@ -134,36 +136,36 @@ class BlockSampler:
             if due > 0:
                 pause = due
                 continue
-            frame, delay = top_user_frame(self._watched), (self._clock(), self._delay())
+            frame, delay = top_user_frame(self._watched), (self._clock(), self._processor_delay())
             with self._lock:
-                # Not if the loop ticked meanwhile: the frame would be blamed for somebody else's block.
+                # If the loop ticked meanwhile, the frame belongs to no block.
                 if frame is not None and self._last_tick == tick:
-                    self._seen[frame] += 1
+                    self._frames[frame] += 1
                     self._delays.append(delay)
             pause = _SAMPLE_EVERY_S
 
 
-class Lateness:
-    """The p99 of very many looks in constant memory, at most 5 % too large."""
+class LatenessHistogram:
+    """The 99th percentile of any number of samples in constant memory, at most 5 % too large."""
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._samples = 0
         self._bins = [0] * _BINS
 
     def add(self, late_ms: float) -> None:
-        """One look; below 0.1 ms (the timer's grain may make it negative) counts as 0.1."""
-        place = math.ceil(math.log(max(late_ms, _FINEST_MS) / _FINEST_MS, _BIN))
-        self._looks += 1
-        self._bins[min(place, _BINS - 1)] += 1
+        """Add one sample. Values below 0.1 ms count as 0.1 ms; the timer's resolution can make them negative."""
+        index = math.ceil(math.log(max(late_ms, _FIRST_BIN_MS) / _FIRST_BIN_MS, _BIN_RATIO))
+        self._samples += 1
+        self._bins[min(index, _BINS - 1)] += 1
 
     @property
     def p99(self) -> float:
-        """Milliseconds that at most one look in a hundred is above; 0.0 before the first look."""
+        """The 99th percentile in milliseconds; 0.0 without samples."""
         above = 0
-        for place in range(_BINS - 1, -1, -1):
-            above += self._bins[place]
-            if 100 * above > self._looks:
-                return _FINEST_MS * _BIN**place
+        for index in range(_BINS - 1, -1, -1):
+            above += self._bins[index]
+            if 100 * above > self._samples:
+                return _FIRST_BIN_MS * _BIN_RATIO**index
         return 0.0
 
 
@@ -177,14 +179,12 @@ async def monitor(
     blocked_s: float = 0.1,
     report: Callable[[str], None] = _to_stderr,
 ) -> None:
-    """Measure the loop's lateness until cancelled. A block of more than `blocked_s` seconds is named, and reported at most once a
-    minute for each place.
+    """Measure the lateness of the event loop until cancelled. `report` gets a text about each block of more than `blocked_s`
+    seconds, at most once a minute for each place in the code.
 
-    Writes `loop/lag_ms_p99` and `loop/lag_ms_p99_run`, counts `loop/blocked`, and records the late stretches as cause `loop`, so
-    that a lane that starves behind a busy loop is accounted for.
-    """
-    clock, lateness = recorder.clock, Lateness()
-    reported: dict[str, float] = {}  # place -> when, in the last minute
+    Records `loop/lag_ms_p99`, `loop/lag_ms_p99_run`, `loop/blocked`, and late intervals as idle time with the cause `loop`."""
+    clock, lateness = recorder.clock, LatenessHistogram()
+    reported: dict[str, float] = {}  # place in the code -> time of the last report
     with BlockSampler(time.perf_counter, interval + blocked_s) as sampler:
         while True:
             expected, used = clock() + interval, time.thread_time()
@@ -195,7 +195,7 @@ async def monitor(
             recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
             lateness.add(1e3 * late)
             recorder.gauge("loop/lag_ms_p99_run", lateness.p99)
-            if late > _GRAIN_S:
+            if late > _TIMER_RESOLUTION_S:
                 recorder.idle("loop", expected, now)
             if late > blocked_s:
                 recorder.count("loop/blocked")
@@ -203,7 +203,7 @@ async def monitor(
                     place = frame or "code that held the GIL or has no Python frame"
                     text = f"event loop blocked {late:.2f} s in {place}"
                     recorder.instant(text, track="event loop")
-                    reported = {each: when for each, when in reported.items() if now - when < _AGAIN_S}
+                    reported = {name: at for name, at in reported.items() if now - at < _REPORT_AGAIN_S}
                     if place not in reported:
                         reported[place] = now
                         report(text)

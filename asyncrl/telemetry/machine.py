@@ -1,6 +1,4 @@
-"""What the processor of this machine is and can, in words: every measured number depends on it. Linux on x86-64 knows; no torch.
-And how many of its cores a process may use, and are free.
-"""
+"""The processor of this machine, its instruction sets, and the number of free cores. Complete only on Linux with x86-64."""
 
 from __future__ import annotations
 
@@ -9,68 +7,72 @@ import platform
 from functools import cache
 from pathlib import Path
 
-BFLOAT16 = ("avx512_bf16", "amx_bf16")  # any of them: products of bfloat16 are instructions
-_WORDS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_bf16": "AMX bfloat16"}
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # by which a user keeps torch from what the processor can
+BFLOAT16 = ("avx512_bf16", "amx_bf16")  # each has instructions for products of bfloat16
+_NAMES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_bf16": "AMX bfloat16"}
+# Variables with which a user forbids torch to use some instructions.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 @cache
 def _cpuinfo() -> dict[str, str]:
-    """The fields of the first processor."""
+    """The fields of the first processor in /proc/cpuinfo."""
     lines = _text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def cpu_model() -> str:
-    """The model name of the processor; the architecture where nothing says it."""
+    """The model name of the processor, or the architecture if the system does not give the name."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> frozenset[str]:
-    """As the kernel names them; empty where it does not."""
+    """The processor's features, with the kernel's names. Empty if the kernel does not list them."""
     return frozenset(_cpuinfo().get("flags", "").split())
 
 
 def instruction_set() -> str:
-    """What matters to matrix products, such as "AVX2, AVX-512, bfloat16", and what keeps torch from using it."""
+    """The instructions for matrix products, such as "AVX2, AVX-512, bfloat16", and the variables that limit torch to fewer."""
     flags = cpu_flags()
-    words = ", ".join(word for flag, word in _WORDS.items() if flag in flags) or platform.machine()
+    names = ", ".join(name for flag, name in _NAMES.items() if flag in flags) or platform.machine()
     limits = ", ".join(f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ)
-    return f"{words} ({limits})" if limits else words
+    return f"{names} ({limits})" if limits else names
 
 
 def describe_cpu() -> str:
-    """The model name and the widest instructions."""
+    """The model name and the instructions for matrix products."""
     return f"{cpu_model()} ({instruction_set()})"
 
 
 def free_cores() -> int:
-    """Cores that this process may use (affinity, quota of its control groups) and no other program keeps busy, at least 1. Busy:
-    over the last minute, and at this moment: neither a program that has just ended counts, nor a short burst."""
-    there = os.cpu_count() or 1
-    may_use = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
-    # How many threads run now, this one included.
+    """The number of cores that this process may use (affinity, cgroup quota) and that no other program uses; at least 1."""
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # The fourth field of /proc/loadavg is "running threads/all threads". The running threads include this one.
     running = (_text(Path("/proc/loadavg")).split()[3:] or ["inf/"])[0].partition("/")[0]
+    # The minimum of the last minute and of this moment ignores programs that have just ended, and short bursts.
     busy = min(os.getloadavg()[0], float(running) - 1)
-    return max(1, min(may_use, int(quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), round(there - busy)))
+    return max(1, min(allowed, int(cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), round(cores - busy)))
 
 
-def quota(groups: Path, mounted: Path) -> float:
-    """Cores: the tightest quota of this process's control groups, of version 1 or 2, and of those around them."""
-    found = [float(os.cpu_count() or 1)]
+def cpu_quota(groups: Path, mounted: Path) -> float:
+    """The smallest CPU quota, in cores, of this process's control groups and their parents. Reads cgroups of versions 1 and 2."""
+    quotas = [float(os.cpu_count() or 1)]
     for line in _text(groups).splitlines():
         _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
+            continue
         own = mounted / ("cpu" if controllers else "") / path.lstrip("/")
-        for folder in (own, *own.parents) if controllers in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu") else ():
-            told = [_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
-            most, period, *_ = [*" ".join(told).split(), "", ""]
-            if most.isdecimal() and period.isdecimal():
-                found.append(int(most) / int(period))
-    return min(found)
+        for folder in (own, *own.parents):
+            # Version 2 has "quota period" in one file, version 1 has two files.
+            texts = [_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
+            quota, period, *_ = [*" ".join(texts).split(), "", ""]
+            if quota.isdecimal() and period.isdecimal():
+                quotas.append(int(quota) / int(period))
+    return min(quotas)
 
 
 def _text(file: Path) -> str:
-    """What a file of the kernel says; nothing where there is none."""
+    """The text of a file of the kernel; empty if there is no such file."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError:

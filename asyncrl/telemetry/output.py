@@ -1,4 +1,4 @@
-"""Text for people: where it cannot be written it is dropped. Standard library only (reward workers import it)."""
+"""Output for people, which is dropped if it cannot be written. Reward workers import this file: use the standard library only."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-# `| head`, a `tee` that was stopped; a terminal that was closed.
-_NOBODY_READS = (errno.EPIPE, errno.EIO)
+# EPIPE: the reader of the pipe has ended (`| head`). EIO: the terminal was closed.
+_READER_GONE = (errno.EPIPE, errno.EIO)
 
 
-class Lossy:
-    """A text stream around another one that raises neither where nobody reads any more, nor where a disk is full, nor for
-    characters that its encoding lacks (those are replaced)."""
+class LossyStream:
+    """Wraps a text stream. Writes do not raise if the reader is gone or the disk is full. Characters that the encoding lacks are
+    replaced."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop. The length of `text` in either case."""
+        """Write or drop `text`. Returns the length of `text` in both cases."""
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
-        except (OSError, ValueError) as error:  # ValueError: closed
-            self._give_up(error)
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._handle(error)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -36,40 +36,41 @@ class Lossy:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush, or drop what was buffered if nobody reads any more."""
+        """Flush. If the reader is gone, the buffered text is dropped."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            self._handle(error)
 
     def flush_last(self) -> None:
-        """Flush, or drop what was buffered. The interpreter flushes again at its exit, and makes a failure exit code 120."""
+        """Flush, or drop the buffered text after any error. Otherwise the interpreter's flush at exit fails with exit code 120."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            self._lead_nowhere()
+            self._redirect_to_null()
             self.flush()
 
-    def _give_up(self, error: Exception) -> None:
-        if isinstance(error, OSError) and error.errno in _NOBODY_READS:
-            self._lead_nowhere()
+    def _handle(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in _READER_GONE:
+            self._redirect_to_null()
 
-    def _lead_nowhere(self) -> None:
-        """Lead what is buffered, and what C code or children write, to /dev/null: else each later flush fails again."""
+    def _redirect_to_null(self) -> None:
+        """Redirect the file descriptor to /dev/null, also for C code and children. Otherwise each later flush would fail again."""
         with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def open_standard_streams() -> None:
-    """stdin, stdout and stderr that were closed when this process started lead nowhere from now on. Else what is opened next gets
-    their numbers: libuv aborts the process when it closes one of them, and children write into it."""
+    """Open /dev/null for each of stdin, stdout and stderr that was closed when this process started. Otherwise the next opened
+    files get the descriptors 0 to 2. Children would write into these files, and libuv aborts when it closes one of them."""
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
+    # `os.open` returns the lowest free descriptor.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
         name = ("stdin", "stdout", "stderr")[descriptor]
@@ -81,20 +82,20 @@ def open_standard_streams() -> None:
 
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
-    """stdout and stderr of this process, inside. For programs of ours, not inside of somebody else's."""
+    """Make stdout and stderr lossy inside the block. Only for programs of asyncrl, because it changes the whole process."""
     open_standard_streams()
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream if stream is None else Lossy(stream) for stream in before)
+    originals = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream if stream is None else LossyStream(stream) for stream in originals)
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Lossy):
+            if isinstance(stream, LossyStream):
                 stream.flush_last()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = originals
 
 
-def say_early(text: str) -> None:
-    """A line of the first rank on what takes seconds because it imports torch. Where torch is imported already, nothing."""
+def print_early(text: str) -> None:
+    """Print a line on stderr before an import of torch, which takes seconds. Only on rank 0, and only before the first import."""
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""What a recorder in another process has recorded, for the one of the run. Both clocks are the machine's monotonic one.
+"""Parcels carry the records of a worker's recorder to the recorder of the run. Both use the monotonic clock of the machine.
 
 A parcel is JSON: {"busy": [[name, start, end]], "idle": [[cause, start, end]], "counts": {}, "samples": {}}.
-Spans and waits that are still open come whole with a later parcel. Gauges stay behind: the last of several processes to speak
-would be taken for all of them.
+Spans and waits that are still open are sent with a later parcel. Gauges are not sent, because the values of several workers
+would overwrite each other.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from .recorder import Recorder
 from .samples import Samples
 
 
-def pack(recorder: Recorder) -> dict[str, Any]:
-    """What `recorder`, which keeps no trace and has one lane, has recorded since the last time."""
+def take_parcel(recorder: Recorder) -> dict[str, Any]:
+    """The records since the last call, of a recorder without a trace and with one lane."""
     window = recorder.take_window()
     counts, _, samples = recorder.take_metrics()
+    # Intervals that end with the window are still open.
+    busy = [interval for interval in window.busy if interval.end < window.end]
+    idle = [interval for interval in window.idle if interval.end < window.end]
     return {
-        "busy": [[each.label, each.start, each.end] for each in window.busy if each.end < window.end],
-        "idle": [[each.label, each.start, each.end] for each in window.idle if each.end < window.end],
+        "busy": [[interval.label, interval.start, interval.end] for interval in busy],
+        "idle": [[interval.label, interval.start, interval.end] for interval in idle],
         "counts": counts,
-        "samples": {name: entry.state() for name, entry in samples.items()},
+        "samples": {name: entry.to_json() for name, entry in samples.items()},
     }
 
 
-def unpack(recorder: Recorder, parcel: Mapping[str, Any], lane: str) -> None:
-    """Book it as that of `lane`: its closures are a track of the trace, and what it waited for is its own idle time."""
+def add_parcel(recorder: Recorder, parcel: Mapping[str, Any], lane: str) -> None:
+    """Add a worker's records to `recorder`, as busy and idle time of `lane`."""
     for name, start, end in parcel["busy"]:
-        recorder.book_busy(lane, name, start, end)
+        recorder.add_remote_busy(lane, name, start, end)
     for cause, start, end in parcel["idle"]:
-        recorder.book_idle(lane, cause, start, end)
+        recorder.add_remote_idle(lane, cause, start, end)
     for name, by in parcel["counts"].items():
         recorder.count(name, by)
     for name, state in parcel["samples"].items():
-        recorder.merge(name, Samples.of(state))
+        recorder.merge(name, Samples.from_json(state))

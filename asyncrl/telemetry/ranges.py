@@ -1,4 +1,4 @@
-"""NVTX ranges of this package's domain: what `nsys` shows. Where no tool listens they cost one comparison."""
+"""NVTX ranges in the domain `asyncrl`, which `nsys` shows. Without such a profiler a range costs one comparison."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from typing import Any
 
 import nvtx
 
-# NVTX keeps registered strings for ever: beyond this many different names no range is opened.
-_NAMES = 4096
+# NVTX keeps registered strings until the process ends, so ranges with further names are not opened.
+_MAX_NAMES = 4096
 
 
-class Ranges:
-    """Opened and closed from any thread."""
+class NvtxRanges:
+    """Opens and closes NVTX ranges, from any thread. Does nothing if `on` is False or the user set `NVTX_DISABLE`."""
 
     def __init__(self, on: bool) -> None:
-        """Also off where the user switched them off (`NVTX_DISABLE`)."""
         self._domain: Any = nvtx.get_domain("asyncrl") if on and nvtx.enabled() else None
         self._attributes: dict[str, Any] = {}
 
     def open(self, name: str) -> Any:
-        """Begin a range. `close` takes what this returns."""
+        """Begin a range. Pass the result to `close`."""
         if self._domain is None:
             return None
         attributes = self._attributes.get(name)
         if attributes is None:
-            if len(self._attributes) >= _NAMES:
+            if len(self._attributes) >= _MAX_NAMES:
                 return None
             attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
-            # No tool listens: the domain is a dummy, for the whole life of the process.
+            # None: no profiler is attached, and none can attach to this process later.
             if attributes is None:
                 self._domain = None
                 return None

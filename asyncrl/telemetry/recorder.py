@@ -1,13 +1,13 @@
-"""The recorder: what happened, who waited for whom, and the metrics of a step. One instance a run.
+"""The recorder of a run: trace events, waits, and the metrics of a step.
 
 Guarantees
-* Every method may be called from any thread and from any task; nothing here awaits or blocks.
-* An event costs one or two microseconds: it is on the path of every decode step.
-* Memory is bounded: after `max_events` trace events, later ones are counted (`dropped_events`), not stored; the
-  intervals of a step are kept apart, so that the idle account stays right after the trace is full.
+* Every method may be called from any thread and any task. No method awaits or blocks.
+* An event costs one or two microseconds, because every decode step records events.
+* Memory is bounded: after `max_events` trace events, further events are only counted (`dropped_events`). The intervals of a step
+  are stored separately, so the idle shares stay correct when the trace is full.
 
-Three stores, three readers: trace events (`trace.write_trace`), the intervals of the step (`take_window`, read by
-`budget`), and the metrics of the step (`drain`). Active waits can be read at any moment by the watchdog's thread.
+The recorder stores trace events (read by `trace.write_trace`), the intervals of a step (`take_window`, for `budget.py`), and the
+metrics of a step (`drain`). The watchdog's thread can read `active_waits` at any time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from .ranges import Ranges
+from .ranges import NvtxRanges
 from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# More than it takes until another process has said what it did.
-LATE_S = 0.25
-_USERS = ("the environment", "the program", "hook ")  # who waits for them waits for code of the user's
-# Who waits may be one group of thousands: they share a track.
-_ONE_OF = re.compile(r"\bgroup -?\d+$")
+# Records of another process arrive later than they happened, but by less than this.
+REMOTE_DELAY_S = 0.25
+# Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
+_USER_CODE = ("the environment", "the program", "hook ")
+# Thousands of groups may wait. All their waits share one track.
+_GROUP_NAME = re.compile(r"\bgroup -?\d+$")
 
 
 class Span:
@@ -97,8 +98,8 @@ class WaitSpan:
         self._recorder._close_wait(self)
 
 
-class Watched(WaitSpan):
-    """Context manager of `Recorder.watch`. It takes no part in the trace."""
+class WatchSpan(WaitSpan):
+    """Context manager of `Recorder.watch`. Unlike a `WaitSpan`, it is not in the trace."""
 
     __slots__ = ("task",)
 
@@ -107,19 +108,19 @@ class Watched(WaitSpan):
         self.task = asyncio.current_task()
 
     def __enter__(self) -> Self:
-        self._recorder.pass_on("", self.on)
+        self._recorder.change_actor("", self.on)
         return super().__enter__()
 
-    def passes_to(self, on: str) -> None:
-        """From now on it is with `on`."""
-        self._recorder.pass_on(self.on, on)
+    def change_actor(self, on: str) -> None:
+        """Wait for `on` from now on."""
+        self._recorder.change_actor(self.on, on)
         self.on, self.since = on, self._recorder.clock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._recorder.pass_on(self.on, "")
-        self._recorder._forget_wait(self)
+        self._recorder.change_actor(self.on, "")
+        self._recorder._remove_wait(self)
 
 
 class Timer:
@@ -143,7 +144,7 @@ class Timer:
 
 
 class Recorder:
-    """See the module docstring. `clock` gives seconds; all times in and out are on it. `max_events = 0`: no trace."""
+    """Records one run. `clock` returns seconds, and all times are on this clock. `max_events=0`: no trace."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, max_events: int = 500_000, nvtx: bool = True
@@ -153,33 +154,34 @@ class Recorder:
         self.started_unix = time.time()
         self.max_events = max_events
         self.dropped_events = 0
-        # Reentrant: a destructor that counts something may run while this thread is inside one of the methods below.
+        # Reentrant, because a destructor may call `count` while this thread holds the lock.
         self._lock = threading.RLock()
-        # `TraceEvent`s as tuples of atoms, args included, which Python's garbage collector stops looking at: it would else take
-        # longer with every step.
+        # `TraceEvent`s as tuples of str, float and None. The garbage collector untracks such tuples; otherwise each collection
+        # would take longer than the one before.
         self._events: list[tuple[Any, ...]] = []
         self._busy: list[Interval] = []
         self._idle: list[Interval] = []
         self._open_spans: dict[int, Span] = {}
         self._waits: dict[int, WaitSpan] = {}
-        self._with_users = self._with_engine = 0  # see `pass_on`
-        self._away: WaitSpan | None = None
+        # How many activities wait for user code and for the engine; and the wait with the cause `environment`, if one is open.
+        self._waits_for_user = self._waits_for_engine = 0
+        self._user_wait: WaitSpan | None = None
         self._lane_end: dict[str, float] = {}
         self._window_start = self.started
         self._reset_metrics()
-        self._ranges = Ranges(nvtx)
+        self._ranges = NvtxRanges(nvtx)
 
     # ---- spans and waits
 
     def span(self, name: str, *, track: str, **args: Any) -> Span:
-        """A stage: an NVTX range and a trace event. A track `lane:<name>` makes it busy time of that lane."""
+        """An activity, recorded as an NVTX range and a trace event. On a track `lane:<name>` also as busy time of that lane."""
         lane = track[len(LANE_PREFIX) :] if track.startswith(LANE_PREFIX) else None
         return Span(self, name, track, args or None, lane, None)
 
     def lane_busy(self, lane: str, name: str, *, submitted: float | None = None) -> Span:
-        """The lane's thread runs closure `name`. `submitted` is when it was handed in (on this clock).
+        """The lane's thread runs the closure `name`. `submitted`: the time of its submission, on this clock.
 
-        The part of submission to start in which the lane was idle is recorded as cause `handoff`.
+        Idle time of the lane between submission and start is recorded with the cause `handoff`.
         """
         if submitted is not None:
             now = self.clock()
@@ -189,69 +191,68 @@ class Recorder:
         return Span(self, name, LANE_PREFIX + lane, None, lane, None)
 
     def lane_resumed(self, lane: str, ended: float) -> None:
-        """The caller of a closure that ended at `ended` runs again: the time between is recorded as cause `loop`."""
+        """Call it when the caller of a closure resumes. The time since the closure `ended` is recorded with the cause `loop`."""
         now = self.clock()
         self._add_idle("loop", lane, ended, now)
         self.observe("lane/resume_ms", 1e3 * max(0.0, now - ended))
 
     def work(self, who: str, what: str, **args: Any) -> Span:
-        """Python work on the loop's thread between two closures: a span on track `who`, cause `loop` for idle lanes.
+        """Python work on the event loop between two closures: a span on track `who`, and idle time with the cause `loop`.
 
-        No await inside, or the time of others is booked as this one's.
+        Do not await inside, because the time of other tasks would be counted, too.
         """
         return Span(self, what, who, args or None, None, "loop")
 
     def wait(self, who: str, what: str, *, on: str, cause: Cause) -> WaitSpan:
-        """`who` ("train pump") waits for `what` ("a whole group") from `on` ("score pump").
-
-        ValueError: the cause is not one of `Cause`.
-        """
+        """`who` ("train pump") waits for `what` ("a whole group") from `on` ("score pump"). Errors: ValueError for an unknown
+        cause."""
         if cause not in CAUSES:
             raise ValueError(f"wait of {who!r} has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
         return WaitSpan(self, who, what, on, cause)
 
-    def watch(self, who: str, what: str, *, on: str) -> Watched:
-        """For work of users that may stand still, of the calling task: among `active_waits`. What is `on` counts: see `pass_on`."""
-        return Watched(self, who, what, on)
+    def watch(self, who: str, what: str, *, on: str) -> WatchSpan:
+        """The calling task waits for work of `on` that may hang, such as user code. Listed in `active_waits`, for the watchdog.
+        Also calls `change_actor`."""
+        return WatchSpan(self, who, what, on)
 
-    def pass_on(self, before: str, now: str) -> None:
-        """The next move of an episode, a hook or a program is no longer with `before` but with `now` ("": with nobody).
+    def change_actor(self, before: str, now: str) -> None:
+        """An episode, a hook or a program no longer waits for `before`, but for `now`. An empty text means for nothing.
 
-        While one is with code of the user's, and none with the engine, idle time has the cause `environment`.
+        While at least one waits for user code and none waits for the engine, idle time has the cause `environment`.
         """
         with self._lock:
             for on, by in ((before, -1), (now, 1)):
-                self._with_engine += by * (on == "the engine")
-                self._with_users += by * on.startswith(_USERS)
-            if self._with_users and not self._with_engine:
-                if self._away is None:
-                    self._away = WaitSpan(self, "environment", "the next move", "your code", "environment")
-                    self._away.since = self.clock()
-            elif self._away is not None:
-                self._close_wait(self._away)
-                self._away = None
+                self._waits_for_engine += by * (on == "the engine")
+                self._waits_for_user += by * on.startswith(_USER_CODE)
+            if self._waits_for_user and not self._waits_for_engine:
+                if self._user_wait is None:
+                    self._user_wait = WaitSpan(self, "environment", "the next move", "your code", "environment")
+                    self._user_wait.since = self.clock()
+            elif self._user_wait is not None:
+                self._close_wait(self._user_wait)
+                self._user_wait = None
 
     def idle(self, cause: Cause, start: float, end: float) -> None:
-        """A stretch of everybody's waiting that is known only afterwards."""
+        """Record a wait after it has ended. It counts for all lanes. Errors: ValueError for an unknown cause."""
         if cause not in CAUSES:
-            raise ValueError(f"idle stretch has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
+            raise ValueError(f"idle interval has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
         self._add_idle(cause, None, start, end)
 
     def active_waits(self) -> list[Wait]:
-        """Who waits for whom now, longest first."""
+        """All waits that are open now, the longest first."""
         with self._lock:
-            waits = list(self._waits.values())
-        found = (Wait(w.who, w.what, w.on, w.cause, w.since, getattr(w, "task", None)) for w in waits)
-        return sorted(found, key=lambda wait: wait.since)
+            spans = list(self._waits.values())
+        waits = (Wait(w.who, w.what, w.on, w.cause, w.since, getattr(w, "task", None)) for w in spans)
+        return sorted(waits, key=lambda wait: wait.since)
 
     # ---- trace only
 
     def instant(self, name: str, *, track: str, **args: Any) -> None:
-        """A moment without length in the trace, with arguments of plain values."""
-        self._add_event("i", name, track, self.clock(), 0.0, _atoms(args))
+        """Add a trace event without duration. `args`: plain values."""
+        self._add_event("i", name, track, self.clock(), 0.0, _items(args))
 
     def events(self) -> list[TraceEvent]:
-        """The trace so far, in order of ending."""
+        """The trace events so far, in the order of their ends."""
         with self._lock:
             events = list(self._events)
         return [TraceEvent._make((*event[:5], dict(event[5]) if event[5] else None)) for event in events]
@@ -264,12 +265,12 @@ class Recorder:
             self._counts[name] = self._counts.get(name, 0.0) + by
 
     def gauge(self, name: str, value: float) -> None:
-        """The last one until `drain` counts."""
+        """Set a gauge. `drain` returns the last value."""
         with self._lock:
             self._gauges[name] = float(value)
 
     def observe(self, name: str, value: float, *, reduce: Reduce = "mean") -> None:
-        """One sample; `drain` gives their mean, or what `reduce` says. A name keeps its first `reduce`."""
+        """Add a sample. `drain` returns all samples of a name reduced to one number, by the `reduce` of the first sample."""
         with self._lock:
             entry = self._samples.get(name)
             if entry is None:
@@ -277,29 +278,29 @@ class Recorder:
             entry.add(float(value))
 
     def log(self, name: str, value: float) -> None:
-        """A number of the user's own: summed, and counted as `name#`, until `take_counts`."""
+        """Add a value of a metric of the user. The count `name` has the sum of the values, `name#` their number."""
         with self._lock:
             self.count(name, value)
             self.count(f"{name}#")
 
     def timed(self, metric: str) -> Timer:
-        """Adds the seconds spent inside to the count `metric` (names `time/...`)."""
+        """A context manager that adds the seconds inside the block to the count `metric`, whose name begins with `time/`."""
         return Timer(self, metric)
 
     def drain(self) -> dict[str, float]:
-        """The metrics since the last drain, by name: observations reduced, counts summed, gauges as last set."""
+        """Take the metrics since the last drain, by name: reduced samples, counts, and gauges."""
         counts, gauges, samples = self.take_metrics()
         return {**{name: entry.value() for name, entry in samples.items()}, **counts, **gauges}
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float], dict[str, Samples]]:
-        """As `drain`, not reduced: counts, gauges, samples."""
+        """`drain` with samples that are not reduced. Returns (counts, gauges, samples)."""
         with self._lock:
-            taken = self._counts, self._gauges, self._samples
+            metrics = self._counts, self._gauges, self._samples
             self._reset_metrics()
-        return taken
+        return metrics
 
     def merge(self, name: str, samples: Samples) -> None:
-        """Samples of one name that were taken elsewhere."""
+        """Add the samples of another recorder for the metric `name`."""
         with self._lock:
             if name in self._samples:
                 self._samples[name].merge(samples)
@@ -307,31 +308,32 @@ class Recorder:
                 self._samples[name] = samples
 
     def take_counts(self, prefixes: tuple[str, ...]) -> dict[str, float]:
-        """The counts since the last drain whose names begin so; `drain` will not give them again."""
+        """Take the counts since the last drain whose names begin with one of `prefixes`. `drain` will not return them."""
         with self._lock:
-            taken = {name: value for name, value in self._counts.items() if name.startswith(prefixes)}
-            for name in taken:
+            counts = {name: value for name, value in self._counts.items() if name.startswith(prefixes)}
+            for name in counts:
                 del self._counts[name]
-        return taken
+        return counts
 
     # ---- intervals of the step
 
     def register_lane(self, lane: str) -> None:
-        """Account for this lane from now on, before its first closure too."""
+        """Count the idle time of this lane from now on, although it has not run a closure yet."""
         with self._lock:
             self._lane_end.setdefault(lane, self.clock())
 
     def take_window(self) -> Window:
-        """The intervals since the last call. What is still open ends with the window, and goes on in the next."""
+        """Take the intervals since the last call. An interval that is still open ends with this window, and is in the next, too."""
         with self._lock:
             start, end = self._window_start, self.clock()
             busy, idle = self._busy, self._idle
-            # What other processes did is booked `LATE_S` later than it was: some of it ends in the next window.
-            self._busy, self._idle = ([each for each in kind if each.end > end] for kind in (busy, idle))
+            # Intervals of other processes are delayed by `REMOTE_DELAY_S`, so some of them end in the next window.
+            self._busy = [interval for interval in busy if interval.end > end]
+            self._idle = [interval for interval in idle if interval.end > end]
             self._window_start = end
             lanes = tuple(self._lane_end)
             open_spans = list(self._open_spans.values())
-            waits = [wait for wait in (*self._waits.values(), self._away) if wait and wait.cause]
+            waits = [wait for wait in (*self._waits.values(), self._user_wait) if wait and wait.cause]
         for span in open_spans:
             if span._lane is not None:
                 busy.append(Interval(span._name, span._lane, span.started, end))
@@ -340,19 +342,19 @@ class Recorder:
         idle.extend(Interval(wait.cause, None, wait.since, end) for wait in waits)
         return Window(start, end, lanes, busy, idle)
 
-    def book_busy(self, lane: str, name: str, start: float, end: float) -> None:
-        """A closure that ran on a lane of another process, by this clock. It is heard of late, so the account of that lane is
-        `LATE_S` behind; the trace is not."""
+    def add_remote_busy(self, lane: str, name: str, start: float, end: float) -> None:
+        """Add a closure that ran on a lane of another process. Times are on this clock. Because the call comes late, the interval
+        is stored `REMOTE_DELAY_S` later than it was; the trace event is not."""
         with self._lock:
             self._lane_end[lane] = end
-            self._store(self._busy, Interval(name, lane, start + LATE_S, end + LATE_S))
+            self._store(self._busy, Interval(name, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S))
         self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
 
-    def book_idle(self, lane: str, cause: str, start: float, end: float) -> None:
-        """What such a lane waited for."""
-        self._add_idle(cause, lane, start + LATE_S, end + LATE_S)
+    def add_remote_idle(self, lane: str, cause: str, start: float, end: float) -> None:
+        """Add idle time of a lane of another process, with the same delay."""
+        self._add_idle(cause, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S)
 
-    # ---- inside
+    # ---- private
 
     def _reset_metrics(self) -> None:
         self._counts: dict[str, float] = {}
@@ -373,7 +375,7 @@ class Recorder:
             self._store(self._idle, Interval(cause, lane, start, end))
 
     def _store(self, intervals: list[Interval], interval: Interval) -> None:
-        # A run that never takes its windows would else keep the intervals of all its steps.
+        # Bounds the memory of a run that never takes its windows.
         if len(intervals) < max(self.max_events, 100_000):
             intervals.append(interval)
 
@@ -394,7 +396,7 @@ class Recorder:
                 self._store(self._idle, Interval(span._cause, None, span.started, span.ended))
             if len(self._events) < self.max_events:
                 duration = span.ended - span.started
-                self._events.append(("X", span._name, span._track, span.started, duration, _atoms(span._args)))
+                self._events.append(("X", span._name, span._track, span.started, duration, _items(span._args)))
             else:
                 self.dropped_events += 1
 
@@ -402,7 +404,7 @@ class Recorder:
         with self._lock:
             self._waits[id(wait)] = wait
 
-    def _forget_wait(self, wait: WaitSpan) -> None:
+    def _remove_wait(self, wait: WaitSpan) -> None:
         with self._lock:
             self._waits.pop(id(wait), None)
 
@@ -413,13 +415,13 @@ class Recorder:
             self._store(self._idle, Interval(wait.cause, None, wait.since, end))
             if len(self._events) < self.max_events:
                 args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
-                name, track = f"wait: {wait.what}", _ONE_OF.sub("groups", wait.who)
+                name, track = f"wait: {wait.what}", _GROUP_NAME.sub("groups", wait.who)
                 if track != wait.who:
                     args["who"] = wait.who
-                self._events.append(("X", name, track, wait.since, end - wait.since, _atoms(args)))
+                self._events.append(("X", name, track, wait.since, end - wait.since, _items(args)))
             else:
                 self.dropped_events += 1
 
 
-def _atoms(args: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+def _items(args: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
     return tuple(args.items()) if args else None

@@ -1,4 +1,4 @@
-"""The values that the recorder hands out: causes, trace events, intervals, waits, windows."""
+"""The types of the recorder's results: causes, trace events, intervals, waits, windows."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Cause: TypeAlias = Literal[
-    "slots",  # the rollout side waits for permission to start a group
+    "slots",  # the rollout pump waits for a slot
     "group",  # the train pump waits for a whole group
-    "requests",  # an engine has nothing to sample
-    "reward",  # somebody waits for a reward worker
-    # environments, tools, the program or its producers have the next move, and the engine has no request.
+    "requests",  # an engine has no requests
+    "reward",  # a task waits for a reward worker
+    # An environment, a tool, the program or a producer must act next, and the engine has no request.
     "environment",
-    # Somebody waits for an engine's acknowledgement of new weights.
-    "publish",
+    "publish",  # a task waits until an engine has the new weights
     "evaluate",  # training waits for an evaluation
     "checkpoint",  # training waits for a checkpoint
     "start",  # the run is starting or ending
-    # A closure was submitted and its idle lane had not started it yet.
-    "handoff",
-    # A closure had ended and the event loop had not yet got round to what comes next.
-    "loop",
+    "handoff",  # an idle lane has not started a submitted closure yet
+    "loop",  # a closure has ended, and its caller has not resumed yet
 ]
 CAUSES: frozenset[str] = frozenset(get_args(Cause))
 
 
 class TraceEvent(NamedTuple):
-    """One stored event. `phase` as in the Chrome trace format: X a span, i an instant."""
+    """One stored event. `phase` is that of the Chrome trace format: X for a span, i for an instant."""
 
     phase: Literal["X", "i"]
     name: str
@@ -38,9 +35,9 @@ class TraceEvent(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A recorded stretch of time. `lane` is None for a wait, which concerns every lane."""
+    """Busy or idle time. `lane` is None for a wait, which counts for every lane."""
 
-    label: str  # closure name, or cause
+    label: str  # the name of the closure, or the cause
     lane: str | None
     start: float
     end: float
@@ -48,24 +45,24 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody waits, right now."""
+    """An active wait: `who` waits for `what` from `on`."""
 
     who: str
     what: str
     on: str
     cause: str
     since: float  # on the recorder's clock
-    # Who waits, where that is a task whose place is worth knowing.
+    # The waiting task, if its stack may show the reason.
     task: asyncio.Task[Any] | None = None
 
     def describe(self, now: float) -> str:
-        """The sentence for error messages; `now` in seconds, on the recorder's clock."""
+        """A sentence for error messages. `now`: seconds on the recorder's clock."""
         return f"{self.who} waits for {self.what} from {self.on} since {now - self.since:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The intervals of one step, those that are still open included (ended at `end` here, whole in the next window)."""
+    """The intervals of one step. An interval that is still open ends at `end` here; the next window has all of it."""
 
     start: float
     end: float

@@ -1,4 +1,4 @@
-"""`rollouts/step_N.jsonl`: what the model wrote, one trajectory a line, for people and for `report.html`."""
+"""Writes `rollouts/step_N.jsonl`: the trajectories of a step, one per line, for people and for `report.html`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Decode = Callable[[list[int]], str]  # token ids -> text with its special tokens
 
 
 class RolloutWriter:
-    """Writes the groups of a step. `limit`: trajectories per step, whole groups first; None writes all.
+    """Writes the trajectories of each step. `limit`: how many per step; None writes all.
 
-    `resume_step`: files of later steps move to `rollouts/discarded/`. With `decode` every line has `rendered_prompt`: the
-    text of the prompt's token ids, as the model saw it.
-    """
+    `resume_step`: files of later steps are moved to `rollouts/discarded/`. `decode`: adds `rendered_prompt` to each line, the
+    text of the prompt's token ids."""
 
     def __init__(
         self,
@@ -49,10 +48,10 @@ class RolloutWriter:
         trained_version: int | None = None,
         advantages: Advantages | None = None,
     ) -> None:
-        """Write `step_{step}.jsonl`, atomically; a repeated step replaces it.
+        """Write `step_{step}.jsonl` atomically. A file of the same step is replaced. Errors: OSError.
 
-        `step` is the policy version after the update, `trained_version` the one before it (default `step - 1`), against
-        which `staleness` is counted. About 10 us per trajectory of a few hundred characters. OSError.
+        `step`: the policy version after the update. `trained_version`: the version before the update (default `step - 1`), from
+        which `staleness` is counted. Takes about 10 us per trajectory of a few hundred characters.
         """
         if self._limit == 0:
             return
@@ -72,8 +71,8 @@ class RolloutWriter:
 
     def _discard_after(self, step: int) -> None:
         for path in self.directory.glob("step_*.jsonl"):
-            found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-            if found and int(found.group(1)) > step:
+            match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+            if match and int(match.group(1)) > step:
                 discarded = self.directory / "discarded"
                 discarded.mkdir(exist_ok=True)
                 os.replace(path, discarded / path.name)
@@ -82,7 +81,7 @@ class RolloutWriter:
 def row(
     group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages | None = None
 ) -> dict[str, Any]:
-    """One line of the file, as a dictionary. Lengths in tokens; `versions` are those that sampled it, -1 for none."""
+    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: of the weights that sampled it; -1 if unknown."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     line: dict[str, Any] = {
         "group_id": trajectory.group_id,

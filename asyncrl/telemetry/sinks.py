@@ -1,9 +1,8 @@
-"""Where the metrics of a step go. One small Protocol; JSONL always, wandb, TensorBoard and MLflow where chosen.
+"""Sinks store the metrics of each step: always in metrics.jsonl, and by choice in wandb, TensorBoard and MLflow.
 
-`write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the others
-hand over to a thread or process of their own. `close` may wait for seconds until they have everything: not on the loop.
-The one step axis is the policy version. `sinks.json` in the run directory says which run of wandb and MLflow is this one: a resume
-goes on with it, and none of the sinks gets a step twice.
+`write` is called on the event loop once a step. The JSONL sink writes a line in tens of microseconds; the others use their own
+thread or process. `close` may block for seconds, so call it outside the event loop. The step of each sink is the policy version.
+`sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses these ids and repeats no step.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ from .trace import dump
 logger = logging.getLogger("asyncrl.telemetry")
 
 IDS = "sinks.json"
-_MLFLOW_PARAMS = 100  # the most that one of its requests takes
-_MLFLOW_WAITING = 100  # steps; some kilobytes each
-# Less than `watchdog.abort_grace_s`, in which a run that is stopped has to end.
+_MLFLOW_PARAMS_PER_REQUEST = 100  # the limit of MLflow
+_MLFLOW_QUEUED_STEPS = 100  # some kilobytes each
+# Must be less than `watchdog.abort_grace_s`, the time that a stopped run has to end.
 _MLFLOW_CLOSE_S = 15.0
 
 
 class Sink(Protocol):
-    """Takes the metrics of each step. `close` may be called twice."""
+    """Stores the metrics of each step. `close` may be called twice."""
 
-    id: str  # of this run, where the sink has other runs, too
-    after: int  # the last step that it has already
+    id: str  # of this run in the store; empty if it has one run
+    after: int  # the last step stored before the resume; -1: none
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of step `step`, which is the policy version. On the event loop: no longer than a short line takes."""
+        """Store the metrics of a step. Called on the event loop, so it must not block longer than writing a short line."""
         ...
 
     def close(self) -> None:
-        """Everything that was written is kept; nothing is written afterwards. May wait for seconds."""
+        """Store all pending metrics and close. May block for seconds. `write` must not be called afterwards."""
         ...
 
 
 class JsonlSink:
-    """`metrics.jsonl`: `{"step": v, "time": unix seconds, ...}`, one line a step, appended and flushed.
+    """Appends one line per step to `metrics.jsonl`: `{"step": v, "time": unix seconds, ...}`. Each line is flushed.
 
-    NaN and infinities become null, which JSON lacks. A line that a full disk cut short is completed by the next write that finds
-    room. `resume_step` (the version of the checkpoint that the run goes on
-    from): lines of later steps, and lines that are not whole, move to `metrics.discarded.jsonl` first.
+    NaN and infinities become null, because JSON lacks them. If a full disk truncates a line, a later write completes the line.
+    `resume_step`: the version of the resumed checkpoint. Lines of later steps and incomplete lines are first moved to
+    `metrics.discarded.jsonl`.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -66,10 +65,11 @@ class JsonlSink:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line; what comes for the same step goes into it. Errors: OSError where the disk is full."""
+        """Append a line. A second write of the same step adds its metrics to the line. Errors: OSError if the disk is full."""
         if step == self._last:
             with self.path.open("r+b") as file:
-                file.seek(-min(file.seek(0, os.SEEK_END), 1 << 24), os.SEEK_END)  # a line is shorter
+                # Read the last 16 MiB, which contain the last line.
+                file.seek(-min(file.seek(0, os.SEEK_END), 1 << 24), os.SEEK_END)
                 *_, line = [b"", *file.readlines()]
                 if _step_of(line) == step:
                     file.seek(-len(line), os.SEEK_END)
@@ -84,8 +84,8 @@ class JsonlSink:
 
 
 def discard_after(path: Path, step: int) -> int:
-    """Move the lines of steps after `step` to `<stem>.discarded.jsonl`; how many. No line is ever in neither file, and one at a
-    time in memory: those of a million steps are gigabytes."""
+    """Move the lines of steps after `step` to `<stem>.discarded.jsonl`, and return their number. At every moment each line is in
+    at least one of the two files. Only one line at a time is in memory, because a million steps are gigabytes."""
     if not path.exists():
         return 0
     with path.open("rb") as lines:
@@ -94,19 +94,19 @@ def discard_after(path: Path, step: int) -> int:
     count = 0
     partial = path.with_name(path.name + ".partial")
     discarded = path.with_name(f"{path.stem}.discarded{path.suffix}")
-    with path.open("rb") as lines, partial.open("wb") as keeps, discarded.open("ab") as takes:
+    with path.open("rb") as lines, partial.open("wb") as kept_file, discarded.open("ab") as discarded_file:
         for line in lines:
-            late = _step_of(line) > step
-            (takes if late else keeps).write(line.rstrip(b"\n") + b"\n")
-            count += late
-        takes.flush()
-        os.fsync(takes.fileno())
+            is_later = _step_of(line) > step
+            (discarded_file if is_later else kept_file).write(line.rstrip(b"\n") + b"\n")
+            count += is_later
+        discarded_file.flush()
+        os.fsync(discarded_file.fileno())
     os.replace(partial, path)
     return count
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinity for one that a crash cut short."""
+    """The step of a line; infinity for an incomplete line, which a crash left."""
     try:
         step = orjson.loads(line)["step"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -115,8 +115,7 @@ def _step_of(line: bytes) -> float:
 
 
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSONL file, in order, one in memory at a time, without a last line that a crash cut short. None
-    without a file."""
+    """Yields the rows of a JSONL file, one at a time. Incomplete lines are skipped. Yields nothing if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -130,55 +129,55 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_step(run_dir: Path) -> int:
-    """The last step of the earlier lives of a run; -1 without any."""
+    """The last step of a run before the resume, discarded steps included; -1 if there is none."""
     rows = (row for name in ("metrics", "metrics.discarded") for row in each_row(run_dir / f"{name}.jsonl"))
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What a sink is told of the run that opens it."""
+class SinkRun:
+    """The run that opens a sink."""
 
     run_dir: Path
     name: str
     config: Mapping[str, Any]
-    resume_step: int | None = None  # of the checkpoint that it goes on from
-    id: str | None = None  # under which the sink knows its earlier lives
+    resume_step: int | None = None  # the version of the resumed checkpoint
+    id: str | None = None  # the id in the sink's store, from before the resume
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """As `each_row`, all of them: of a file that is known to be small."""
+    """All rows of a small JSONL file, like `each_row`."""
     return list(each_row(path))
 
 
 class WandbSink:
-    """Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT` and so on are wandb's own and respected. A step that it has stays."""
+    """Weights & Biases. Respects the variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`. Stored steps stay."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, run: SinkRun) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(_missing("wandb")) from error
-        self.id = os.environ.get("WANDB_RUN_ID") or life.id or secrets.token_hex(4)
-        self.after = _last_step(life.run_dir) if self.id == life.id else -1
+        self.id = os.environ.get("WANDB_RUN_ID") or run.id or secrets.token_hex(4)
+        self.after = _last_step(run.run_dir) if self.id == run.id else -1
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "asyncrl"),
-                name=life.name,
+                name=run.name,
                 id=self.id,
                 resume="allow",
-                dir=str(life.run_dir),
-                config=dict(life.config),
-                allow_val_change=True,  # `resume` itself, and what else a resume may change
+                dir=str(run.run_dir),
+                config=dict(run.config),
+                allow_val_change=True,  # a resume may change some settings
             )
-        except wandb.errors.UsageError as error:  # no API key and nobody to ask for one
+        except wandb.errors.UsageError as error:  # no API key, and no terminal to ask for one
             raise ConfigError(
                 f"telemetry.sinks has 'wandb', and wandb refused to start: {error}. "
                 "Run `wandb login`, or set WANDB_MODE=offline."
             ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over to wandb's own process."""
+        """Send the metrics to wandb's own process."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -187,26 +186,27 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files under `<run_dir>/tensorboard`; needs neither torch nor TensorFlow. A resume takes back the points
-    after its checkpoint."""
+    """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow. A resume removes the points after
+    its checkpoint."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, run: SinkRun) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ConfigError(_missing("tensorboard")) from error
-        self.id, self.after = "", -1 if life.resume_step is None else life.resume_step
+        self.id, self.after = "", -1 if run.resume_step is None else run.resume_step
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(life.run_dir / "tensorboard"))
-        if life.resume_step is not None:
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
+        if run.resume_step is not None:
+            # TensorBoard hides earlier points from this step on.
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=life.resume_step + 1, session_log=start))
+            self._writer.add_event(Event(wall_time=time.time(), step=run.resume_step + 1, session_log=start))
         self._closed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A scalar each, flushed."""
+        """Write and flush one scalar per metric."""
         values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
@@ -219,99 +219,101 @@ class TensorBoardSink:
 
 
 class MlflowSink:
-    """MLflow, through `mlflow-skinny` or the whole package; a thread of ours hands over.
+    """MLflow (the package `mlflow-skinny` or `mlflow`), written by a thread.
 
-    `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` and so on are MLflow's own and respected; without an address the runs are in
-    `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`: `eval/x/pass@4` is `eval/x/pass_at_4` there.
-    Training never waits for the store, and `metrics.jsonl` has every step. One that fails gets no further steps; one that is
-    slower than the steps has 100 of them waiting, and lacks those that come while they do. The log says so once. It changes
-    neither parameters nor points: of a resumed run it keeps those of the first life.
+    Respects the variables of MLflow, such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
+    `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`, so `eval/x/pass@4` becomes `eval/x/pass_at_4`.
+    Training never waits for the store. After an error the store gets no further steps. If the store is slow, at most 100 steps are
+    queued, and further steps are left out. The log warns once; `metrics.jsonl` has every step. A resume changes neither the
+    parameters nor the points that are already in the store.
     """
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, run: SinkRun) -> None:
         try:
             import mlflow
             from mlflow.entities import Param
         except ImportError as error:
             raise ConfigError(_missing("mlflow")) from error
-        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{life.run_dir.parent.resolve() / 'mlflow.db'}"
+        default_uri = (
+            None if mlflow.is_tracking_uri_set() else f"sqlite:///{run.run_dir.parent.resolve() / 'mlflow.db'}"
+        )
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl")
-        params = [Param(key, str(value)) for key, value in _leaves(life.config)]
+        params = [Param(key, str(value)) for key, value in _leaves(run.config)]
         self.after = -1
         try:
-            self._client = mlflow.MlflowClient(tracking_uri=own)
-            if life.id is not None:
-                self.id, self.after = life.id, _last_step(life.run_dir)
+            self._client = mlflow.MlflowClient(tracking_uri=default_uri)
+            if run.id is not None:
+                self.id, self.after = run.id, _last_step(run.run_dir)
                 self._client.update_run(self.id, status="RUNNING")
             else:
-                found = self._client.get_experiment_by_name(experiment)
-                place = found.experiment_id if found else self._client.create_experiment(experiment)
-                self.id = self._client.create_run(place, run_name=life.name).info.run_id
-                for start in range(0, len(params), _MLFLOW_PARAMS):
-                    self._client.log_batch(self.id, params=params[start : start + _MLFLOW_PARAMS])
+                existing = self._client.get_experiment_by_name(experiment)
+                experiment_id = existing.experiment_id if existing else self._client.create_experiment(experiment)
+                self.id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+                for start in range(0, len(params), _MLFLOW_PARAMS_PER_REQUEST):
+                    self._client.log_batch(self.id, params=params[start : start + _MLFLOW_PARAMS_PER_REQUEST])
+        # Each kind of store raises errors of its own library.
         except Exception as error:
-            # MLflow's own, and those of the libraries of each kind of store.
             raise ConfigError(
-                f"telemetry.sinks has 'mlflow', and its store {own or mlflow.get_tracking_uri()} refused to start: "
-                f"{type(error).__name__}: {error}; MLFLOW_TRACKING_URI says where it is"
-                + (f"; without {life.run_dir / IDS} a new run is made there" if life.id else "")
+                f"telemetry.sinks has 'mlflow', and its store {default_uri or mlflow.get_tracking_uri()} refused to start: "
+                f"{type(error).__name__}: {error}; set MLFLOW_TRACKING_URI to the address of the store"
+                + (f", or remove {run.run_dir / IDS} to create a new run in the store" if run.id else "")
             ) from error
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_WAITING)
-        self._lacks, self._closed = 0, False  # steps
-        # A daemon: where the store hangs, the process must still be able to end.
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._queue: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_QUEUED_STEPS)
+        self._left_out, self._closed = 0, False
+        # A daemon, so that the process can end although the store hangs.
+        self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over to the thread, or leave the step out."""
+        """Put the metrics into the queue, or leave the step out."""
         if not self._thread.is_alive():
-            return  # it said why
+            return
         try:
-            self._waiting.put_nowait((step, dict(metrics), int(time.time() * 1000)))
+            self._queue.put_nowait((step, dict(metrics), int(time.time() * 1000)))
         except queue.Full:
-            self._lacks += 1
-            if self._lacks == 1:
+            self._left_out += 1
+            if self._left_out == 1:
                 logger.warning(
-                    "mlflow's store is slower than the steps: %d of them wait for it, and step %d is left out there, as each "
-                    "that finds no room; metrics.jsonl has them all",
-                    _MLFLOW_WAITING,
+                    "mlflow's store is slower than the steps: %d steps are queued, so step %d is left out there, as is each step "
+                    "that finds the queue full; metrics.jsonl has all steps",
+                    _MLFLOW_QUEUED_STEPS,
                     step,
                 )
 
-    def _work(self) -> None:
+    def _send(self) -> None:
         from mlflow.entities import Metric
 
-        # MLflow tries for minutes before it raises: one failure is the last call.
-        what = "metrics"
+        # MLflow retries for minutes before it raises, so the first error ends this thread.
+        unsent = "metrics"
         try:
-            while (item := self._waiting.get()) is not None:
+            while (item := self._queue.get()) is not None:
                 step, metrics, now = item
-                what = f"metrics from step {step} on"
+                unsent = f"metrics from step {step} on"
                 batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
                 self._client.log_batch(self.id, metrics=batch)
-            what = "end of the run"
+            unsent = "end of the run"
             self._client.set_terminated(self.id)
         except Exception as error:
-            logger.warning("mlflow gets no %s: %s: %s", what, type(error).__name__, error)
+            logger.warning("mlflow gets no %s: %s: %s", unsent, type(error).__name__, error)
 
     def close(self) -> None:
-        """Wait for the thread, for at most 15 s; the last that it sends is that the run is over."""
+        """Wait at most 15 s until the thread has sent the queued steps and the end of the run."""
         if self._closed:
             return
         self._closed, thread = True, self._thread
-        until = time.monotonic() + _MLFLOW_CLOSE_S
-        # Without room for it the store hangs, or an error has ended the thread.
+        deadline = time.monotonic() + _MLFLOW_CLOSE_S
+        # The queue stays full if the store hangs, or if an error has ended the thread.
         with suppress(queue.Full):
-            self._waiting.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
-        thread.join(max(0.0, until - time.monotonic()))
-        # The end is in the queue in the place of the step that the thread has in hand.
-        lacks = self._lacks + (self._waiting.qsize() if thread.is_alive() else 0)
-        if lacks:
-            logger.warning("mlflow lacks %d steps, for which its store was too slow", lacks)
+            self._queue.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        # The end marker in the queue is no step, but the step that the thread is sending is not in the queue.
+        left_out = self._left_out + (self._queue.qsize() if thread.is_alive() else 0)
+        if left_out:
+            logger.warning("mlflow lacks %d steps, for which its store was too slow", left_out)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested mappings."""
+    """Yields (dotted name, value) of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -324,25 +326,25 @@ def _missing(name: str) -> str:
 
 
 class Sinks:
-    """All sinks of a run as one; each of them is written and closed, also if another one fails (OSError, then, at the end)."""
+    """All sinks of a run. An error of one sink does not keep the other sinks from being written and closed."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float], more: bool = False) -> None:
-        """To every sink; `more`: of the last step. Errors: the first OSError, after all of them."""
-        failed: list[OSError] = []
+        """Write to every sink. `more`: further metrics of the last step. Errors: the first OSError, after all writes."""
+        errors: list[OSError] = []
         for sink in self._sinks:
             try:
                 if more or step > sink.after:
                     sink.write(step, metrics)
             except OSError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
-        """Every sink, in reverse order."""
+        """Close all sinks, in reverse order."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
@@ -357,33 +359,31 @@ class Sinks:
 def open_sinks(
     names: Sequence[str], run_dir: Path, *, name: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> Sinks:
-    """`metrics.jsonl` and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). ConfigError: unknown, or not installed.
-
-    May take seconds (wandb starts a process): not on the event loop.
-    """
-    makers: dict[str, Callable[[Life], Sink]] = {
+    """Open metrics.jsonl and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). Errors: ConfigError for an unknown sink or
+    a missing package. Blocks for seconds (wandb starts a process), so call it outside the event loop."""
+    classes: dict[str, Callable[[SinkRun], Sink]] = {
         "wandb": WandbSink,
         "tensorboard": TensorBoardSink,
         "mlflow": MlflowSink,
     }
-    unknown = [each for each in names if each not in makers]
+    unknown = [kind for kind in names if kind not in classes]
     if unknown:
-        raise ConfigError(f"telemetry.sinks has {unknown[0]!r}; known are {', '.join(makers)}")
+        raise ConfigError(f"telemetry.sinks has {unknown[0]!r}; expected some of {', '.join(classes)}")
     run_dir.mkdir(parents=True, exist_ok=True)
     ids: dict[str, str] = {}
     if resume_step is not None and (run_dir / IDS).exists():
         ids = orjson.loads((run_dir / IDS).read_bytes())
-    with ExitStack() as opened:  # if one cannot be opened, those before it are closed again
+    with ExitStack() as opened:  # if a sink cannot be opened, closes the sinks before it
         sinks: list[Sink] = []
-        for each in names:
-            sink = makers[each](Life(run_dir, name, config, resume_step, ids.get(each)))
+        for kind in names:
+            sink = classes[kind](SinkRun(run_dir, name, config, resume_step, ids.get(kind)))
             opened.callback(sink.close)
             sinks.append(sink)
-            ids[each] = sink.id
+            ids[kind] = sink.id
         if names:
             (run_dir / f"{IDS}.partial").write_bytes(orjson.dumps(ids))
             os.replace(run_dir / f"{IDS}.partial", run_dir / IDS)
-        # Opened last, so that a sink that refuses leaves an earlier run's lines alone; written first.
+        # Opened last, because it moves lines of an earlier run, and a refusal of another sink must not change that run.
         sinks.insert(0, JsonlSink(run_dir / "metrics.jsonl", resume_step))
         opened.pop_all()
     return Sinks(sinks)

@@ -1,7 +1,7 @@
-"""`trace.json`: the Chrome trace format, for https://ui.perfetto.dev or chrome://tracing.
+"""Writes `trace.json` in the Chrome trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-One JSON object with `traceEvents`; the metadata events (`M`) come first, then one event a line in order of ending, so
-that `read_tail` can read the end of a large file without the rest. Times are microseconds since the recorder started.
+The file is one JSON object with `traceEvents`. The metadata events (`M`) are first, then the events, one per line, in the order
+of their ends. So `read_tail` can read the end of a large file alone. Times are microseconds since the recorder started.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import orjson
 from .recorder import LANE_PREFIX, Recorder
 from .records import TraceEvent
 
-_CHUNK = 4096  # events turned into bytes between two writes
-_HEAD_BYTES = 1 << 20  # the metadata lines lie within this
+_CHUNK = 4096  # events per write
+_HEAD_BYTES = 1 << 20  # all metadata lines are within these bytes
 
 
-def layout(events: Iterable[TraceEvent]) -> dict[int, int]:
-    """Rows for the spans of one track: `id(event)` to row number.
+def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
+    """Row numbers for the spans of one track, by `id(event)`.
 
-    Spans of coroutines overlap without being nested, which the format does not allow within one thread; each span goes
-    to the first row where it is apart from, or nested in, what lies there.
-    """
-    # Per row the ends of the spans that are open at the current start, outermost first.
+    In the trace format, spans of one thread must be nested or disjoint. Spans of coroutines overlap in other ways, so a track may
+    need several rows. Each span gets the first row whose other spans allow it."""
+    # For each row the ends of the spans that are open at the current start, outermost first.
     rows: list[list[float]] = []
-    placed: dict[int, int] = {}
-    for event in sorted(events, key=lambda each: (each.start, -each.duration)):
+    row_of: dict[int, int] = {}
+    for event in sorted(events, key=lambda span: (span.start, -span.duration)):
         end = event.start + event.duration
         number = 0
         while number < len(rows):
@@ -42,17 +41,17 @@ def layout(events: Iterable[TraceEvent]) -> dict[int, int]:
         else:
             rows.append([])
         rows[number].append(end)
-        placed[id(event)] = number
-    return placed
+        row_of[id(event)] = number
+    return row_of
 
 
 def track_order(track: str) -> tuple[int, str]:
-    """Lanes first, then by name."""
+    """A sort key of tracks: lanes first, then by name."""
     return (0 if track.startswith(LANE_PREFIX) else 1, track)
 
 
 def write_trace(recorder: Recorder, path: Path) -> None:
-    """Write the trace so far, atomically. Takes about a second for 500,000 events: not on the event loop."""
+    """Write the trace so far, atomically. Blocks for about a second with 500,000 events, so call it outside the event loop."""
     events = recorder.events()
     by_track: dict[str, list[TraceEvent]] = {}
     for event in events:
@@ -62,7 +61,7 @@ def write_trace(recorder: Recorder, path: Path) -> None:
     next_tid = 1
     for track in sorted(by_track, key=track_order):
         spans = [event for event in by_track[track] if event.phase == "X"]
-        rows = layout(spans)
+        rows = assign_rows(spans)
         count = max(rows.values(), default=0) + 1
         for row in range(count):
             name = track if row == 0 else f"{track} #{row + 1}"
@@ -119,12 +118,12 @@ def _write(
 
 
 def dump(value: Any) -> bytes:
-    """One line of JSON: NaN and infinities as null, NumPy scalars and arrays as numbers, anything else as text."""
+    """JSON without line breaks. NaN and infinities become null, NumPy values become numbers and lists, other types become text."""
     return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 def read_tail(path: Path, max_bytes: int = 16 << 20) -> tuple[dict[str, Any], dict[int, str], list[dict[str, Any]]]:
-    """`otherData`, thread names by tid, and the events in the last `max_bytes` of a file that `write_trace` wrote."""
+    """Read a file of `write_trace`: `otherData`, the thread names by tid, and the events in the last `max_bytes`."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         size = file.seek(0, os.SEEK_END)
@@ -142,7 +141,7 @@ def read_tail(path: Path, max_bytes: int = 16 << 20) -> tuple[dict[str, Any], di
 def _lines(block: bytes) -> Iterator[dict[str, Any]]:
     for line in block.split(b"\n"):
         line = line.rstrip(b",")
-        # The first and last line of a block may be cut anywhere; only whole entries count.
+        # The first and the last line of a block may be incomplete.
         if line.startswith(b'{"ph":') and line.endswith(b"}"):
             try:
                 yield orjson.loads(line)

@@ -23,7 +23,7 @@ LOUD = REAL | {"telemetry": {"live": "plain"}}
 async def test_every_stage_before_the_first_step_is_shown_with_its_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("asyncrl.telemetry.live._SPARSE_S", 0.0)
+    monkeypatch.setattr("asyncrl.telemetry.live._STATUS_EVERY_S", 0.0)
     monkeypatch.setattr("asyncrl.runtime.opened._SHOWN_EVERY_S", 0.001)
     held_out = (f"data.eval={MODEL}:rows", "evaluate.every=3", "evaluate.samples=2", "evaluate.limit=2")
     async with Runtime(config_of(tmp_path, "train.max_steps=2", *held_out, base=LOUD)) as run:

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from asyncrl.telemetry import machine
-from asyncrl.telemetry.lag import BlockSampler, Lateness, monitor, top_user_frame
+from asyncrl.telemetry.lag import BlockSampler, LatenessHistogram, monitor, top_user_frame
 from asyncrl.telemetry.recorder import Recorder
 
 
@@ -86,7 +86,7 @@ async def test_code_is_blamed_once_a_minute_and_not_for_a_busy_machine(
     thread: Thread, reports: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.telemetry.lag.time", thread)
-    monkeypatch.setattr(BlockSampler, "_delay", thread.delay)
+    monkeypatch.setattr(BlockSampler, "_processor_delay", thread.delay)
     recorder, said, looks = Recorder(), list[str](), list[str | None]()
     monkeypatch.setattr(
         "asyncrl.telemetry.lag.top_user_frame", lambda ident: looks.append(top_user_frame(ident)) or looks[-1]
@@ -121,7 +121,7 @@ async def test_a_quiet_loop_is_not_reported() -> None:
 @pytest.mark.parametrize("looks", [1, 99, 101, 5_000])
 def test_lateness_of_a_run_is_the_looks_own_p99(looks: int) -> None:
     late = np.random.default_rng(looks).lognormal(1.0, 1.5, looks)
-    lateness = Lateness()
+    lateness = LatenessHistogram()
     for each in late:
         lateness.add(float(each))
     exact = float(np.sort(late)[::-1][looks // 100])  # the largest that more than one in a hundred reaches
@@ -129,7 +129,7 @@ def test_lateness_of_a_run_is_the_looks_own_p99(looks: int) -> None:
 
 
 def test_lateness_has_an_answer_for_anything() -> None:
-    lateness = Lateness()
+    lateness = LatenessHistogram()
     assert lateness.p99 == 0.0
     lateness.add(-1.0)  # the timer's grain
     assert lateness.p99 == pytest.approx(0.1)
@@ -139,7 +139,7 @@ def test_lateness_has_an_answer_for_anything() -> None:
 
 def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
     with BlockSampler(time.perf_counter, 0.02) as sampler:
-        while not sampler._seen:
+        while not sampler._frames:
             time.sleep(0.05)
         first, _ = sampler.tick()
         second, _ = sampler.tick()
@@ -227,7 +227,7 @@ def test_cores_within_the_quota_of_control_groups(
     for name, text in files.items():
         (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mounted" / name).write_text(f"{text}\n")
-    assert machine.quota(tmp_path / "cgroup", tmp_path / "mounted") == cores
+    assert machine.cpu_quota(tmp_path / "cgroup", tmp_path / "mounted") == cores
 
 
 @pytest.mark.parametrize(

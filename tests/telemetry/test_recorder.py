@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.budget import DEPTH, RunBudget, budget, budget_metrics, kind_of, lane_budget, total
-from asyncrl.telemetry.parcels import pack, unpack
-from asyncrl.telemetry.recorder import LATE_S, Recorder
+from asyncrl.telemetry.budget import DEPTH, RunBudget, budget, budget_metrics, kind_of, lane_budget, sum_budgets
+from asyncrl.telemetry.parcels import add_parcel, take_parcel
+from asyncrl.telemetry.recorder import REMOTE_DELAY_S, Recorder
 from asyncrl.telemetry.records import Interval, Window
 
 
@@ -227,7 +227,7 @@ def test_nvtx_ranges_open_and_close_in_pairs(clock: FakeClock) -> None:
 
 
 def sent(recorder: Recorder) -> dict[str, object]:
-    parcel: dict[str, object] = json.loads(json.dumps(pack(recorder)))
+    parcel: dict[str, object] = json.loads(json.dumps(take_parcel(recorder)))
     return parcel
 
 
@@ -243,8 +243,8 @@ def test_metrics_of_two_workers_are_those_of_all_their_samples() -> None:
                 each.observe("most", value, reduce="max")
                 each.observe("late", value, reduce="p99")
         worker.gauge("running", 7)  # of this worker alone: not the run's
-        unpack(run, sent(worker), lane)
-        unpack(run, sent(worker), lane)  # nothing new
+        add_parcel(run, sent(worker), lane)
+        add_parcel(run, sent(worker), lane)  # nothing new
     found = run.drain()
     assert found == pytest.approx(whole.drain())
     assert found["mean"] == 4.8 and found["least"] == 1 and found["most"] == 12
@@ -259,12 +259,12 @@ def test_closures_and_waits_are_the_workers_own_and_none_is_lost_between_two_win
     waiting = worker.wait("engine", "a request", on="its callers", cause="requests")
     with waiting:
         clock.now += 0.1
-        unpack(run, sent(worker), "worker0")  # the wait is open: it comes whole with a later parcel
+        add_parcel(run, sent(worker), "worker0")  # the wait is open: it comes whole with a later parcel
         first = run.take_window()
         clock.now += 0.4
     clock.now += 0.1
-    unpack(run, sent(worker), "worker0")
-    clock.now += LATE_S
+    add_parcel(run, sent(worker), "worker0")
+    clock.now += REMOTE_DELAY_S
     second = run.take_window()
     [busy] = first.busy
     assert busy.lane == "worker0" and busy.end - busy.start == pytest.approx(2.0) and not first.idle
@@ -383,7 +383,7 @@ def test_properties(busy: list[Interval], idle: list[Interval]) -> None:
         for cause, seconds in expected.items():
             assert account.idle.get(cause, 0.0) == pytest.approx(seconds, abs=1e-9)
     halves = [lane_budget(Window(a, b, ("cpu",), busy, idle), "cpu") for a, b in ((start, start + 4), (start + 4, end))]
-    joined, whole = total(halves, "cpu"), lane_budget(Window(start, end, ("cpu",), busy, idle), "cpu")
+    joined, whole = sum_budgets(halves, "cpu"), lane_budget(Window(start, end, ("cpu",), busy, idle), "cpu")
     assert joined.shares() == pytest.approx({**dict.fromkeys(joined.shares(), 0.0), **whole.shares()}, abs=1e-9)
 
 

@@ -210,7 +210,7 @@ def test_an_mlflow_store_that_is_slower_than_the_steps(
             slow_store.open.set()
     assert slow_store.steps == list(range(101)) and slow_store.ended.is_set()
     first, last = (record.getMessage() for record in caplog.records)
-    assert "slower than the steps: 100 of them wait for it, and step 101 is left out" in first
+    assert "slower than the steps: 100 steps are queued, so step 101 is left out" in first
     assert last == "mlflow lacks 50 steps, for which its store was too slow"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 151
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.records import TraceEvent
-from asyncrl.telemetry.trace import layout, read_tail, write_trace
+from asyncrl.telemetry.trace import assign_rows, read_tail, write_trace
 
 
 def record_some(steps: int = 3) -> Recorder:
@@ -87,10 +87,10 @@ SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=40)
 @given(SPANS)
 def test_spans_of_one_row_are_apart_or_nested(spans: list[tuple[int, int]]) -> None:
     events = [TraceEvent("X", str(n), "t", float(a), float(d), None) for n, (a, d) in enumerate(spans)]
-    rows = layout(events)
+    rows = assign_rows(events)
     assert len(rows) == len(events)
     one_by_one = [TraceEvent("X", str(n), "t", float(n), 1.0, None) for n in range(len(spans))]
-    assert set(layout(one_by_one).values()) <= {0}, "one row is enough where none overlap"
+    assert set(assign_rows(one_by_one).values()) <= {0}, "one row is enough where none overlap"
     for one in events:
         for other in events:
             if one is other or rows[id(one)] != rows[id(other)]:

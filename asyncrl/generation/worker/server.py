@@ -37,7 +37,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
 from asyncrl.errors import ConfigError, GenerationError, OutOfMemory
-from asyncrl.telemetry.parcels import pack
+from asyncrl.telemetry.parcels import take_parcel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, PostedVersion
@@ -104,7 +104,7 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
                 "report": {
                     "statistics": engines[0].statistics() if engines else {},
                     "closure": current and [current[0], awake.now() - current[1]],
-                    "parcel": pack(recorder),
+                    "parcel": take_parcel(recorder),
                 }
             }
         )
