@@ -1,7 +1,7 @@
 """What the product computes of one small model against transformers' untouched eager model: the oracle of model_sweep.py.
 
-    training    a packed microbatch (ragged rows of 3 to 40 tokens, shared prompts, two temperatures) through `Forward`: log-probs,
-                and the gradients of a random-weighted sum of them; the same with gradient checkpointing
+    training    a packed microbatch (ragged rows of 3 to 40 tokens, shared prompts, two temperatures) through `PolicyForward`:
+                log-probs, and the gradients of a random-weighted sum of them; the same with gradient checkpointing
     sampler     requests with shared prompts and different lengths through `EmbeddedEngine`; again with new weights on the way
 
 The eager side is a copy of the model that was built separately, one row at a time, without a cache. It shares nothing with
@@ -37,7 +37,7 @@ from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.runtime.gate import check_for
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.training.passes import Forward
+from asyncrl.training.passes import PolicyForward
 from asyncrl.types import (
     FinishReason,
     Generation,
@@ -263,7 +263,7 @@ def _picked(logits_LV: Tensor, tokens: np.ndarray, places: np.ndarray, temperatu
 
 def _train(policy: PolicyModel, checkpointing: bool, wanted: Wanted) -> tuple[float, float, str]:
     """(largest difference of a log-prob in nats, largest relative one of a gradient, its parameter)."""
-    forward = Forward(policy, checkpointing)
+    forward = PolicyForward(policy, checkpointing)
     policy.flat.zero_grad()
     with torch.no_grad():
         quiet_S, _ = forward(wanted.batch)

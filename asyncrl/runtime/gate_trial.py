@@ -31,7 +31,7 @@ from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import most_positions
 from asyncrl.models.rotary import hold_frequencies, original_context
-from asyncrl.training.passes import Forward
+from asyncrl.training.passes import PolicyForward
 from asyncrl.types import (
     FinishReason,
     GenerationRequest,
@@ -216,7 +216,7 @@ class Trial:
 
     def _train(self, policy: PolicyModel) -> Tensor:
         """The path's log-probs [S]; its gradients are in `policy.flat`."""
-        forward = Forward(policy, self._checkpointing)
+        forward = PolicyForward(policy, self._checkpointing)
         logp_S, _ = forward(self.batch)
         (logp_S * self._weight_S.to(logp_S.device)).sum().backward()
         policy.set_training(False)

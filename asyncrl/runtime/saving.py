@@ -27,7 +27,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DirectoryLost, DivergenceError, StallError, divergence_of
 from asyncrl.pumps.pipeline import Ports
 from asyncrl.telemetry.sinks import each_row
-from asyncrl.training.snapshot import Snapshot, host, take, unsound
+from asyncrl.training.snapshot import Snapshot, copy_to_host, non_finite_tensor, take_snapshot
 from asyncrl.types import Ticket
 
 from .directory import RunDirectory
@@ -274,11 +274,11 @@ class Checkpointer:
                 await self._write(captured, True)
                 for rank in captured.missing:
                     note(f"rank {rank} did not announce where it is: a resume plays its last groups again")
-            except DivergenceError as unsound:
+            except DivergenceError as not_finite:
                 if error is None:
-                    unsound.add_note(self.last_good())
+                    not_finite.add_note(self.last_good())
                     raise
-                (diverged or error).add_note(str(unsound))
+                (diverged or error).add_note(str(not_finite))
             finally:
                 self._ending = False
         if diverged is not None and self._world.is_first:
@@ -316,7 +316,7 @@ class Checkpointer:
             if core.is_sharded:
                 served = core.policy.weights.working
                 self._require_sound(
-                    await lane.run(lambda: unsound(served, "weights"), name="checkpoint/check"), version
+                    await lane.run(lambda: non_finite_tensor(served, "weights"), name="checkpoint/check"), version
                 )
             if core.is_sharded and self._world.rank:
                 try:
@@ -340,7 +340,7 @@ class Checkpointer:
                 "world_size": self._world.world_size,
                 "config": self._config.model_dump(),
             }
-            snapshot = await lane.run(lambda: take(core), name="checkpoint/capture", priority=2)
+            snapshot = await lane.run(lambda: take_snapshot(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             others = range(1, self._world.world_size) if core.is_sharded else ()
@@ -372,7 +372,7 @@ class Checkpointer:
                 return
             self._saved_version = version
             with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
-                self._require_sound(await offload(snapshot.unsound, "checkpoint-check"), version)
+                self._require_sound(await offload(snapshot.non_finite_tensor, "checkpoint-check"), version)
                 await self.look(raises=False)
                 store.directory = self._directory.checkpoints
                 await store.save_in_thread(
@@ -403,8 +403,8 @@ class Checkpointer:
         """Write this rank's part of a sharded state, before rank 0 takes it. Returns what `write_shard` does."""
         directory, rank = self._directory, self._world.rank
         assert directory is not None
-        state = await self._lane.run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
-        self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
+        state = await self._lane.run(lambda: copy_to_host(core.state_dict()), name="checkpoint/capture", priority=2)
+        self._require_sound(await offload(lambda: non_finite_tensor(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
         folder = directory.shards(rank)

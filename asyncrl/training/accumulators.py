@@ -1,8 +1,7 @@
-"""What a step adds up besides gradients: counts, the loss, and metric sums, over microbatches and then over ranks.
+"""Sums of a step over microbatches and then over ranks: counts, the loss, and metrics. All sums are float64.
 
-All sums are float64. Metric names of a rank must be known without a microbatch: a rank may finish a step in which it
-trained nothing, and the reduction over ranks needs the same table everywhere. They come from evaluating the loss once on
-no tokens at all.
+The reduction needs the same table of metrics on every rank, also on a rank that trained no microbatch. So the names of the
+metrics come from one evaluation of the loss on zero tokens.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from asyncrl.types import Normaliser
 
 from .reducer import Reducer, sum_over_ranks
 
-AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for everything older
+AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for all older tokens
 
 
-def on_host(parts: Sequence[Tensor]) -> Tensor:
-    """Flat and one after the other, float64: what lies on one device is copied at once, since the host waits for each copy."""
+def concatenate_on_host(parts: Sequence[Tensor]) -> Tensor:
+    """All values in order, float64 [N] on the CPU. There is one copy for each device, since the CPU waits for every copy."""
     flat = [part.detach().flatten().to(torch.float64) for part in parts]
-    found: dict[torch.device, Iterator[Tensor]] = {}
+    copies: dict[torch.device, Iterator[Tensor]] = {}
     for device in {part.device for part in flat}:
-        mine = [part for part in flat if part.device == device]
-        found[device] = iter(torch.cat(mine).cpu().split([part.numel() for part in mine]))
-    return torch.cat([next(found[part.device]) for part in flat])
+        on_device = [part for part in flat if part.device == device]
+        copies[device] = iter(torch.cat(on_device).cpu().split([part.numel() for part in on_device]))
+    return torch.cat([next(copies[part.device]) for part in flat])
 
 
 def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[str, Normaliser]:
-    """Every metric of `loss` with its normaliser, in the order of their names."""
-    none = torch.zeros(0, dtype=dtype, device=device)
+    """Metric name -> normaliser for all metrics of `loss`, sorted by name."""
+    empty = torch.zeros(0, dtype=dtype, device=device)
     keep = torch.zeros(0, dtype=torch.bool, device=device) if loss.top_entropy_quantile < 1 else None
     inputs = LossInputs(
-        logp_S=none,
-        entropy_S=none,
-        sampler_logp_S=none,
-        advantage_S=none,
+        logp_S=empty,
+        entropy_S=empty,
+        sampler_logp_S=empty,
+        advantage_S=empty,
         sequence_S=torch.zeros(0, dtype=torch.int64, device=device),
         sequences=0,
-        reference_logp_S=none if loss.needs_reference else None,
+        reference_logp_S=empty if loss.needs_reference else None,
         keep_S=keep,
     )
     with torch.no_grad():
-        found = loss(inputs).metrics
-    return {name: found[name].normaliser for name in sorted(found)}
+        metrics = loss(inputs).metrics
+    return {name: metrics[name].normaliser for name in sorted(metrics)}
 
 
 _IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -55,26 +54,27 @@ _IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 @dataclass(slots=True)
 class Counts:
-    """The first thing reduced at finish: one all-reduce of these, in float64."""
+    """Counts and losses of one step. `finish_train_step` sums them over ranks first, by one all-reduce."""
 
     sequences: float = 0.0
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    extra: float = 0.0  # the term with a normaliser of its own
-    skipped_sequences: float = 0.0  # of `sequences`: not run, as they cannot move a weight
+    extra: float = 0.0  # the term with its own normaliser
+    # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
+    skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
-    # Microbatches with token ids that the model lacks: such a step is not applied.
+    # Microbatches with ids that the model lacks. If there is one, the step fails.
     outside: float = 0.0
 
     def measured(self) -> Counts:
-        """The counts of what was run: means of metrics are over those."""
+        """The counts without the skipped parts. Means of metrics use these."""
         return replace(
             self, sequences=self.sequences - self.skipped_sequences, tokens=self.tokens - self.skipped_tokens
         )
 
     def denominators(self, max_length: int) -> dict[Normaliser, float]:
-        """What each kind of sum is divided by, where these are the counts of the whole step over all ranks."""
+        """The denominator of each kind of sum. The counts must be those of the whole step over all ranks."""
         sequences = max(self.sequences, 1.0)
         return {
             Normaliser.TOKENS: max(self.tokens, 1.0),
@@ -85,7 +85,7 @@ class Counts:
         }
 
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
-        """The sums over all ranks. This rank's own stay as they are: a finish that failed leaves the step open."""
+        """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
         row += [self.skipped_sequences, self.skipped_tokens, self.outside]
         table = torch.tensor(row, dtype=torch.float64)
@@ -94,23 +94,23 @@ class Counts:
 
 @dataclass(slots=True)
 class Metrics:
-    """Named sums of the open step. Values stay on the device until finish: reading one would wait for the device."""
+    """Sums of the open step by name. Values stay on the device until finish, since a read would wait for the device."""
 
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     extra: Tensor | None = None
-    # [AGES, 3]: tokens, k3 sum, |difference| sum by age of the token.
+    # [AGES, 3], by age of the token: tokens, sum of k3, sum of |difference|.
     ages: Tensor | None = None
-    # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version.
+    # [3], over sequences with all tokens of the current version: tokens, sum and maximum of |difference|.
     current: Tensor | None = None
 
     def add(self, metrics: Mapping[str, MetricSum]) -> None:
-        """The metrics of one microbatch. Errors: ValueError for one that the loss does not report of an empty microbatch."""
+        """Adds the metrics of one microbatch. Errors: ValueError if an empty microbatch lacks one of the metrics."""
         for name, metric in metrics.items():
             value = metric.value.detach().to(torch.float64)
             if name not in self.normalisers:
-                raise ValueError(f"the loss reports {name!r} for this microbatch, but not for an empty one")
+                raise ValueError(f"the loss reports {name!r} for this microbatch, but must also do so for an empty one")
             if name not in self.values:
                 self.values[name] = value
             elif kind(name) == "sum":
@@ -120,7 +120,7 @@ class Metrics:
                 self.values[name] = combine(self.values[name], value)
 
     def add_loss(self, total: Tensor, extra: Tensor | None) -> None:
-        """The loss of one microbatch: `LossSums.total` and `LossSums.extra`, 0-d."""
+        """Adds `LossSums.total` and `LossSums.extra` (0-d) of one microbatch."""
         value = total.detach().to(torch.float64)
         self.loss = value if self.loss is None else self.loss + value
         if extra is not None:
@@ -128,45 +128,45 @@ class Metrics:
             self.extra = value if self.extra is None else self.extra + value
 
     def loss_sums(self) -> tuple[float, float]:
-        """Both, so far, on the host: this waits for the device."""
-        nothing = torch.zeros(())
-        total, extra = on_host([nothing if each is None else each for each in (self.loss, self.extra)]).tolist()
-        return total, extra
+        """(loss, extra) so far. Waits for the device."""
+        sums = [torch.zeros(()) if value is None else value for value in (self.loss, self.extra)]
+        loss, extra = concatenate_on_host(sums).tolist()
+        return loss, extra
 
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
     ) -> None:
-        """All [S]; `age_S` int64, current version minus the token's. NaN sampler log-probs are left out."""
+        """Adds the differences between trainer and sampler log-probs, which are ignored where the sampler's is NaN. All tensors are
+        [S]. `age_S`: int64, current version minus the version of the token."""
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
         k3 = torch.expm1(difference) - difference
         columns = torch.stack([known.to(torch.float64), k3, difference.abs()], dim=1)
         table = columns.new_zeros(AGES, 3).index_add_(0, age_S.clamp(0, AGES - 1), columns)
         self.ages = table if self.ages is None else self.ages + table
-        foreign = torch.zeros(sequences, dtype=torch.float64, device=age_S.device)
-        foreign.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
-        pure = (foreign == 0).index_select(0, sequence_S) & known
-        distance = difference.abs() * pure
-        current = torch.stack(
-            [pure.sum().double(), distance.sum(), distance.max() if distance.numel() else distance.sum()]
-        )
+        old_tokens = torch.zeros(sequences, dtype=torch.float64, device=age_S.device)
+        old_tokens.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
+        is_current = (old_tokens == 0).index_select(0, sequence_S) & known
+        distance = difference.abs() * is_current
+        largest = distance.max() if distance.numel() else distance.sum()
+        current = torch.stack([is_current.sum().double(), distance.sum(), largest])
         if self.current is not None:
             current[:2] += self.current[:2]
             current[2] = torch.maximum(current[2], self.current[2])
         self.current = current
 
     def table(self) -> Tensor:
-        """This rank's row: every number that is reduced over ranks, float64 on the host."""
-        names, missing = sorted(self.normalisers), torch.zeros((), dtype=torch.float64)
-        parts = [self.values.get(name, missing + _IDENTITY[kind(name)]) for name in names]
-        parts.append(missing.new_zeros(AGES * 3) if self.ages is None else self.ages)
-        parts.append(missing.new_zeros(3) if self.current is None else self.current)
-        return on_host(parts)
+        """All values of this rank, float64 [columns] on the CPU: metrics by name, then `ages`, then `current`."""
+        names, zero = sorted(self.normalisers), torch.zeros((), dtype=torch.float64)
+        parts = [self.values.get(name, zero + _IDENTITY[kind(name)]) for name in names]
+        parts.append(zero.new_zeros(AGES * 3) if self.ages is None else self.ages)
+        parts.append(zero.new_zeros(3) if self.current is None else self.current)
+        return concatenate_on_host(parts)
 
     def reduce(
         self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float]
     ) -> dict[str, float]:
-        """Combine over ranks and divide. One all-reduce of [ranks, columns]: minimum and maximum cannot be summed."""
+        """The metrics of all ranks, by one all-reduce of [ranks, columns], which also serves minimum and maximum."""
         row = self.table()
         rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
         rows[reducer.rank] = row
@@ -178,17 +178,18 @@ class Metrics:
             if kind(name) == "sum":
                 result[name] = float(values.sum()) / denominators[self.normalisers[name]]
             else:
-                best = float(values.min() if kind(name) == "min" else values.max())
-                if best not in (_IDENTITY["min"], _IDENTITY["max"]):
-                    result[name] = best
-        rest = rows[:, len(names) :]
-        ages = rest[:, : AGES * 3].sum(0).view(AGES, 3)
+                extreme = float(values.min() if kind(name) == "min" else values.max())
+                # No rank had a value.
+                if extreme not in (_IDENTITY["min"], _IDENTITY["max"]):
+                    result[name] = extreme
+        mismatch = rows[:, len(names) :]
+        ages = mismatch[:, : AGES * 3].sum(0).view(AGES, 3)
         for age in range(AGES):
             if ages[age, 0] > 0:
                 result[f"mismatch_kl/by_age/{age}"] = float(ages[age, 1] / ages[age, 0])
-        tokens, total = float(rest[:, -3].sum()), float(rest[:, -2].sum())
+        tokens, total = float(mismatch[:, -3].sum()), float(mismatch[:, -2].sum())
         if tokens > 0:
             result["mismatch/current_mean"] = total / tokens
-            result["mismatch/current_max"] = float(rest[:, -1].max())
+            result["mismatch/current_max"] = float(mismatch[:, -1].max())
             result["mismatch/current_tokens"] = tokens
         return result

@@ -1,9 +1,9 @@
-"""Memory of a run, estimated before anything of it is allocated: one formula for all models.
+"""Estimates the memory of a run before the run allocates any, by one formula for all models.
 
-Weights and their copies follow from the number of parameters. What a microbatch keeps for backward follows from the widths of the
-model's matrix products, by factors that were fitted to measured peaks (tools/results/memory.md). Rows are taken to be as long as
-they can be: the longest prompt with a completion of `rollout.max_tokens`. The estimate is right within a quarter for the models of
-that table; nothing is refused because of it.
+Bytes of weights follow from the number of parameters. Bytes that a microbatch saves for backward follow from the output widths of
+the model's matrix products. The factors were fitted to measured peaks (tools/results/memory.md), and the estimate is within 25 % of
+each of those peaks. Every row is assumed to be the longest one: the longest prompt and `rollout.max_tokens` more tokens. No run is
+refused because of the estimate.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.routing import EXPERTS, describe_routes
 
-# Numbers kept for backward, and taken by one layer's backward, for each number that a matrix product of a layer gives.
-_KEPT = {"fused": 1.1, "packed": 2.0, "plain": 2.15}
-_TAKEN = {"fused": 1.35, "packed": 0.5, "plain": 0.55}
-# Of experts: kept for each number of their inner width, and hidden states that a backward takes for each choice of a token.
-_KEPT_INNER, _TAKEN_CHOICE = 1.9, 3
-# Of a selective scan: tensors [tokens, channels, state] kept, and taken by a backward.
-_KEPT_SCAN, _TAKEN_SCAN = 3, 4
-# Of a bin of rows in the backward of our attention: scores, their gradient, gathered rows.
-_BINS = 8 << 20
-# Rows of the head's forward products on a CPU in float32 and in another dtype (models/head/logprobs.py).
-_HEAD_ROWS, _HEAD_ROWS_NARROW = 256, 64
-# oneDNN compiles a product anew for each number of rows: bytes of one, and how many are kept of packed weights and of others.
-_COMPILED, _CACHED = 576 << 10, 768
-_STATES = ("state_size", "ssm_state_size", "mamba_d_state", "linear_key_head_dim")
-_CHOICES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
+# Fitted factors. A "saved" value lives until backward; a "temporary" value lives during the backward of one layer.
+# By path: elements per output element of the layer's matrix products.
+_SAVED = {"fused": 1.1, "packed": 2.0, "plain": 2.15}
+_TEMPORARY = {"fused": 1.35, "packed": 0.5, "plain": 0.55}
+# Experts: saved elements per element of the inner width, and temporary hidden states per expert of a token.
+_SAVED_EXPERT, _TEMPORARY_EXPERT = 1.9, 3
+# Selective scan: saved and temporary tensors of shape [tokens, channels, state].
+_SAVED_SCAN, _TEMPORARY_SCAN = 3, 4
+# Bytes that the backward of our attention uses for one bin: scores, their gradient, gathered rows.
+_ATTENTION_BIN = 8 << 20
+# Rows of the head's forward products on a CPU in float32 and in other dtypes (models/head/logprobs.py).
+_HEAD_ROWS_FLOAT32, _HEAD_ROWS = 256, 64
+# oneDNN compiles a kernel for every new number of rows: bytes of a kernel, and the size of each of its two caches.
+_KERNEL_BYTES, _KERNEL_CACHE = 576 << 10, 768
+# Names in configurations: size of a recurrent state; experts per token.
+_STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "linear_key_head_dim")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest completion, and how many completions share a prompt."""
+    """Tokens of the longest prompt and of the longest completion, and the number of completions of a prompt."""
 
     prompt: int
     completion: int
@@ -57,17 +59,15 @@ class Lengths:
 
 @dataclass(slots=True)
 class _Widths:
-    """Numbers a token, summed over all layers: what products give (`dense`), what the experts that it goes to hold (`experts`),
-    `scan` of a selective scan. `choices`: experts of a token in all layers. `experts_numel`: the experts' parameters. `state`:
-    numbers that a cache holds of a sequence in recurrent layers. `sinks`: attention has them."""
+    """Sizes of a model in elements, summed over all layers."""
 
-    dense: int = 0
-    experts: float = 0.0
-    choices: float = 0.0
-    scan: int = 0
-    experts_numel: int = 0
-    state: int = 0
-    sinks: bool = False
+    dense: int = 0  # per token: outputs of matrix products
+    experts: float = 0.0  # per token: elements that its experts save
+    choices: float = 0.0  # per token: number of experts
+    scan: int = 0  # per token: elements of selective scans
+    experts_numel: int = 0  # parameters of all experts
+    state: int = 0  # per sequence: cache of recurrent layers
+    sinks: bool = False  # whether attention has sinks
 
 
 def predict_memory(
@@ -83,85 +83,89 @@ def predict_memory(
     path: ModelPath | None = None,
     device: str = "cpu",
 ) -> dict[str, int]:
-    """Bytes by what they are for. `kv_positions`: budget of the cache (generation/owner.py); None: all sequences at full
-    length. `shards`: ranks over which the model is cut; None where it is not. `path`: how the model is run; None: guessed.
+    """Purpose -> bytes on one rank. Errors: ConfigError if the model's configuration cannot be read.
 
-    masters, gradients, optimizer: flat, in float32 or wider, of what is trained. working_copy and reference: in the matmul
-    dtype. packed_weights: copies of them in the layout of the CPU's products. frozen: with adapters, the merged weights, and the
-    layers' own below them. activations: of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep
-    for backward. logits: those that wait for it, or the chunk that is alive. working: what the head's forward products take, or
-    one layer's backward with the largest gradient of a weight. compiled: what oneDNN keeps of products on a CPU, once batches
-    have had many numbers of rows. kv_cache: the budget, and the states of recurrent layers. gathered: of a cut model, embedding,
-    head and two layers in the matmul dtype, with the gradients of one part before and after their reduction.
-    Errors: ConfigError where the model has no configuration.
+    kv_positions: tokens that the cache holds; None: all sequences at full length. shards: number of ranks that share the masters;
+    None: no sharding. path: how the model is run; None: guessed. The purposes are:
+    masters, gradients, optimizer: of the trained parameters, in float32 or wider.
+    working_copy, reference: in the matmul dtype. packed_weights: copies in oneDNN's layout, for CPU products.
+    frozen: with adapters, the frozen weights and the merged weights. second_gradients: see training/second_buffer.py.
+    activations: saved for backward by the layers, for a microbatch of `train.tokens_per_microbatch` tokens.
+    logits: kept for backward, or one chunk of them. working: the larger of the head's forward product and one layer's backward.
+    compiled: kernels that oneDNN caches on a CPU after batches of many sizes. kv_cache: the cache, and recurrent states.
+    gathered: if sharded, embedding, head and two layers in the matmul dtype, and one gradient before and after its reduction.
     """
     described = describe_module(model)
     text = described.config.get_text_config()
     widths = _measure_widths(described)
     path = path or _guess_path(text, widths)
-    # A cut model trains through its own modules.
+    # A sharded model trains through its own modules.
     training = PACKED if shards is not None and path == FUSED else path
-    narrow, tokens = DTYPES[model.dtype].itemsize, train.tokens_per_microbatch
+    itemsize, tokens = DTYPES[model.dtype].itemsize, train.tokens_per_microbatch
     vocabulary = int(text.vocab_size)
-    waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
-    head_rows = _HEAD_ROWS if model.dtype == "float32" else _HEAD_ROWS_NARROW
-    in_the_making = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
-    kept, taken = _activation_bytes(text, widths, training, train, lengths, narrow)
-    taken += 0 if model.lora.rank else _largest_weight(described, training) * narrow
+    kept_rows = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
+    head_rows = _HEAD_ROWS_FLOAT32 if model.dtype == "float32" else _HEAD_ROWS
+    product_rows = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
+    saved, temporary = _activation_bytes(text, widths, training, train, lengths, itemsize)
+    temporary += 0 if model.lora.rank else _largest_weight(described, training) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
+    positions = kv_positions or max_sequences * lengths.context
     return weights | {
         "second_gradients": weights["masters"] * (shards or 1) if second_buffer else 0,
-        "reference": parameter_count(model) * narrow if needs_reference else 0,
-        "activations": kept,
-        "logits": waiting * vocabulary * narrow,
-        "working": max(2 * in_the_making * vocabulary * narrow, taken),
-        "compiled": _compiled(model.dtype, path, device, max(in_the_making, max_sequences)),
-        "kv_cache": _cache_bytes(
-            text, widths, path, narrow, max_sequences, kv_positions or max_sequences * lengths.context
-        ),
+        "reference": parameter_count(model) * itemsize if needs_reference else 0,
+        "activations": saved,
+        "logits": kept_rows * vocabulary * itemsize,
+        "working": max(2 * product_rows * vocabulary * itemsize, temporary),
+        "compiled": _kernel_bytes(model.dtype, path, device, max(product_rows, max_sequences)),
+        "kv_cache": _cache_bytes(text, widths, path, itemsize, max_sequences, positions),
     }
 
 
+def _largest_setting(text: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
+    values = [getattr(text, name, None) for name in names]
+    return max((value for value in values if isinstance(value, int)), default=default)
+
+
 def _measure_widths(described: PreTrainedModel) -> _Widths:
-    text, head, found = described.config.get_text_config(), described.get_output_embeddings(), _Widths()
+    text, head, widths = described.config.get_text_config(), described.get_output_embeddings(), _Widths()
     hidden = int(text.hidden_size)
-    number = max((n for name in EXPERTS if isinstance(n := getattr(text, name, None), int)), default=1)
-    choices = min(max((n for name in _CHOICES if isinstance(n := getattr(text, name, None), int)), default=1), number)
-    state = max((n for name in _STATES if isinstance(n := getattr(text, name, None), int)), default=0)
+    experts = _largest_setting(text, EXPERTS, 1)
+    per_token = min(_largest_setting(text, _EXPERTS_PER_TOKEN, 1), experts)
+    state = _largest_setting(text, _STATE_SIZES, 0)
     for name, module in described.named_modules():
         if "experts" in name and "shared" not in name:
             for weight in (p for p in module.parameters(recurse=False) if p.ndim == 3 or isinstance(module, nn.Linear)):
-                # One weight of all experts, or each expert with its own.
-                share = choices * (1.0 if weight.ndim == 3 else 1 / number)
-                found.experts += share * (hidden + _KEPT_INNER * (sum(weight.shape[-2:]) - hidden))
-                found.choices += share / 2
-            found.experts_numel += sum(p.numel() for p in module.parameters(recurse=False))
+                # A weight with three dimensions holds all experts. Otherwise each expert has its own weight.
+                uses = per_token * (1.0 if weight.ndim == 3 else 1 / experts)
+                widths.experts += uses * (hidden + _SAVED_EXPERT * (sum(weight.shape[-2:]) - hidden))
+                widths.choices += uses / 2  # an expert has two weights
+            widths.experts_numel += sum(p.numel() for p in module.parameters(recurse=False))
         elif module is not head:
-            found.dense += int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
+            widths.dense += int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
         if isinstance(module, nn.Conv1d):
-            found.state += module.out_channels * (module.kernel_size[0] + state)
-        found.sinks |= hasattr(module, "sinks")
+            widths.state += module.out_channels * (module.kernel_size[0] + state)
+        widths.sinks |= hasattr(module, "sinks")
         matrix = getattr(module, "A_log", None)
-        found.scan += matrix.numel() if matrix is not None and matrix.ndim == 2 else 0
-    return found
+        widths.scan += matrix.numel() if matrix is not None and matrix.ndim == 2 else 0
+    return widths
 
 
 def _guess_path(text: PretrainedConfig, widths: _Widths) -> ModelPath:
-    """The gate decides when the model is loaded (runtime/gate.py)."""
-    if widths.state or _latent(text):
+    """A guess from the configuration. The real path is known after the model is loaded (runtime/gate.py)."""
+    if widths.state or _latent_width(text):
         return PLAIN[0]
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     return FUSED if act in ("silu", "gelu_pytorch_tanh") and hasattr(text, "num_key_value_heads") else PACKED
 
 
-def _latent(text: PretrainedConfig) -> int:
-    """Numbers that latent attention caches of a token; 0 of other attention."""
+def _latent_width(text: PretrainedConfig) -> int:
+    """Elements that latent attention caches per token and layer. 0 for other attention."""
     rank = getattr(text, "kv_lora_rank", None)
     return int(rank) + int(text.qk_rope_head_dim) if rank else 0
 
 
-def _attending(text: PretrainedConfig) -> list[bool]:
-    """Of each layer that attends to earlier tokens, whether by a sliding window."""
+def _sliding_layers(text: PretrainedConfig) -> list[bool]:
+    """For each layer with attention: whether it has a sliding window."""
     layers = int(text.num_hidden_layers)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -171,97 +175,99 @@ def _attending(text: PretrainedConfig) -> list[bool]:
 
 
 def _activation_bytes(
-    text: PretrainedConfig, widths: _Widths, path: ModelPath, train: TrainConfig, lengths: Lengths, narrow: int
+    text: PretrainedConfig, widths: _Widths, path: ModelPath, train: TrainConfig, lengths: Lengths, itemsize: int
 ) -> tuple[int, int]:
-    """(what a microbatch keeps for backward, what the backward of one layer takes beside it)."""
-    tokens, layers, hidden = train.tokens_per_microbatch, int(text.num_hidden_layers), int(text.hidden_size) * narrow
-    heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(narrow, 4)
-    span, held, score = float(lengths.context), float(tokens), heads * narrow
+    """(bytes that a microbatch saves for backward, temporary bytes of the backward of one layer)."""
+    tokens, layers, hidden = train.tokens_per_microbatch, int(text.num_hidden_layers), int(text.hidden_size) * itemsize
+    heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
+    # Keys per query, tokens of all rows, and bytes saved for one score of each head.
+    keys, row_tokens, score = float(lengths.context), float(tokens), heads * itemsize
     if path.name == "plain":
-        # Rows of their own, each with its prompt. Eager attention keeps its weights, and their softmax in float32; so does torch's
-        # where keys are wider than values.
+        # Every row repeats its prompt. Eager attention saves its weights, and their softmax in float32. Torch's attention does the
+        # same if keys are wider than values.
         members = max(1, min(lengths.members, (tokens - lengths.prompt) // lengths.completion))
         groups = max(tokens / (lengths.prompt + members * lengths.completion), 1.0)
-        held = groups * members * lengths.context
-        by_kernel = path.attention == "sdpa" and _latent(text) == 0
-        score = 0 if by_kernel else heads * (narrow if narrow >= wide else narrow + wide)
+        row_tokens = groups * members * lengths.context
+        saves_no_weights = path.attention == "sdpa" and _latent_width(text) == 0
+        score = 0 if saves_no_weights else heads * (itemsize if itemsize >= wide else itemsize + wide)
     else:
-        # Longer rows keep no weights of their attention (models/attention/rows.py), nor does one with capped scores or sinks.
-        span = min(span, math.sqrt(ROW_BYTES / (4 * heads)))
+        # Attention saves no weights for long rows (models/attention/rows.py), and none with capped scores or sinks.
+        keys = min(keys, math.sqrt(ROW_BYTES / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
-    token = narrow * (_KEPT[path.name] * widths.dense + widths.experts) + _KEPT_SCAN * wide * widths.scan
-    kept = held * (token + score * span * len(_attending(text)))
-    # A layer's backward goes through its products and through its experts one after the other.
-    products = held * (narrow * _TAKEN[path.name] * widths.dense + _TAKEN_SCAN * wide * widths.scan) / layers
-    products += 0 if path.name == "plain" else _BINS
-    taken = max(products, held * _TAKEN_CHOICE * hidden * widths.choices / layers)
+    per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
+    saved = row_tokens * (per_token + score * keys * len(_sliding_layers(text)))
+    # The backward of a layer runs its experts and its other products one after the other.
+    per_token = itemsize * _TEMPORARY[path.name] * widths.dense + _TEMPORARY_SCAN * wide * widths.scan
+    products = row_tokens * per_token / layers + (0 if path.name == "plain" else _ATTENTION_BIN)
+    temporary = max(products, row_tokens * _TEMPORARY_EXPERT * hidden * widths.choices / layers)
     if train.gradient_checkpointing:
-        taken += kept / layers
-        kept = layers * held * hidden
-    # The embedded tokens and the last hidden states, those of scored tokens, and their gradient.
-    return round(kept + 4 * tokens * hidden), round(taken)
+        temporary += saved / layers
+        saved = layers * row_tokens * hidden
+    # Four hidden states per token: embedded, last, scored, and a gradient.
+    return round(saved + 4 * tokens * hidden), round(temporary)
 
 
 def _largest_weight(described: PreTrainedModel, path: ModelPath) -> int:
-    """Numbers of the largest gradient that is made before it is added to the flat one; that of the embedding on the plain path."""
-    ends = {id(each.weight) for each in (described.get_input_embeddings(), described.get_output_embeddings()) if each}
+    """Elements of the largest weight whose gradient is a temporary tensor. Only the plain path has one for embedding and head."""
+    embeddings = (described.get_input_embeddings(), described.get_output_embeddings())
+    ends = {id(module.weight) for module in embeddings if module}
     return max((p.numel() for p in described.parameters() if path.name == "plain" or id(p) not in ends), default=0)
 
 
 def _weight_bytes(
     model: ModelConfig, described: PreTrainedModel, widths: _Widths, path: ModelPath, shards: int | None, device: str
 ) -> dict[str, int]:
-    """Of the weights, their gradients, and copies."""
     config = described.config
     text = config.get_text_config()
     parameters = parameter_count(model)
     adapters, merged = adapter_sizes(model)
     trained = adapters or parameters
-    narrow = DTYPES[model.dtype].itemsize
-    wide = max(narrow, 4)
+    itemsize = DTYPES[model.dtype].itemsize
+    wide = max(itemsize, 4)
     embedding = int(text.vocab_size) * int(text.hidden_size)
-    part = -(-trained // (shards or 1))
+    shard = -(-trained // (shards or 1))
     layer = (parameters - embedding) // max(int(text.num_hidden_layers), 1)
+    # Embedding and head, which may be tied.
     ends = embedding * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     packs = device == "cpu" and packing_works(DTYPES[model.dtype], torch.device("cpu"))
-    own = parameters - ends - widths.experts_numel
-    in_products = embedding + (own if path == FUSED else 0)
+    fused = parameters - ends - widths.experts_numel if path == FUSED else 0
     return {
-        "masters": part * wide,
-        "gradients": part * wide,
-        "optimizer": 2 * part * wide,
-        "gathered": (ends + 2 * layer) * narrow + max(ends, layer) * (narrow + 2 * wide) if shards else 0,
-        "working_copy": trained * narrow if narrow < wide or shards else 0,
-        "packed_weights": in_products * narrow if packs else 0,
-        "frozen": (parameters + merged) * narrow if adapters else 0,
+        "masters": shard * wide,
+        "gradients": shard * wide,
+        "optimizer": 2 * shard * wide,
+        "gathered": (ends + 2 * layer) * itemsize + max(ends, layer) * (itemsize + 2 * wide) if shards else 0,
+        "working_copy": trained * itemsize if itemsize < wide or shards else 0,
+        "packed_weights": (embedding + fused) * itemsize if packs else 0,
+        "frozen": (parameters + merged) * itemsize if adapters else 0,
     }
 
 
-def _compiled(dtype: str, path: ModelPath, device: str, head_rows: int) -> int:
-    """`head_rows`: most that the head, whose weight is packed on every path, computes at once. In float32 oneDNN makes the
-    products of packed weights alone."""
+def _kernel_bytes(dtype: str, path: ModelPath, device: str, head_rows: int) -> int:
+    """Bytes of oneDNN's caches of kernels. `head_rows`: the most rows of one product of the head."""
     if device != "cpu" or not packing_works(DTYPES[dtype], torch.device("cpu")):
         return 0
-    packed = _CACHED if path == FUSED else min(_CACHED, head_rows)
-    return (packed + (_CACHED if dtype == "bfloat16" else 0)) * _COMPILED
+    # The head has packed weights on every path, and all layers have them on the fused path.
+    packed = _KERNEL_CACHE if path == FUSED else min(_KERNEL_CACHE, head_rows)
+    # In float32 oneDNN computes only products with packed weights.
+    return (packed + (_KERNEL_CACHE if dtype == "bfloat16" else 0)) * _KERNEL_BYTES
 
 
 def _cache_bytes(
-    text: PretrainedConfig, widths: _Widths, path: ModelPath, narrow: int, max_sequences: int, positions: int
+    text: PretrainedConfig, widths: _Widths, path: ModelPath, itemsize: int, max_sequences: int, positions: int
 ) -> int:
-    """Of the engine's own cache, or on the plain path of transformers', where a window holds no more than itself."""
+    """Bytes of keys and values, and of recurrent states. The plain path uses the caches of transformers, which cut to windows."""
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
-    position = (_latent(text) or 2 * kv_heads * head_size) * narrow
+    position = (_latent_width(text) or 2 * kv_heads * head_size) * itemsize
     if path.name != "plain":
         return int(text.num_hidden_layers) * position * positions
     window = min(positions, max_sequences * int(getattr(text, "sliding_window", None) or positions))
-    held = sum(window if sliding else positions for sliding in _attending(text))
-    return position * held + max_sequences * widths.state * max(narrow, 4)
+    cached = sum(window if sliding else positions for sliding in _sliding_layers(text))
+    return position * cached + max_sequences * widths.state * max(itemsize, 4)
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Of a token, where it is recorded which experts it went to; 0 for a model without any that could be."""
+    """Bytes of the recorded experts of one token. 0 for a model without routers that can be recorded."""
     shape = describe_routes(describe_module(model))
     return 0 if shape is None else shape.token_bytes

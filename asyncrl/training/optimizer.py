@@ -1,4 +1,4 @@
-"""AdamW over the flat masters of what is trained, with state that can be saved by parameter name."""
+"""AdamW over the flat masters of the trained parameters, with state that is saved by parameter name."""
 
 from __future__ import annotations
 
@@ -14,63 +14,53 @@ _SAVED = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Parameters(Protocol):
-    """What is trained, as trainer and optimizer see it: `models.flat.FlatParameters`, `distributed.fsdp.ShardedParameters`."""
+    """The parameters that trainer and optimizer use. `FlatParameters` and `distributed.fsdp.ShardedParameters` implement it."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The parameters' names in the model, in the order in which they lie."""
-        ...
+        """Names of the parameters in the model, in the order of the buffer."""
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of masters, gradients and optimizer state: float32 or float64."""
-        ...
+        """The dtype of masters, gradients and optimizer state: float32 or float64."""
 
     @property
     def grad(self) -> Tensor:
-        """Every gradient that this rank holds, in one buffer."""
-        ...
+        """All gradients of this rank, in one buffer."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of those that are not trained (models/parameters/frozen.py)."""
-        ...
+        """Names of parameters that are not trained (models/parameters/frozen.py)."""
 
     def zero_grad(self) -> None:
-        """Zero the gradients: before a step, and after it was aborted."""
-        ...
+        """Zeros the gradients. Called before a step and after an aborted step."""
 
     def zero_frozen(self) -> None:
-        """Zero those of frozen parameters, which layers may have written: before the norm and the reduction."""
-        ...
+        """Zeros the gradients of frozen parameters, which fused layers may write. Called before norm and reduction."""
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Views, in the order of `names`."""
-        ...
+        """(name, view of the master), in the order of `names`."""
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of `grad`, in the order of `names`."""
-        ...
+        """(name, view of `grad`), in the order of `names`."""
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copy saved masters in, and bring the modules up to date. Errors: KeyError for what is missing."""
-        ...
+        """Copies saved masters into the buffer and refreshes the modules. Errors: KeyError for a missing parameter."""
 
 
 class FlatAdamW:
-    """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) whose parameters and gradients are views.
+    """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) over views of the flat masters and gradients.
 
-    Frozen parameters are none of its own: they have no state and are not decayed. Norms and biases (vectors, and stacked biases of
-    experts by their name) are decayed where `train.decay_norms_and_biases` says so.
-
-    The optimizer never allocates gradients and never zeroes them: `Parameters.grad` belongs to the train step.
+    Frozen parameters have no state and no weight decay. Norms and biases are decayed only with `train.decay_norms_and_biases`.
+    Vectors count as such, and so do matrices whose name ends in "bias" (stacked biases of experts).
+    The optimizer never allocates or zeros gradients, since the train step owns `Parameters.grad`.
     """
 
     def __init__(self, flat: Parameters, config: TrainConfig) -> None:
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         decayed: list[nn.Parameter] = []
-        kept: list[nn.Parameter] = []
+        not_decayed: list[nn.Parameter] = []
         for (name, master), (_, grad) in zip(flat.named_masters(), flat.named_grads(), strict=True):
             if name in flat.frozen:
                 continue
@@ -79,10 +69,10 @@ class FlatAdamW:
             self.names.append(name)
             self.parameters.append(parameter)
             is_matrix = parameter.ndim >= 2 and not name.rpartition(".")[2].endswith("bias")
-            (decayed if is_matrix or config.decay_norms_and_biases else kept).append(parameter)
+            (decayed if is_matrix or config.decay_norms_and_biases else not_decayed).append(parameter)
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
+            {"params": not_decayed, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -98,31 +88,31 @@ class FlatAdamW:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """For all parameters alike."""
+        """Sets the learning rate of all parameters."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def step(self) -> None:
-        """Move the masters; the modules' working copy is not refreshed here."""
+        """Updates the masters. The caller must refresh the working copy of the modules."""
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """name -> {step, exp_avg, exp_avg_sq}: views of the live state; empty before the first step."""
+        """name -> {step, exp_avg, exp_avg_sq}. The tensors are not copied. Empty before the first step."""
         state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            held = self.optimizer.state.get(parameter)
-            if held:
-                state[name] = {key: held[key] for key in _SAVED}
+            moments = self.optimizer.state.get(parameter)
+            if moments:
+                state[name] = {key: moments[key] for key in _SAVED}
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy. An empty `state` is that of a fresh optimizer. Errors: KeyError names a parameter that is missing."""
+        """Copies `state`. An empty `state` resets the optimizer. Errors: KeyError for a missing parameter or a wrong shape."""
         if not state:
             self.optimizer.state.clear()
             return
         missing = [name for name in self.names if name not in state]
         if missing:
-            raise KeyError(f"the optimizer state holds nothing for {missing[:3]} ({len(missing)} parameters missing)")
+            raise KeyError(f"the optimizer state lacks {len(missing)} parameters of the model, such as {missing[:3]}")
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state[name]
             fresh: dict[str, Any] = {
@@ -130,6 +120,7 @@ class FlatAdamW:
             }
             for key in _SAVED[1:]:
                 if saved[key].shape != parameter.shape:
-                    raise KeyError(f"{name}: {key} has shape {tuple(saved[key].shape)}, not {tuple(parameter.shape)}")
+                    shapes = f"{tuple(saved[key].shape)}, but the parameter has {tuple(parameter.shape)}"
+                    raise KeyError(f"{name}: the saved {key} has shape {shapes}")
                 fresh[key] = saved[key].detach().to(parameter.dtype).to(parameter.device, copy=True)
             self.optimizer.state[parameter] = fresh

@@ -1,4 +1,4 @@
-"""One forward over a microbatch: packed tokens in, log-prob and entropy of each scored token out."""
+"""One forward over a microbatch: from packed tokens to log-prob and entropy of each scored token."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from asyncrl.types import Microbatch, Normaliser
 UNREPLAYED = "moe/unreplayed_tokens"
 
 
-class Forward:
-    """Sets train or eval mode itself at every call: the engine shares the module and leaves it in its own mode."""
+class PolicyForward:
+    """Sets train or eval mode at every call, since the engine shares the module and may have left it in another mode."""
 
     def __init__(self, policy: PolicyModel, checkpointing: bool = False, *, plain: bool = False) -> None:
-        """`plain`: by the model's own forward, product for product what a sharded training forward computes."""
+        """`plain`: use the model's own forward, whose results equal those of a sharded training forward."""
         self.policy = policy
         self._plain = plain
         self._spare = SpareMemory()
-        self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
+        # Whether the newest call had ids that the model lacks (bool, 0-d); see `clamped_ids`.
+        self.outside = torch.tensor(False)
         if checkpointing:
             policy.enable_checkpointing()
 
     def __call__(
         self, batch: Microbatch, entropy_grad: bool = False, *, routes: Routes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled. `routes`: of it."""
+        """(logp_S, entropy_S) at the temperatures of `batch`. Differentiable if gradients are enabled. `routes`: of `batch`."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
         hidden = policy.plain_hidden if self._plain else policy.hidden
         plan = TreePlan.of(batch)
         plan.routes = routes
-        tokens_T, target_S, self.outside = ids_of(batch, policy.head.weight.shape[0], policy.device)
+        tokens_T, target_S, self.outside = clamped_ids(batch, policy.head.weight.shape[0], policy.device)
         hidden_TE = hidden(tokens_T, to_device(batch.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
@@ -67,47 +68,47 @@ class Forward:
         )
 
 
-def ids_of(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T] and targets [S] on the device, within the vocabulary, and (0-d bool) whether some were not.
+def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [T], targets [S], 0-d bool) on the device. Ids are clamped to the vocabulary; the bool is true if some id changed.
 
-    They were checked when they came, but a record lies where its producer can still write. An id that the model lacks would end a
-    GPU's context. Another one runs in its place, and nothing may come of the step: who reads its results anyway reads this, too."""
-    given = [to_device(ids, device) for ids in (batch.tokens, batch.target)]
-    tokens_T, target_S = (ids.clamp(0, vocabulary - 1) for ids in given)
-    return tokens_T, target_S, (tokens_T != given[0]).any() | (target_S != given[1]).any()
+    Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would end the context of a GPU, so
+    a valid id takes its place. A caller that reads the bool as true must discard the results of the step."""
+    tokens_T, target_S = to_device(batch.tokens, device), to_device(batch.target, device)
+    valid_T, valid_S = tokens_T.clamp(0, vocabulary - 1), target_S.clamp(0, vocabulary - 1)
+    return valid_T, valid_S, (valid_T != tokens_T).any() | (valid_S != target_S).any()
 
 
-def outside_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
-    """By the groups of these microbatches that hold an id which the model lacks, or, where that is a route, by all of them; no
-    microbatch: it was another rank's."""
-    found = dict[int, int]()  # such an id, by group
+def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
+    """The error for microbatches with ids that the model lacks. `error.groups` are the groups with an unknown token, or all groups
+    if an unknown expert was the cause. No microbatch: the cause is on another rank."""
+    unknown = dict[int, int]()  # group -> an unknown id
     for batch in batches:
         for row, (group, tree) in enumerate(zip(batch.group_ids.tolist(), batch.suffix_tree, strict=True)):
             prompt, start = batch.prefix_start[tree], batch.suffix_start[row]
-            ran = np.r_[prompt : prompt + batch.prefix_length[tree], start : start + batch.suffix_length[row]]
-            ids = np.append(batch.tokens[ran], batch.target[batch.sequence == row])
-            if (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
-                found[group] = int(wrong[0])
-    what = (
-        "a route names no expert of the model" if batches else "a token or route of another rank is none of the model's"
-    )
-    if found:
-        what = f"token {next(iter(found.values()))} is none of the model's, 0 to {vocabulary - 1}"
-    error = DataError(
-        f"{what}: changed after the group was checked (a producer may not write into a record that it has put)"
-    )
-    error.groups = tuple(found or dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
+            positions = np.r_[prompt : prompt + batch.prefix_length[tree], start : start + batch.suffix_length[row]]
+            ids = np.append(batch.tokens[positions], batch.target[batch.sequence == row])
+            if (bad := ids[(ids < 0) | (ids >= vocabulary)]).size:
+                unknown[group] = int(bad[0])
+    if unknown:
+        problem = f"the model has no token {next(iter(unknown.values()))}, only 0 to {vocabulary - 1}"
+    elif batches:
+        problem = "a route names an expert that the model lacks"
+    else:
+        problem = "another rank has a token or a route that the model lacks"
+    error = DataError(f"{problem}: a record changed after it was checked; a producer must not write to it after put")
+    error.groups = tuple(unknown or dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
     return error
 
 
-def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:
-    """For one forward of the model of `routing`: the experts that were recorded, if they were. Errors: ValueError."""
+def forward_routes(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:
+    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits if asked to.
+
+    None if there is nothing to do. `routing`: of the model. Errors: ValueError if the model has no supported routers."""
     if batch.routes is None and not keep_logits:
         return None
     if routing is None:
         raise ValueError(
-            "this microbatch holds routes of experts, or its experts are to be balanced, but the model has no routers that could "
-            "be told"
+            "this microbatch has routes of experts, or its experts are to be balanced, but asyncrl supports no router of the model"
         )
     if batch.routes is None:
         return routing.record(keep_logits=True)
@@ -115,7 +116,7 @@ def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool =
 
 
 def unreplayed(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
-    """How many tokens a router sends where it likes, in one layer at least, as nobody recorded where they went."""
+    """The number of tokens without a recorded expert in at least one layer. A router chooses the experts of these tokens."""
     tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 
@@ -123,7 +124,7 @@ def unreplayed(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
 def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
     """The columns of `batch` as tensors, in the dtype and on the device of `logp_S`."""
 
-    def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # numpy says: no scalar type
+    def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # not a numpy scalar type
         return None if values is None else to_device(values, logp_S.device).to(logp_S.dtype)
 
     sampler_S, advantage_S = floats(batch.sampler_logprobs), floats(batch.advantages)
@@ -142,8 +143,8 @@ def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> 
 
 
 @contextmanager
-def swapped(policy: PolicyModel, weights: Tensor) -> Iterator[None]:
-    """The modules compute with another flat buffer inside the block. Values move nowhere: the views are bound anew."""
+def using_weights(policy: PolicyModel, weights: Tensor) -> Iterator[None]:
+    """Inside the block the modules read the flat buffer `weights`. No values are copied."""
     flat = policy.weights
     try:
         flat.bind(weights)

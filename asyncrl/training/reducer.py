@@ -1,4 +1,4 @@
-"""What the trainer needs from the other ranks: the part of `distributed.world.World` that it calls."""
+"""The collectives that the trainer uses. `distributed.world.World` implements them for several ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from torch import Tensor
 
 
 class Reducer(Protocol):
-    """Synchronous collectives, called on the lane, by every rank in the same order."""
+    """Synchronous collectives. All ranks must call them in the same order, each on its device's thread."""
 
     rank: int
     world_size: int
 
     def all_reduce_sum_(self, tensor: Tensor) -> object:
-        """Sum over ranks, in place. A small float64 tensor on the trainer's device."""
-        ...
+        """Replaces `tensor` by its sum over ranks. A small float64 tensor on the trainer's device."""
 
     def reduce_gradients_(self, flat: Tensor) -> object:
-        """Sum over ranks, in place, of the flat gradient buffer on its device."""
-        ...
+        """Replaces the flat gradient buffer by its sum over ranks."""
 
 
 class OneRank:
-    """The reducer of a run with one rank: nothing to add."""
+    """The reducer of a run with one rank. A sum over one rank changes nothing."""
 
     rank = 0
     world_size = 1
@@ -37,10 +35,10 @@ class OneRank:
 
 
 def sum_over_ranks(reducer: Reducer, table: Tensor, device: torch.device) -> Tensor:
-    """Sum a float64 host tensor over ranks. The collective wants it on the device that the process group belongs to."""
+    """The sum of a float64 CPU tensor over ranks, on the CPU. `device`: the device of the process group."""
     if reducer.world_size == 1:
         reducer.all_reduce_sum_(table)
         return table
-    moved = table.to(device)
-    reducer.all_reduce_sum_(moved)
-    return moved.cpu()
+    on_device = table.to(device)
+    reducer.all_reduce_sum_(on_device)
+    return on_device.cpu()

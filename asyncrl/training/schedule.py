@@ -9,25 +9,25 @@ from asyncrl.errors import ConfigError
 
 
 class Schedule:
-    """Linear warm-up, then constant, linear or cosine towards `min_lr_ratio`, which comes right behind the last step.
+    """Linear warm-up from 0, then a constant, linear or cosine schedule. The last two would reach `min_lr_ratio` at k = total.
 
         lr(k) = peak * k / warmup, then peak * decay((k - warmup) / (total - warmup))      k = 0, 1, ..., total - 1
 
-    decay(x) = 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with
-    x clamped to [0, 1] and r = `min_lr_ratio`. These are the rates of `transformers.get_scheduler`, whose warm-up begins at 0.
+    decay(x) is 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with x
+    clamped to [0, 1] and r = `min_lr_ratio`. The rates equal those of `transformers.get_scheduler`.
     """
 
     def __init__(self, config: TrainConfig, total_steps: int | None = None) -> None:
-        """`total_steps`: optimizer steps of the run. Errors: ConfigError where the schedule needs it and it is None."""
+        """`total_steps`: optimizer steps of the run. Errors: ConfigError if it is None and the schedule is not constant."""
         if config.schedule != "constant" and total_steps is None:
             raise ConfigError(
-                f"train.schedule is {config.schedule}, which ends at the last step: set train.max_steps, or use constant"
+                f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or use constant"
             )
         self.config = config
         self.total_steps = total_steps
 
     def lr(self, steps_done: int) -> float:
-        """Learning rate of the optimizer step that follows after `steps_done` of them."""
+        """The learning rate of the next optimizer step, after `steps_done` steps."""
         config = self.config
         warmup = config.warmup_steps
         if steps_done < warmup:
@@ -36,5 +36,5 @@ class Schedule:
             return config.lr
         assert self.total_steps is not None
         x = min((steps_done - warmup) / max(self.total_steps - warmup, 1), 1.0)
-        share = x if config.schedule == "linear" else (1 - math.cos(math.pi * x)) / 2
-        return config.lr * (1 - (1 - config.min_lr_ratio) * share)
+        decayed = x if config.schedule == "linear" else (1 - math.cos(math.pi * x)) / 2
+        return config.lr * (1 - (1 - config.min_lr_ratio) * decayed)

@@ -44,7 +44,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
-from .passes import Forward, ids_of, loss_inputs, routes_of
+from .passes import PolicyForward, clamped_ids, forward_routes, loss_inputs
 from .reducer import Reducer, sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
@@ -110,7 +110,7 @@ class ShardedForward:
             layer.training = True
         self._scoring = _Scoring(model, transform, kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
+        self.outside = torch.tensor(False)  # of the newest call: see `clamped_ids`
         self.device = device
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
@@ -119,7 +119,7 @@ class ShardedForward:
         """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
         device, plan = self.device, TreePlan.of(batch)
         plan.routes = routes
-        tokens_T, target_S, self.outside = ids_of(batch, self._vocabulary, device)
+        tokens_T, target_S, self.outside = clamped_ids(batch, self._vocabulary, device)
         result: tuple[Tensor, Tensor] = self._scoring(
             tokens_T,
             to_device(batch.positions, device),
@@ -208,7 +208,7 @@ class ShardedTrainer(TorchTrainer):
             mismatch_gate=mismatch_gate,
             parameters=self.sharded.parameters,
         )
-        self.forward = Forward(policy, plain=True)
+        self.forward = PolicyForward(policy, plain=True)
         found = self.sharded.parameters
         if (found.rank, found.ranks) != (self.reducer.rank, self.reducer.world_size):
             raise LifecycleError(
@@ -288,7 +288,7 @@ class ShardedTrainer(TorchTrainer):
     # -- what differs from a flat layout -----------------------------------------------------------------------------
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
-        routes = routes_of(batch, self.sharded.routing, keep_logits=self.balance is not None)
+        routes = forward_routes(batch, self.sharded.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad, routes)
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.outside
 

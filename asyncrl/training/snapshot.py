@@ -1,7 +1,6 @@
-"""A copy on the host of everything a checkpoint holds, taken on the lane in one closure and written by another thread.
+"""A CPU copy of the trainer's state for a checkpoint. One closure on the device's thread takes it, and another thread writes it.
 
-Masters and optimizer moments do not move while a step accumulates, so a snapshot may be taken with a step open: it is the
-last committed version, whatever the open step has gathered so far.
+Masters and optimizer moments change only when a step finishes. So a snapshot during an open step holds the last finished version.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`model`: named tensors of the Hugging Face files, in the matmul dtype; `state`: what resuming needs. All on the host."""
+    """All tensors are on the CPU. `model`: the tensors of the Hugging Face files, in the matmul dtype. `state`: for a resume."""
 
     version: int
     model: dict[str, torch.Tensor]
     state: dict[str, Any]
     policy: PolicyModel
-    adapter: dict[str, torch.Tensor] | None = None  # by the names of peft's files
+    # Under the names of peft's files.
+    adapter: dict[str, torch.Tensor] | None = None
 
     def write_pretrained(self, directory: Path, tokenizer: Any, base: str | None = None) -> None:
-        """Model and tokenizer in Hugging Face format; loads with `from_pretrained` and with vLLM as it is. Any thread.
+        """Writes model and tokenizer in Hugging Face format, for `from_pretrained` and vLLM. May run on any thread.
 
-        With adapters that is the merged model; `adapter/` holds them in peft's format, on the model named `base`.
+        With adapters the model is the merged one, and `adapter/` holds the adapters in peft's format for the model named `base`.
         """
         self.policy.write_pretrained(directory, self.model)
         if self.adapter is not None:
@@ -40,39 +40,42 @@ class Snapshot:
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)
 
-    def unsound(self) -> str | None:
-        """The name of a tensor that holds NaN or infinite values, None where there is none. One pass over all of it."""
-        return unsound({"model": self.model, "state": self.state, "adapter": self.adapter})
+    def non_finite_tensor(self) -> str | None:
+        """The name of a tensor with NaN or infinite values, or None. Reads all tensors once."""
+        return non_finite_tensor({"model": self.model, "state": self.state, "adapter": self.adapter})
 
 
-def take(core: TorchTrainer) -> Snapshot:
-    """Copy the state of the trainer. Runs on the lane."""
+def take_snapshot(core: TorchTrainer) -> Snapshot:
+    """Copies the state of the trainer. Must run on the device's thread."""
     return Snapshot(
         version=core.version,
         model=core.policy.host_state(),
-        state=host(core.state_dict()),
+        state=copy_to_host(core.state_dict()),
         policy=core.policy,
         adapter=None if core.policy.lora is None else core.policy.lora.host_state(),
     )
 
 
-def host(value: Any) -> Any:
-    """Nested containers with every tensor copied to the host."""
+def copy_to_host(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples, with every tensor on the CPU. Tuples become lists."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: host(item) for key, item in value.items()}
+        return {key: copy_to_host(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [host(item) for item in value]
+        return [copy_to_host(item) for item in value]
     return value
 
 
-def unsound(value: Any, name: str = "") -> str | None:
-    """The place, inside nested containers, of a tensor that holds NaN or infinite values; None where there is none."""
+def non_finite_tensor(value: Any, name: str = "") -> str | None:
+    """The path, such as `model.weight`, of a tensor with NaN or infinite values in nested dicts, lists and tuples; or None."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or not value.numel():
             return None
-        return None if all(bool(torch.isfinite(end)) for end in torch.aminmax(value)) else name  # both keep a NaN
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    found = (unsound(item, f"{name}.{key}" if name else str(key)) for key, item in items)
-    return next((place for place in found if place is not None), None)
+        # Minimum and maximum are NaN if any value is NaN.
+        return None if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value)) else name
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    items = value.items() if isinstance(value, dict) else ()
+    paths = (non_finite_tensor(item, f"{name}.{key}" if name else str(key)) for key, item in items)
+    return next((path for path in paths if path is not None), None)

@@ -1,10 +1,10 @@
-"""What a loss may need to know of the whole step before its first backward, over all ranks.
+"""Values of the whole step, over all ranks, that some losses need before the first backward.
 
-Two things are: the counts, where the terms of a loss are divided by different numbers and there is no second gradient
-buffer; and the entropies of all tokens, where only the top share of them has a policy loss. A streamed step knows neither
-in time (the configuration refuses it); a step that is gathered whole before it is trained does.
+* The counts of the step, if two terms of the loss have different denominators and there is no second gradient buffer.
+* The entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
+So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step.
 
-Every rank takes part in the collectives, one without microbatches too, between two steps and in the same order.
+These functions are collectives. Every rank must call them between two steps in the same order, also a rank without microbatches.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ def survey(
     device: torch.device,
     max_length: int,
 ) -> tuple[Loss, list[Microbatch]]:
-    """The loss with its terms under one normaliser, and the microbatches with their `keep` column.
+    """A loss whose terms share one normaliser, and the microbatches with a `keep` column if the loss needs one. A collective.
 
-    `entropies`: [S] of each microbatch, in nats; read only where `loss.top_entropy_quantile` is below 1.
+    `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1.
     """
-    found = list(batches)
+    selected = list(batches)
     if loss.top_entropy_quantile < 1:
-        mine = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *entropies]))
-        threshold = entropy_threshold(over_ranks(mine, reducer, device), loss.top_entropy_quantile)
-        found = [
+        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *entropies]))
+        threshold = entropy_threshold(gather_over_ranks(own_entropies, reducer, device), loss.top_entropy_quantile)
+        selected = [
             replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
             for batch, entropy_S in zip(batches, entropies, strict=True)
         ]
     if loss.extra_normaliser is None:
-        return loss, found
-    kept = Counts(
-        sequences=sum(batch.sequences for batch in found),
-        tokens=sum(batch.scored for batch in found),
-        microbatches=len(found),
-        extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in found),
+        return loss, selected
+    counts = Counts(
+        sequences=sum(batch.sequences for batch in selected),
+        tokens=sum(batch.scored for batch in selected),
+        microbatches=len(selected),
+        extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
     ).over_ranks(reducer, device)
-    denominators = kept.denominators(max_length)
-    by_extra = denominators[loss.extra_normaliser]
-    if loss.extra_normaliser is Normaliser.TOKENS:  # a mean over the tokens that the term acts on
-        by_extra = max(kept.extra, 1.0)
-    return loss.whole_step(denominators[loss.normaliser] / by_extra), found
+    denominators = counts.denominators(max_length)
+    extra_denominator = denominators[loss.extra_normaliser]
+    # A mean over the tokens of the term itself.
+    if loss.extra_normaliser is Normaliser.TOKENS:
+        extra_denominator = max(counts.extra, 1.0)
+    return loss.whole_step(denominators[loss.normaliser] / extra_denominator), selected
 
 
-def over_ranks(mine_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:
-    """[N of this rank] -> [N of all ranks], float64 on the host. Two all-reduces: the lengths, then a padded table."""
+def gather_over_ranks(own_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:
+    """Concatenates the vectors of all ranks, float64 on the CPU. Two all-reduces: the lengths, then a padded table."""
     lengths = torch.zeros(reducer.world_size, dtype=torch.float64)
-    lengths[reducer.rank] = mine_N.numel()
+    lengths[reducer.rank] = own_N.numel()
     lengths = sum_over_ranks(reducer, lengths, device)
     table = torch.zeros(reducer.world_size, int(lengths.max()), dtype=torch.float64)
-    table[reducer.rank, : mine_N.numel()] = mine_N.double()
+    table[reducer.rank, : own_N.numel()] = own_N.double()
     table = sum_over_ranks(reducer, table, device)
     return torch.cat([row[: int(length)] for row, length in zip(table, lengths, strict=True)])

@@ -1,20 +1,19 @@
-"""The split train step on one rank: synchronous, called on the lane that owns the device.
+"""The split train step on one rank. All calls are synchronous and must run on the thread that owns the device.
 
-    | call     | closed            | open                                        | committed (see below) |
+    | call     | no step open      | open                                        | committed (see below) |
     |----------|-------------------|---------------------------------------------|-----------------------|
     | begin    | opens             | TrainStepError "already open"               | TrainStepError        |
     | micro    | TrainStepError    | accumulates, returns None                   | TrainStepError        |
     | finish   | TrainStepError    | reduces, steps, closes, returns the result  | TrainStepError        |
-    | abort    | no-op             | zeroes gradients, closes; weights untouched | closes                |
+    | abort    | no-op             | zeros gradients, closes; weights unchanged  | closes                |
 
-An exception, BaseException included, leaves the step open with the weights as they were: the caller aborts. A refused
-call changes nothing. The commit point is the return of `optimizer.step`: the working copy and the version follow in the
-same closure, so a failure after it (in the schedule, say) leaves a step that is *committed*: the weights are the new
-version's, and only abort is left.
+A TrainStepError changes nothing. After any other exception in micro or finish (also a BaseException) the step stays open with
+unchanged weights, and the caller must abort the step. The commit point is the return of `optimizer.step`. If something fails after
+the commit point, the step is *committed*: the weights have changed, and abort is the only call that succeeds.
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
-ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip,
-on what is rescaled; (8) optimizer step; (9) version; (10) the learning rate of this step is noted; (11) schedule; (12) closed.
+ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip the
+rescaled gradients; (8) optimizer step; (9) version; (10) learning rate of this step; (11) schedule; (12) close.
 
 Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 """
@@ -43,7 +42,7 @@ from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 from .accumulators import Counts, Metrics, empty_metrics
 from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
-from .passes import UNREPLAYED, Forward, loss_inputs, outside_error, routes_of, swapped, unreplayed
+from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, unknown_id_error, unreplayed, using_weights
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
@@ -53,31 +52,31 @@ _NORM_BLOCK = 4096
 
 
 class StepState(Enum):
-    """Where an open step stands."""
+    """The state of a step that is not closed."""
 
     OPEN = "open"
-    # The optimizer moved the weights, and what came after it failed.
+    # The optimizer changed the weights, and then an error occurred.
     COMMITTED = "committed"
 
 
 @dataclass(slots=True)
 class TrainStep:
-    """What is summed up and counted in the step that is open."""
+    """Sums and counts of the open step on this rank."""
 
     loss: Loss
     metrics: Metrics
     counts: Counts
     microbatches: int = 0
-    zeroed: bool = False  # the gradients of the step before are gone
-    # Of each microbatch that ran: loss, whether it holds ids that the model lacks, and itself without its routes.
+    zeroed: bool = False  # whether the previous step's gradients are zeroed
+    # Of each microbatch that ran: the loss, whether it has ids that the model lacks, and the microbatch without its routes.
     ran: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
     state: StepState = StepState.OPEN
 
 
 class TorchTrainer:
-    """Owns gradients, optimizer and schedule of a `PolicyModel`. Everything here runs on the policy's lane."""
+    """Owns gradients, optimizer and schedule of a `PolicyModel`. All methods must run on the device's thread."""
 
-    is_sharded = False  # whether `state_dict` is this rank's part alone
+    is_sharded = False  # whether `state_dict` holds only this rank's part
 
     def __init__(
         self,
@@ -92,11 +91,10 @@ class TorchTrainer:
         mismatch_gate: float | Literal["auto"] | None = None,
         parameters: Parameters | None = None,
     ) -> None:
-        """`max_completion_length`: tokens, for the normaliser of that name. `needs_reference` keeps a frozen copy of the
-        weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`.
-        `mismatch_gate`: as `algorithm.mismatch_gate`, which `resolve` has made a number or None.
-        `second_buffer`: room for the gradient of a term with a normaliser of its own (see second_buffer.py). `parameters`:
-        what is trained, where that is not the policy's flat buffer."""
+        """max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present
+        weights in the matmul dtype. updates_per_batch: optimizer steps for each of `train.max_steps`.
+        mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto". second_buffer: allocate the gradient of a
+        term with its own normaliser (second_buffer.py). parameters: the trained parameters; by default the policy's `flat`."""
         self.policy = policy
         self.config = config
         assert mismatch_gate != "auto"
@@ -109,11 +107,11 @@ class TorchTrainer:
         self.schedule = Schedule(config, total)
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
-        self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
+        self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing)
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second = SecondBuffer(policy.flat) if second_buffer else None
-        # Of the entropy bonus, from the first step on that asks for it.
+        # Controls the coefficient of the entropy bonus. Set by the first step whose loss needs it.
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
@@ -121,14 +119,14 @@ class TorchTrainer:
 
     @property
     def version(self) -> int:
-        """As `Trainer.version`: that of the policy."""
+        """The version of the policy: the number of optimizer steps behind the weights."""
         return self.policy.version
 
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
-        """Open a step. Errors: TrainStepError where one is open, and where `loss` has a second normaliser but there is neither
-        a survey of the step nor a second gradient buffer."""
+        """Opens a step. Errors: TrainStepError if a step is open, or if `loss` has a second normaliser but the step was not
+        surveyed and there is no second gradient buffer."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
         loss = self._controlled(loss)
@@ -138,17 +136,19 @@ class TorchTrainer:
                 "survey the whole step first, or build the trainer with a second gradient buffer"
             )
         if self._empty is None or self._empty[0] is not loss:
-            names = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
-            balanced = {} if self.balance is None else {METRIC: loss.normaliser}
-            routed = {} if self.policy.routing is None else {UNREPLAYED: Normaliser.NONE}
-            self._empty = loss, names | balanced | routed
+            normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
+            if self.balance is not None:
+                normalisers[METRIC] = loss.normaliser
+            if self.policy.routing is not None:
+                normalisers[UNREPLAYED] = Normaliser.NONE
+            self._empty = loss, normalisers
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Forward and backward; gradients and sums add up. Errors: TrainStepError; whatever the loss raises."""
+        """Runs forward and backward, and adds to gradients and sums. Errors: TrainStepError; errors of the loss."""
         step = self._require_open()
         self._count(step, batch)
-        # Fully masked sequences are counted, and that is all they do.
+        # Fully masked sequences count in the denominators, but have no gradient.
         if batch.scored == 0:
             return
         with torch.enable_grad():
@@ -165,13 +165,14 @@ class TorchTrainer:
         step.microbatches += 1
 
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
-        """Forward and backward, gradients enabled; the sums of metrics."""
+        """Runs forward and backward with gradients enabled, and adds the metrics."""
         self._zero_once(step)
         inputs, sums, outside = self._evaluate(step.loss, batch)
         sums.total.backward()
         if sums.extra is not None:
-            assert self.second is not None  # begin has seen to it
-            _, again, _ = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
+            assert self.second is not None  # checked by `begin_train_step`
+            # A second forward, since backward overwrites tensors that the layers saved.
+            _, again, _ = self._evaluate(step.loss, batch)
             assert again.extra is not None
             with self.second.in_place():
                 again.extra.backward()
@@ -184,48 +185,48 @@ class TorchTrainer:
         )
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
-        routes = routes_of(batch, self.policy.routing, keep_logits=self.balance is not None)
+        routes = forward_routes(batch, self.policy.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad, routes=routes)
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.forward.outside
 
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
     ) -> tuple[LossInputs, LossSums]:
-        """Those of the loss, and the balance of experts where there is one."""
+        """The inputs and sums of the loss. The balance of experts is added to the sums if it is trained."""
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
         return inputs, self.balance.added(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
-        """Reduce, rescale, clip, step, tick the version, close.
+        """Applies the step and closes it. The order of the work is at the top of this file.
 
-        A step of sequences of which none has a scored token (all of them truncated, with `mask_truncated`) is counted and
-        moves no weight: the optimizer would go on its momentum and decay alone.
-        Errors: TrainStepError where the step has no sequence at all; DataError for token ids that the model lacks, on every rank
-        where one has some; DivergenceError where the loss or the norm of the
-        gradient is not finite, or the sampler's log-probs are beyond the gate. All before a weight moves.
+        A step without a scored token (all sequences truncated, with `mask_truncated`) gets a version but changes no weight: the
+        optimizer would only apply momentum and decay.
+        Errors, all before a weight changes: TrainStepError if the step has no sequence. DataError on every rank if one rank has ids
+        that the model lacks. DivergenceError if loss or gradient norm is not finite, or if `mismatch_gate` is exceeded.
         """
         step = self._require_open()
         device = self.policy.device
         totals = self._totals(step)
         denominators = totals.denominators(self.max_completion_length)
         denominator = denominators[step.loss.normaliser]
-        by_extra = denominators[step.loss.extra_normaliser or Normaliser.NONE]
-        loss = totals.loss / denominator + totals.extra / by_extra
+        extra_denominator = denominators[step.loss.extra_normaliser or Normaliser.NONE]
+        loss = totals.loss / denominator + totals.extra / extra_denominator
         if not math.isfinite(loss):
-            raise _diverged(step, f"the loss of the step after version {self.version} is {loss}")
+            raise _divergence(step, f"the loss of the step after version {self.version} is {loss}")
         measured = totals.measured().denominators(self.max_completion_length)
         metrics = step.metrics.reduce(self.reducer, device, measured)
         self._check_mismatch(metrics.get("mismatch/current_mean"))
-        self._zero_once(step)  # no microbatch of this rank had a scored token
+        # Gradients are not yet zeroed if no microbatch of this rank had a scored token.
+        self._zero_once(step)
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
         if step.loss.extra_normaliser is not None and self.second is not None:
-            self.second.join_(1.0 / by_extra)
+            self.second.join_(1.0 / extra_denominator)
         self.parameters.zero_frozen()
         self._reduce_gradients(gradient)
         if device.type == "cuda":
-            # The reduction runs on a stream of its own: half a gradient is no gradient.
+            # The reduction runs on another CUDA stream, and must end before the gradient is read.
             torch.cuda.synchronize(device)
         grad_norm = self._clip(gradient)
         if totals.tokens > 0:
@@ -253,60 +254,59 @@ class TorchTrainer:
         )
 
     def abort_train_step(self) -> None:
-        """Zero the gradients and close; optimizer, schedule, version and weights stay. With nothing open: nothing."""
+        """Zeros the gradients and closes the step. Weights, optimizer and version stay as they are. Without a step: a no-op."""
         if self._step is None:
             return
         self._zero_grad()
         self._step = None
 
     def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
-        """Log-probs [S] at the batch's temperatures, without gradient. May be called inside a step: it leaves gradients
-        alone. `reference`: the weights at the start; ValueError where the trainer keeps none."""
+        """Log-probs [S] at the temperatures of `batch`, without gradient. May be called while a step is open.
+
+        "reference" means the weights at the start of the run. Errors: ValueError if the trainer keeps no reference."""
         with torch.no_grad():
             if model == "policy":
-                logp_S, _ = self.forward(batch, routes=routes_of(batch, self.policy.routing))
+                logp_S, _ = self.forward(batch, routes=forward_routes(batch, self.policy.routing))
             else:
-                # Under other weights: where the sampler sent a token says nothing about them.
                 if self.reference is None:
-                    raise ValueError(
-                        "compute_logprobs: the trainer was built without a reference (needs_reference=True)"
-                    )
-                with swapped(self.policy, self.reference):
+                    raise ValueError("compute_logprobs: no reference weights; set needs_reference=True for the trainer")
+                # Without recorded routes: these belong to the policy's weights.
+                with using_weights(self.policy, self.reference):
                     logp_S, _ = self.forward(batch)
         return self._on_host(logp_S, batch)
 
     def compute_entropies(self, batch: Microbatch) -> Float32Array:
-        """Entropies [S] of the policy at the batch's temperatures, in nats, without gradient."""
+        """Entropies [S] of the policy in nats, at the temperatures of `batch`, without gradient."""
         if batch.scored == 0:
             return np.zeros(0, np.float32)
         with torch.no_grad():
-            _, entropy_S = self.forward(batch, routes=routes_of(batch, self.policy.routing))
+            _, entropy_S = self.forward(batch, routes=forward_routes(batch, self.policy.routing))
         return self._on_host(entropy_S, batch)
 
     def _on_host(self, values_S: Tensor, batch: Microbatch) -> Float32Array:
-        """What the newest forward gave. Errors: DataError for token ids that the model lacks."""
+        """`values_S`, a result of the newest forward, on the CPU. Errors: DataError if `batch` has ids that the model lacks."""
         result: Float32Array = values_S.float().cpu().numpy()
         if self.forward.outside:
-            raise outside_error([batch], self.policy.head.weight.shape[0])
+            raise unknown_id_error([batch], self.policy.head.weight.shape[0])
         return result
 
     def survey(
         self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
     ) -> tuple[Loss, list[Microbatch]]:
-        """Before begin, on every rank: what `loss` has to know of the whole step (survey.py). A collective."""
+        """See survey.py. A collective, which every rank calls before `begin_train_step`."""
         loss = self._controlled(loss)
         return survey(loss, batches, entropies, self.reducer, self.policy.device, self.max_completion_length)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`version`, `steps_done`, `masters` and `optimizer` by parameter name, and `reference` where there is one.
+        """`version`, `steps_done`, and by parameter name `masters`, `optimizer` and (if kept) `reference`.
 
-        Tensors are views of the live state: write or copy them before the next finish, on the lane. A step that is being
-        accumulated moves none of them. Errors: TrainStepError where a committed step was not closed.
+        Tensors are not copied. The caller must copy or write them on the device's thread before the next `finish_train_step`.
+        Errors: TrainStepError while a step is committed but not closed.
         """
         if self._step is not None and self._step.state is StepState.COMMITTED:
-            raise TrainStepError("state_dict: a committed step was not closed; abort it first")
+            raise TrainStepError("state_dict: a committed step is not closed; call abort_train_step first")
         state: dict[str, Any] = {
             "version": self.version,
             "steps_done": self.steps_done,
@@ -321,13 +321,13 @@ class TorchTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse; everything is copied. Errors: TrainStepError while a step is open, KeyError for what is missing."""
+        """Copies the result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
         flat = self.policy.weights
         if self.reference is not None:
             if "reference" not in state:
-                raise KeyError("the state holds no reference model, but this trainer needs one (kl_coef > 0)")
+                raise KeyError("the state has no reference model, but this trainer needs one (kl_coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -338,7 +338,7 @@ class TorchTrainer:
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the model in Hugging Face format: weights in the matmul dtype (float32 masters are part of the state)."""
+        """Writes the model in Hugging Face format, with weights in the matmul dtype."""
         self.policy.save_pretrained(directory)
 
     # -- parts of finish ---------------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ class TorchTrainer:
         return self._step
 
     def _controlled(self, loss: Loss) -> Loss:
-        """The loss with this step's coefficient of the entropy bonus, where that is controlled. After a resume the
-        coefficient is the saved one, target and step size are those of the configuration."""
+        """The loss with the present coefficient of the entropy bonus, if it is controlled. A resume restores the coefficient, but
+        target and step size come from the configuration."""
         if loss.control is None:
             return loss
         if self.control is None:
@@ -362,7 +362,7 @@ class TorchTrainer:
         return loss.at(self.control)
 
     def _totals(self, step: TrainStep) -> Counts:
-        """Of all ranks. Errors: TrainStepError, DataError."""
+        """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
         step.counts.loss, step.counts.extra = step.metrics.loss_sums()
         step.counts.outside = float(sum(outside for _, outside, _ in step.ran))
         totals = step.counts.over_ranks(self.reducer, self.policy.device)
@@ -372,12 +372,12 @@ class TorchTrainer:
                 "abort the step"
             )
         if totals.outside:
-            spoiled = [batch for _, outside, batch in step.ran if outside]
-            raise outside_error(spoiled, self.policy.head.weight.shape[0])
+            invalid = [batch for _, outside, batch in step.ran if outside]
+            raise unknown_id_error(invalid, self.policy.head.weight.shape[0])
         return totals
 
     def _zero_once(self, step: TrainStep) -> None:
-        """Before the first gradient is added, not in begin: publishing the weights of the step before queues behind that."""
+        """Zeros the gradients before the first backward. Not in `begin_train_step`, which would delay publishing the weights."""
         if not step.zeroed:
             self._zero_grad()
             step.zeroed = True
@@ -392,23 +392,23 @@ class TorchTrainer:
         if gate is not None and mismatch is not None and mismatch > gate:
             raise DivergenceError(
                 f"the step after version {self.version} is not applied: trainer and sampler log-probs of that version differ by "
-                f"{mismatch:.2g} nats on average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the "
-                "weights that are trained (null where another program's sampler is meant to differ)"
+                f"{mismatch:.2g} nats on average; algorithm.mismatch_gate allows {gate}. The sampler does not use the trained "
+                "weights. Set algorithm.mismatch_gate to null if the sampler of another program is meant to differ"
             )
 
     def _clip(self, gradient: Tensor) -> float:
-        """Scale the gradient down to `grad_clip` where it is longer; its norm before. Errors: DivergenceError."""
+        """Scales the gradient down to norm `grad_clip`. Returns the norm before. Errors: DivergenceError if it is not finite."""
         norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise DivergenceError(
-                f"the gradient of the step after version {self.version} has norm {norm}; the weights are untouched"
+                f"the gradient of the step after version {self.version} has norm {norm}; the weights are unchanged"
             )
         limit = self.config.grad_clip
         if limit is not None and norm > limit:
             gradient.mul_(limit / norm)
         return norm
 
-    # What another layout of parameters does in its own way (sharded.py):
+    # The trainer of sharded parameters overrides these three (sharded.py).
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         self.reducer.reduce_gradients_(gradient)
@@ -420,17 +420,17 @@ class TorchTrainer:
         return self.policy.advance()
 
 
-def _diverged(step: TrainStep, what: str) -> DivergenceError:
-    """With the groups of the microbatches whose loss is not finite."""
+def _divergence(step: TrainStep, problem: str) -> DivergenceError:
+    """An error whose `groups` are those of all microbatches with a loss that is not finite."""
     bad = [batch for total, _, batch in step.ran if not math.isfinite(float(total))]
-    error = DivergenceError(f"{what}; the weights are untouched")
+    error = DivergenceError(f"{problem}; the weights are unchanged")
     error.groups = tuple(dict.fromkeys(group for batch in bad for group in batch.group_ids.tolist()))
     return error
 
 
 def local_norm(vector: Tensor) -> float:
-    """Euclidean norm: of blocks in the vector's own dtype, over blocks in float64 (a float64 copy costs seconds)."""
-    whole = vector.numel() // _NORM_BLOCK * _NORM_BLOCK
-    parts = [torch.linalg.vector_norm(vector[:whole].view(-1, _NORM_BLOCK), dim=1)] if whole else []
-    parts.append(torch.linalg.vector_norm(vector[whole:]).view(1))
+    """Euclidean norm. Norms of blocks have the vector's dtype and are summed in float64; a float64 copy would take seconds."""
+    end = vector.numel() // _NORM_BLOCK * _NORM_BLOCK
+    parts = [torch.linalg.vector_norm(vector[:end].view(-1, _NORM_BLOCK), dim=1)] if end else []
+    parts.append(torch.linalg.vector_norm(vector[end:]).view(1))
     return math.sqrt(sum(float(part.cpu().double().square().sum()) for part in parts))

@@ -25,7 +25,7 @@ from transformers import (
 from asyncrl.data.packing import pack_groups
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.training.passes import Forward
+from asyncrl.training.passes import PolicyForward
 from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
 MEAN, WORST = 0.04, 0.36  # nats by which transformers and vLLM differ in bfloat16
@@ -100,7 +100,7 @@ async def test_bfloat16_is_close_to_the_eager_forward_of_the_same_dtype(family: 
 
     batch = microbatch(asked, answers)
     with torch.no_grad():
-        found = Forward(policy)(batch)[0].float().numpy()
+        found = PolicyForward(policy)(batch)[0].float().numpy()
     rows = [2 * int(group) + int(member) for group, member in zip(batch.group_ids, batch.members, strict=True)]
     trained = np.abs(found - np.concatenate([expected[row] for row in rows]))
     assert trained.mean() < MEAN and trained.max() < WORST

@@ -18,7 +18,7 @@ from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
-from asyncrl.training.snapshot import Snapshot, take
+from asyncrl.training.snapshot import Snapshot, take_snapshot
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Generation, GenerationRequest, Group, Microbatch, Prompt, Ticket, Trajectory
 from asyncrl.weights.sync import WeightPublisher, WeightReader
@@ -89,7 +89,7 @@ async def test_after_an_update_with_adapters_it_samples_what_a_fresh_vllm_sample
         await publisher.update_weights(2)
         after = await generate_all(made.engine, asked)
         assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
-        saved = await made.lane.run(lambda: take(core), name="checkpoint")
+        saved = await made.lane.run(lambda: take_snapshot(core), name="checkpoint")
     assert sent == [{"bound": 0}, {"bound": 2}]
     prompts = [each.prompt_ids.tolist() for each in asked]
     fresh = await anyio.to_thread.run_sync(fresh_of, saved, tmp_path, prompts)

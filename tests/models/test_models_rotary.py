@@ -23,7 +23,7 @@ from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.rotary import chooses_otherwise, describe, hold_frequencies, original_context
-from asyncrl.training.passes import Forward
+from asyncrl.training.passes import PolicyForward
 from asyncrl.types import FinishReason, GenerationRequest, Group, Prompt, SamplingParams, Ticket, Trajectory
 
 CONTEXT, LONGEST, PROMPT = 16, 40, 6
@@ -107,7 +107,7 @@ def trajectory(row: np.ndarray, group: int, member: int, members: int) -> Trajec
 def trained(policy: PolicyModel, rows: list[np.ndarray]) -> list[Tensor]:
     """Log-probs of each row's completion by one packed forward."""
     batch, sequences = packed(rows)
-    logp_S, _ = Forward(policy)(batch)
+    logp_S, _ = PolicyForward(policy)(batch)
     return [logp_S[torch.from_numpy(batch.sequence == sequence)] for sequence in sequences]
 
 

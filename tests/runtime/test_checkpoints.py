@@ -33,7 +33,7 @@ from asyncrl.models.loading import require_rows, require_saveable
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.runtime import Runtime
-from asyncrl.training.snapshot import unsound
+from asyncrl.training.snapshot import non_finite_tensor
 
 QUICK = REAL | {"train": REAL["train"] | {"max_steps": 30}, "checkpoint": {"keep": 0}}
 
@@ -130,7 +130,7 @@ def test_a_run_that_diverges_leaves_the_last_good_version(
     assert "the last good version, all of it finite, is 2: runs/two/checkpoints/step_2" in error
     assert versions(tmp_path / "runs/two") == [2]
     assert (tmp_path / "runs/two/checkpoints/latest").resolve().name == "step_2"
-    assert unsound(weights_of(tmp_path / "runs/two", 2)) is None
+    assert non_finite_tensor(weights_of(tmp_path / "runs/two", 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ async def spoil(runtime: Runtime) -> None:
 
 def test_the_place_of_a_value_that_is_not_finite() -> None:
     sound = {"a": [torch.arange(3), torch.empty(0)], "b": {"c": torch.ones(2, dtype=torch.bfloat16)}, "d": 5}
-    assert unsound(sound) is None
-    assert unsound(sound | {"e": (torch.ones(2), torch.tensor([1.0, -torch.inf]))}) == "e.1"
-    assert unsound({"b": {"c": torch.tensor([torch.nan, 1.0], dtype=torch.bfloat16)}}) == "b.c"
-    assert unsound(torch.tensor(torch.inf), "x") == "x"
+    assert non_finite_tensor(sound) is None
+    assert non_finite_tensor(sound | {"e": (torch.ones(2), torch.tensor([1.0, -torch.inf]))}) == "e.1"
+    assert non_finite_tensor({"b": {"c": torch.tensor([torch.nan, 1.0], dtype=torch.bfloat16)}}) == "b.c"
+    assert non_finite_tensor(torch.tensor(torch.inf), "x") == "x"
 
 
 TREE: dict[str, Any] = REAL | {

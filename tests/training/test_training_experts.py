@@ -238,10 +238,10 @@ def test_routes_that_are_missing_or_of_another_model() -> None:
     assert pack_groups([(none, [0.0, 0.0])], 1000)[0].routes is None
     assert first.routed_experts is not None
     strange = replace(group, trajectories=(first, replace(second, routed_experts=second.tokens[:, None, None])))
-    with pytest.raises(DataError, match="routes of one model have one shape"):
+    with pytest.raises(DataError, match="routes must have one shape"):
         pack_groups([(strange, [0.0, 0.0])], 1000)
     dense = TorchTrainer(tiny_policy("float32"), TrainConfig(), max_completion_length=MAX_LENGTH)
-    with pytest.raises(ValueError, match="the model has no routers"):
+    with pytest.raises(ValueError, match="asyncrl supports no router of the model"):
         dense.compute_logprobs(batch)
 
 

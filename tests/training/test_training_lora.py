@@ -34,7 +34,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.memory import Lengths, predict_memory
-from asyncrl.training.snapshot import take
+from asyncrl.training.snapshot import take_snapshot
 from asyncrl.training.trainer import TorchTrainer
 
 LORA = LoraConfig(rank=3, alpha=5)
@@ -103,7 +103,7 @@ def test_state_comes_back_and_another_rank_is_refused(tmp_path: Path) -> None:
     second.policy.flat.master.zero_()
     second.policy.flat.refresh()
     train_step(first)
-    snapshot = take(first)
+    snapshot = take_snapshot(first)
     assert snapshot.adapter is not None and snapshot.adapter.keys() == snapshot.state["masters"].keys()
     second.load_state_dict(snapshot.state)
     assert second.version == 1 and torch.equal(second.policy.weights.working, first.policy.weights.working)
@@ -192,7 +192,7 @@ def test_experts_have_the_adapters_the_gradient_and_the_files_of_peft(
     for name, gradient in found.items():
         torch.testing.assert_close(gradient * scale, wanted[name], rtol=1e-4, atol=1e-5)
 
-    take(core).write_pretrained(tmp_path, None, None)
+    take_snapshot(core).write_pretrained(tmp_path, None, None)
     loaded = peft.PeftModel.from_pretrained(experts_of(family), tmp_path / "adapter").eval()
     ids = torch.arange(12)[None] % VOCABULARY
     with torch.no_grad():

@@ -77,5 +77,5 @@ def test_schedules_are_those_of_transformers(name: str, other: str, warmup: int,
 def test_schedules() -> None:
     floor = Schedule(TrainConfig(lr=1.0, schedule="linear", min_lr_ratio=0.2), 4)
     assert [floor.lr(k) for k in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    with pytest.raises(ConfigError, match="ends at the last step"):
+    with pytest.raises(ConfigError, match="needs the last step"):
         Schedule(TrainConfig(schedule="linear"), None)

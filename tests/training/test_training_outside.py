@@ -31,7 +31,7 @@ def test_such_a_step_is_not_applied_and_its_group_is_named(place: int, token: in
     trainer.begin_train_step(build_loss("grpo"))
     trainer.train_microbatch(batch)
     trainer.train_microbatch(spoiled)
-    said = rf"token {token} is none of the model's, 0 to {VOCABULARY - 1}: changed after the group was checked"
+    said = rf"the model has no token {token}, only 0 to {VOCABULARY - 1}: a record changed after it was checked"
     with pytest.raises(DataError, match=said) as raised:
         trainer.finish_train_step()
     assert raised.value.groups == (1,) and torch.equal(trainer.policy.flat.master, before)
@@ -54,9 +54,9 @@ def test_a_route_to_no_expert_is_laid_to_its_microbatch() -> None:
     routes = np.zeros((batch.tokens.size, 2, 2), np.int8)
     routes[:, :, 1] = 1
     routes[5, 1] = EXPERTS
-    with pytest.raises(DataError, match="a route names no expert of the model") as raised:
+    with pytest.raises(DataError, match="a route names an expert that the model lacks") as raised:
         trainer.compute_logprobs(replace(batch, routes=routes))
     assert raised.value.groups == (3, 8)
-    with pytest.raises(DataError, match="a route names no expert of the model"):
+    with pytest.raises(DataError, match="a route names an expert that the model lacks"):
         train_step(trainer, [replace(batch, routes=routes)])
     assert trainer.version == 0

@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError, DataError, LifecycleError, TrainStepErro
 from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import counted_only
-from asyncrl.training.passes import outside_error
+from asyncrl.training.passes import unknown_id_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
 SCRIPT = str(Path(training_sharded.__file__))
@@ -243,11 +243,11 @@ def test_token_ids_that_the_model_lacks_end_the_step_by_the_name_of_their_group(
     core.begin_train_step(LOSS)
     core.train_microbatch(replace(good, target=np.where(np.arange(good.scored) == good.scored - 1, 10**6, good.target)))
     core.train_round()
-    with pytest.raises(DataError, match="token 1000000 is none of the model's") as raised:
+    with pytest.raises(DataError, match="the model has no token 1000000") as raised:
         core.finish_train_step()
     assert raised.value.groups == (int(good.group_ids[good.sequence[-1]]),) and core.version == 0
     core.abort_train_step()
-    assert str(outside_error([], 41)).startswith("a token or route of another rank is none of the model's")
+    assert str(unknown_id_error([], 41)).startswith("another rank has a token or a route that the model lacks")
 
 
 def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: ShardedTrainer) -> None:
