@@ -1,4 +1,4 @@
-"""HTTP doors into a run, for programs that speak another project's protocol. Needs the extra `[http]`.
+"""HTTP servers that take groups for a run, in the protocol of another project. Needs the extra `[http]`.
 
 Start reading in `atropos.py`.
 """

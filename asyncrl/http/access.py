@@ -1,11 +1,11 @@
-"""Who may use an HTTP door: the key, and what keeps web pages out.
+"""Access control of an HTTP door: a key, and checks against requests of web pages.
 
-A page that somebody reads on this machine can send requests to 127.0.0.1. It cannot know the key; nor can it send JSON to
-another origin without asking (Content-Type), hide where it comes from (Origin), or take a name that is ours (Host, by which
-DNS rebinding is told). All four are checked, before a byte of the body is read.
+A web page in a browser on this machine can send requests to 127.0.0.1. Four checks refuse such requests before the body is read:
+the page does not know the key; a browser sends JSON to another origin only after a preflight request, which the door refuses
+(Content-Type); a browser sends the page's origin (Origin); and after DNS rebinding it sends the page's host name (Host).
 
-The key stands in the URL as the first part of the path, because a client of Atropos knows a base URL and nothing else; a
-client that can send headers may use `Authorization: Bearer KEY` instead.
+The key is the first part of the URL's path, because a client of Atropos is configured with a base URL only. Clients that can send
+headers may use `Authorization: Bearer KEY` instead.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an HTTP door listens, and who may come in."""
+    """The address, the key and the host names of an HTTP door."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: a free one
-    key: str | None = None  # None: made anew; "": none, on loopback only
-    # By which clients call this machine, besides `host` and its own name.
+    port: int = 8000  # 0: any free port
+    key: str | None = None  # None: a random key; "": no key, on loopback only
+    # Further host names with which clients may address this machine.
     names: tuple[str, ...] = ()
 
 
 class Refused(Exception):
-    """A request that is answered with `status` and the reason."""
+    """Ends a request with the HTTP status `status`. The reply contains the message and `state`."""
 
     def __init__(self, status: int, message: str, *, state: str = "refused") -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class Access:
-    """The checks of one door. Errors: ConfigError for a key that is none."""
+    """The access checks of one door. Errors: ConfigError for an invalid key."""
 
     def __init__(self, address: Address) -> None:
         if problem := key_problem(address.host, address.key):
@@ -65,11 +65,11 @@ class Access:
             self._names.add(socket.gethostname().lower())
 
     def add(self, addresses: Iterable[str]) -> None:
-        """What the door is bound to, once it is."""
+        """Accept these addresses as Host. The server calls it with the addresses of its sockets."""
         self._names.update(addresses)
 
     def url(self, port: int) -> str:
-        """What a client is given as its base URL."""
+        """The base URL for clients, with the key."""
         host = socket.gethostname() if self._any_address else self._host
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{f'/{self.key}' if self.key else ''}"
 
@@ -78,36 +78,35 @@ class Access:
         host = self._check_host(request.headers.getall("Host", []))
         for origin in request.headers.getall("Origin", []):
             if origin.lower() != f"http://{host}".lower():
-                raise Refused(403, "a web page of another origin may not use this door; send no Origin header")
+                raise Refused(403, "the request comes from a web page of another origin; send no Origin header")
         if not self._has_key(request):
             raise Refused(
                 401,
-                "this request has no key, or not that of this run: use the whole URL that the run printed when it started "
-                "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; door.http_key sets it",
+                "the request has no key, or the key of another run: use the complete URL that the run printed at its start "
+                "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; the setting door.http_key sets the key",
             )
         if (request.method == "POST" or request.body_exists) and request.content_type.lower() != "application/json":
-            raise Refused(415, "Content-Type has to be application/json")
+            raise Refused(415, f"Content-Type is {request.content_type[:100]!r}; send application/json")
 
-    def _check_host(self, given: list[str]) -> str:
+    def _check_host(self, headers: list[str]) -> str:
         try:
-            (host,) = given
+            (host,) = headers
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
-            raise Refused(400, "a request has one Host header, which names this door") from None
+            raise Refused(400, "the request needs exactly one valid Host header") from None
         if name in self._names or (self._any_address and _is_address(name)):
             return host
         raise Refused(
             421,
-            f"Host is {name[:100]!r}, which is no name of this door; expected {', '.join(sorted(self._names))} (the run's "
-            "door.http_names adds others)",
+            f"Host is {name[:100]!r}; expected one of {', '.join(sorted(self._names))}. The setting door.http_names adds names",
         )
 
     def _has_key(self, request: web.BaseRequest) -> bool:
         if not self.key:
             return True
-        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = bearer.strip() if kind.lower() == "bearer" else request.path[1:].partition("/")[0]
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.key.encode())
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.path[1:].partition("/")[0]
+        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key.encode())
 
 
 def _is_address(name: str) -> bool:

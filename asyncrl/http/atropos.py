@@ -44,7 +44,7 @@ from asyncrl.runtime import door as ring_door
 
 from .access import Address
 from .environments import NO_END, Environments
-from .groups import Groups, Spread
+from .groups import GroupReceiver, RankRings
 from .server import Handler, HttpServer, receive, reply, web
 
 # Most bytes of a body without groups.
@@ -79,14 +79,16 @@ class ServedTerms:
 
 
 class AtroposDoor:
-    """`async with AtroposDoor(Spread([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
+    """`async with AtroposDoor(RankRings([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
 
-    def __init__(self, rings: Spread, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0) -> None:
+    def __init__(
+        self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
+    ) -> None:
         """`wait_s`: below Atropos' own 300 s, after which it would send the group again. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
-        self.groups = Groups(rings, terms.limits, wait_s, self._environments.touch)
+        self.groups = GroupReceiver(rings, terms.limits, wait_s, self._environments.touch)
         routes: dict[tuple[str, str], Handler] = {
             ("POST", "/scored_data"): self.groups.post,
             ("POST", "/scored_data_list"): self.groups.post,
@@ -181,7 +183,7 @@ class AtroposDoor:
 
     async def _latest_example(self, _: web.BaseRequest) -> web.Response:
         empty: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": [], "messages": []}
-        return reply(200, **(empty | self.groups.latest))
+        return reply(200, **(empty | self.groups.latest_example))
 
 
 async def _refuse_trainer(_: web.BaseRequest) -> web.Response:
@@ -231,7 +233,7 @@ async def serve(
         tasks.start_soon(feed)
         async with AsyncExitStack() as clients:
             rings = [await clients.enter_async_context(await AsyncClient.attach(name)) for name in (ring.name, *others)]
-            async with AtroposDoor(Spread(rings), ServedTerms.of(runtime), at) as door:
+            async with AtroposDoor(RankRings(rings), ServedTerms.of(runtime), at) as door:
                 task_status.started(door)
                 await anyio.sleep_forever()
     return counts

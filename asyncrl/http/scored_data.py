@@ -1,20 +1,18 @@
-"""Atropos' `ScoredData` to the records of a run: one function, no network.
+"""Converts a `ScoredData` object of Atropos into the members of a group. n members with L tokens each:
 
     tokens              [n][L]  ids
-    masks               [n][L]  -100: not trained; else the token's id again
+    masks               [n][L]  -100: not trained; otherwise the id of the token
     scores              [n]     rewards
-    inference_logprobs  [n][L]  nats, of the sampler; 1.0 where not trained. Left out: NaN in the record, that is ratio 1
-    messages            [n]     the conversation, carried
+    inference_logprobs  [n][L]  of the sampler, in nats; 1.0 for tokens that are not trained. If missing, the ratio is 1
+    messages            [n]     the conversation, stored with the member
     overrides           [n]     temperature, policy_version, set_advantage_to_zero
-    group_overrides, generation_params    temperature; policy_version
+    group_overrides             temperature, policy_version
+    generation_params           temperature
 
-Temperature: overrides before generation_params before group_overrides before 1. The policy version of the tokens:
-overrides before group_overrides before the version at arrival (Atropos' protocol has none). `set_advantage_to_zero` travels in
-the member's metadata and means what it means for every source (pumps/building.py). A trained first token is masked: nothing
-predicts it. What a run would have to ignore is refused instead: `advantages` (it computes its own from the scores),
-`ref_logprobs` (under its own reference), `images`, `distill_*`.
-
-Shape legend: n members of the group, L tokens of a member.
+The temperature is read from overrides, else from generation_params, else from group_overrides, else it is 1. The policy version is
+read from overrides, else from group_overrides, else it is the version at arrival. `set_advantage_to_zero` is stored in the member's
+metadata. The first token is never trained. Fields that a run cannot use are refused: `advantages` (the run computes them from the
+scores), `ref_logprobs` (the run has its own reference), `images` and `distill_*`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from asyncrl.records.check import SILENT, Limits, check_json, check_trains, chec
 from asyncrl.types import FinishReason, Trajectory
 
 NOT_TRAINED = -100
-COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # whose lists are read as arrays
+COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # become arrays
 UNUSABLE = {
     "advantages": "this run computes advantages from the scores",
     "ref_logprobs": "this run computes log-probs under its own reference",
@@ -44,15 +42,13 @@ UNUSABLE = {
 
 
 def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
-    """One `ScoredData` object as the members of one group. `version`: the policy version now.
-
-    Errors: DataError that names the member and says what is wrong with it; a group is taken as a whole or not at all.
-    """
+    """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError that names the member and
+    the fault. One faulty member refuses the group."""
     if not isinstance(item, Mapping):
-        raise DataError(f"a group is an object with tokens, masks and scores; found {_kind(item)}")
+        raise DataError(f"the group is {_describe(item)}; expected an object with tokens, masks and scores")
     for name, reason in UNUSABLE.items():
         if item.get(name) is not None:
-            raise DataError(f"{name} cannot be used: {reason}; leave it out")
+            raise DataError(f"{name} cannot be used: {reason}; send the group without {name}")
     check_json({name: value for name, value in item.items() if name not in COLUMNS}, "the group", 1)
     tokens = _rows(item, "tokens", None)
     n = len(tokens)
@@ -61,23 +57,20 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
     logprobs = _optional(item, "inference_logprobs", n)
     messages = _optional(item, "messages", n)
     overrides = _optional(item, "overrides", n) or [None] * n
-    settings = [_settings(item, one, i, version) for i, one in enumerate(overrides)]
+    settings = [_settings(item, override, i, version) for i, override in enumerate(overrides)]
     members = [_member(tokens[i], masks[i], i) for i in range(n)]
     prompts = _prompt_lengths(members)
     scored = []
     metadata = {} if item.get("env_id") is None else {"env_id": item["env_id"]}
     for i, (ids, mask) in enumerate(members):
-        column = (
-            np.where(mask, np.float32(math.nan), np.float32(0))
-            if logprobs is None
-            else np.where(mask, _floats(logprobs[i], mask.size, f"inference_logprobs[{i}]"), np.float32(0))
-        )
+        # NaN stands for a missing log-prob.
+        values = math.nan if logprobs is None else _floats(logprobs[i], mask.size, f"inference_logprobs[{i}]")
         scored.append(
             Scored(
                 tokens=ids,
                 reward=scores[i],
                 mask=mask,
-                logprobs=column,
+                logprobs=np.where(mask, values, 0.0).astype(np.float32),
                 versions=np.where(mask, settings[i].version, -1).astype(np.int32),
                 prompt_length=prompts[i],
                 temperature=settings[i].temperature,
@@ -101,17 +94,17 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
     temperature = _number(_first("temperature", own, generation, group, default=1.0), f"temperature of member {i}")
-    sampled = _first("policy_version", own, group, default=version)
-    if type(sampled) is not int or not 0 <= sampled <= version:
+    policy_version = _first("policy_version", own, group, default=version)
+    if type(policy_version) is not int or not 0 <= policy_version <= version:
         raise DataError(
-            f"policy_version of member {i} is {sampled!r}; expected a version from 0 to {version}, the newest"
+            f"policy_version of member {i} is {policy_version!r}; expected a version from 0 to {version}, the newest version"
         )
-    return _Settings(temperature, sampled, bool(own.get("set_advantage_to_zero")))
+    return _Settings(temperature, policy_version, bool(own.get("set_advantage_to_zero")))
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
-    """What `runtime.door` checks again when it takes the group from the ring: only here can the sender still be told, and only
-    there is it known what came, because any process of this user may write into the ring."""
+    """Check a member here, where the sender gets the error. `runtime.door` checks again, because every process of this user can
+    write into the ring."""
     trajectory = Trajectory(
         group_id=0,
         member=i,
@@ -132,71 +125,74 @@ def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
 
 
 def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """(ids [L], loss mask [L])."""
+    """(ids [L], loss mask [L])"""
     ids = _integers(tokens, f"tokens[{i}]")
     labels = _integers(mask, f"masks[{i}]")
     if labels.size != ids.size:
-        raise DataError(f"masks[{i}] has {labels.size} entries for {ids.size} tokens; one each")
+        raise DataError(f"masks[{i}] has {labels.size} entries for {ids.size} tokens; send one entry per token")
     trained = labels != NOT_TRAINED
-    differs = np.flatnonzero(trained & (labels != ids))
-    if differs.size:
-        at = int(differs[0])
+    mismatches = np.flatnonzero(trained & (labels != ids))
+    if mismatches.size:
+        first = int(mismatches[0])
         raise DataError(
-            f"masks[{i}][{at}] is {int(labels[at])}, the token is {int(ids[at])}; a mask is {NOT_TRAINED} where not trained, "
-            "else the token's id"
+            f"masks[{i}][{first}] is {int(labels[first])}, and the token is {int(ids[first])}; send {NOT_TRAINED} for a token that "
+            "is not trained, otherwise the id of the token"
         )
-    trained[:1] = False  # nothing predicts it
+    trained[:1] = False  # no token predicts the first token
     return ids.astype(np.int32), trained
 
 
 def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]) -> list[int]:
-    """Tokens before the first trained one: the fewest of any member where these are the same for all (run once per group),
-    else each member's own (pieces of several prompts)."""
-    own = [int(mask.argmax()) if mask.any() else int(mask.size) for _, mask in members]
-    fewest = min(own)
-    head = members[0][0][:fewest]
-    if all(np.array_equal(ids[:fewest], head) for ids, _ in members):
-        return [fewest] * len(own)
-    return own
+    """The prompt length of each member: the number of tokens before the first trained token. If all members begin with the tokens
+    of the shortest prompt, they all get its length. Then the model computes this prompt only once for the group."""
+    lengths = [int(mask.argmax()) if mask.any() else int(mask.size) for _, mask in members]
+    shortest = min(lengths)
+    prompt = members[0][0][:shortest]
+    if all(np.array_equal(ids[:shortest], prompt) for ids, _ in members):
+        return [shortest] * len(lengths)
+    return lengths
 
 
-def _floats(values: Any, size: int, where: str) -> npt.NDArray[np.float32]:
-    array = _array(values, where)
+def _floats(values: Any, size: int, name: str) -> npt.NDArray[np.float32]:
+    array = _array(values, name)
     if array.size != size or array.dtype.kind not in "iuf":
-        raise DataError(f"{where} has {array.size} entries of {array.dtype} for {size} tokens; one number each")
-    with np.errstate(over="ignore"):  # becomes infinite, which is looked at where it matters
+        raise DataError(
+            f"{name} has {array.size} entries of {array.dtype} for {size} tokens; send one number per token"
+        )
+    # A value that float32 cannot hold becomes infinite. `_check` refuses infinite log-probs of trained tokens.
+    with np.errstate(over="ignore"):
         return array.astype(np.float32)
 
 
-def _integers(values: Any, where: str) -> npt.NDArray[np.int64]:
-    array = _array(values, where)
+def _integers(values: Any, name: str) -> npt.NDArray[np.int64]:
+    array = _array(values, name)
     if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"{where} holds {array.dtype}; expected integers")
-    most = np.iinfo(np.int32).max
-    wide = array[(array > most) | (array < -most)]
-    if wide.size:
-        raise DataError(f"{where} holds {wide[0]}; ids are 32-bit integers")
+        raise DataError(f"{name} holds {array.dtype}; expected integers")
+    largest = np.iinfo(np.int32).max
+    too_large = array[(array > largest) | (array < -largest)]
+    if too_large.size:
+        raise DataError(f"{name} holds {too_large[0]}; expected 32-bit integers")
     return array.astype(np.int64)
 
 
-def _array(values: Any, where: str) -> npt.NDArray[Any]:
+def _array(values: Any, name: str) -> npt.NDArray[Any]:
     if not isinstance(values, list):
-        raise DataError(f"{where} is {_kind(values)}; expected a list of numbers")
+        raise DataError(f"{name} is {_describe(values)}; expected a list of numbers")
     try:
         array = np.array(values)
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{where} is no list of numbers: {error}") from error
+        raise DataError(f"{name} is no list of numbers: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise DataError(f"{where} is no list of numbers: shape {array.shape}, {array.dtype}")
+        raise DataError(f"{name} is no list of numbers: it has the shape {array.shape} and the type {array.dtype}")
     return array
 
 
 def _rows(item: Mapping[str, Any], name: str, n: int | None) -> list[Any]:
     rows = item.get(name)
     if not isinstance(rows, list) or not rows:
-        raise DataError(f"{name} is {_kind(rows)}; expected a list with one entry for every member")
+        raise DataError(f"{name} is {_describe(rows)}; expected a list with one entry per member")
     if n is not None and len(rows) != n:
-        raise DataError(f"{name} has {len(rows)} entries for {n} members; one each")
+        raise DataError(f"{name} has {len(rows)} entries for {n} members; send one entry per member")
     return rows
 
 
@@ -204,17 +200,17 @@ def _optional(item: Mapping[str, Any], name: str, n: int) -> list[Any] | None:
     return None if item.get(name) is None else _rows(item, name, n)
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where} is {value!r}; expected a finite number")
+        raise DataError(f"{name} is {value!r}; expected a finite number")
     return float(value)
 
 
-def _object(value: Any, where: str) -> Mapping[str, Any]:
+def _object(value: Any, name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{where} is {_kind(value)}; expected an object")
+        raise DataError(f"{name} is {_describe(value)}; expected an object")
     return value
 
 
@@ -226,9 +222,11 @@ def _conversation(messages: Any, i: int) -> Any:
     return messages
 
 
-def _first(name: str, *places: Mapping[str, Any], default: Any) -> Any:
-    return next((place[name] for place in places if place.get(name) is not None), default)
+def _first(name: str, *sources: Mapping[str, Any], default: Any) -> Any:
+    return next((source[name] for source in sources if source.get(name) is not None), default)
 
 
-def _kind(value: Any) -> str:
-    return "missing" if value is None else "empty" if value == [] else f"a {type(value).__name__}"
+def _describe(value: Any) -> str:
+    if value is None:
+        return "missing"
+    return "empty" if value == [] else f"a {type(value).__name__}"

@@ -16,7 +16,7 @@ from transport_records import drop
 from asyncrl.client import AsyncClient
 from asyncrl.http.access import Address
 from asyncrl.http.atropos import AtroposDoor, ServedTerms
-from asyncrl.http.groups import Spread
+from asyncrl.http.groups import RankRings
 from asyncrl.records.check import Limits
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -76,6 +76,6 @@ async def opened(
         aiohttp.ClientSession() as http,
     ):
         ring.publish_version(3)
-        async with AtroposDoor(Spread([client]), TERMS, at or Address(port=0), wait_s=wait_s) as door:
+        async with AtroposDoor(RankRings([client]), TERMS, at or Address(port=0), wait_s=wait_s) as door:
             yield Set(ring, client, door, http)
         drop(ring)

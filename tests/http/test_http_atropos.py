@@ -23,7 +23,7 @@ from http_helpers import TERMS, group, opened  # noqa: E402
 
 from asyncrl.http.access import Address  # noqa: E402
 from asyncrl.http.atropos import AtroposDoor  # noqa: E402
-from asyncrl.http.groups import Spread  # noqa: E402
+from asyncrl.http.groups import RankRings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,7 +152,7 @@ async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_po
             await anyio.wait_all_tasks_blocked()
             _, first = await s.get("/status-env", {"env_id": 1})
             code, refused = await s.post("/scored_data", group(7))
-            assert (code, refused["message"]) == (503, "the run ends; nothing was taken")
+            assert (code, refused["message"]) == (503, "the run ends and accepts no more groups")
             _, second = await s.get("/status-env", {"env_id": 2})
         for status in (first, second):
             assert status["current_step"] == 3
@@ -246,7 +246,7 @@ async def test_a_taken_port_is_a_clear_error(name: str) -> None:
     async with opened(name) as s:
         port = urlsplit(s.door.url).port or 0
         with pytest.raises(ConfigError, match="choose another port"):
-            async with AtroposDoor(Spread([s.client]), TERMS, Address(port=port)):
+            async with AtroposDoor(RankRings([s.client]), TERMS, Address(port=port)):
                 pass
 
 

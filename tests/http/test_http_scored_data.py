@@ -149,7 +149,7 @@ def test_messages_and_the_environment_travel() -> None:
         ({"tokens": [[-1, 8, 9, 10], [7, 8, 11]]}, "holds -1"),
         ({"masks": [[M, M, 9], [M, M, 11]]}, "masks\\[0\\] has 3 entries for 4 tokens"),
         ({"masks": [[M, M, 9, 10]]}, "masks has 1 entries for 2 members"),
-        ({"masks": [[0, 0, 1, 1], [M, M, 11]]}, "masks\\[0\\]\\[0\\] is 0, the token is 7"),
+        ({"masks": [[0, 0, 1, 1], [M, M, 11]]}, "masks\\[0\\]\\[0\\] is 0, and the token is 7"),
         ({"scores": [1.0]}, "scores has 1 entries for 2 members"),
         ({"scores": [1.0, None]}, "scores\\[1\\] is None"),
         ({"scores": [1.0, math.inf]}, "scores\\[1\\] is inf"),
@@ -190,5 +190,5 @@ def test_what_cannot_be_trained_is_refused_with_its_place(changes: dict[str, Any
 
 
 def test_no_object() -> None:
-    with pytest.raises(DataError, match="found a list"):
+    with pytest.raises(DataError, match="the group is a list"):
         read_group([1], LIMITS, 0)
