@@ -76,7 +76,7 @@ class Channel:
         self._notify = notify
         self._loop = asyncio.get_running_loop()
         self._received, self._unsent = bytearray(), bytearray()
-        # The peer sends no more; the peer reads no more; `close` was called.
+        # In this order: the peer sends no more, the peer reads no more, `close` was called.
         self._input_ended = self._output_ended = self._closed = False
         self._readable, self._all_sent = asyncio.Event(), asyncio.Event()
         self._loop.add_reader(connection, self._on_readable)
@@ -87,7 +87,7 @@ class Channel:
         try:
             message = decode(self._received)
         except TransportError as error:
-            raise TransportError(f"{self._peer} wrote into its channel {error}") from None
+            raise TransportError(f"{self._peer} wrote into its channel {error}; print to stderr instead") from None
         if message is None and (self._input_ended or self._closed):
             raise EOFError(f"the channel of {self._peer} is closed")
         return message

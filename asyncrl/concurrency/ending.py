@@ -30,7 +30,7 @@ class _Deadline:
     def __init__(self) -> None:
         self.enabled = False
         self.started = threading.Event()
-        self.code, self.error, self.limit_s = 1, "", EXIT_LIMIT_S
+        self.code, self.unprinted_error, self.limit_s = 1, "", EXIT_LIMIT_S
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
@@ -44,8 +44,8 @@ class _Deadline:
         blockers, tasks = exit_blockers(), asyncio.all_tasks(self.loop) if self.loop else set()
         names = [*blockers.values(), *describe_tasks(tasks)] or [describe_holder(threading.main_thread())]
         print(
-            f"{self.error}asyncrl: the work is done, and {self.limit_s:g} s later this still keeps the process from exiting: "
-            f"{'; '.join(names)}. The process ends now, with exit code {self.code}",
+            f"{self.unprinted_error}asyncrl: the work is done, and {self.limit_s:g} s later this still keeps the process "
+            f"from exiting: {'; '.join(names)}. The process ends now, with exit code {self.code}",
             file=sys.stderr,
             flush=True,
         )
@@ -72,7 +72,7 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
         start_exit_deadline(error)
         raise
     finally:
-        _deadline.error = ""  # printed by the command or the interpreter
+        _deadline.unprinted_error = ""  # printed by the command or the interpreter
     start_exit_deadline(code)
     return code
 
@@ -88,7 +88,7 @@ def start_exit_deadline(
     if not _deadline.enabled or _deadline.started.is_set():
         return
     if isinstance(result, BaseException):
-        _deadline.error = "".join(traceback.format_exception_only(result))
+        _deadline.unprinted_error = "".join(traceback.format_exception_only(result))
         result = getattr(result, "exit_code", 1)
     _deadline.code, _deadline.limit_s, _deadline.loop = result, limit_s, loop
     # Fails if stderr is no file, or if the system refuses a thread.

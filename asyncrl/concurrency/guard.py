@@ -27,14 +27,14 @@ import sys
 
 MARK = "ASYNCRL_CHILD"
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-# Interval of the kills: a process may fork while its group is killed.
+# Kills are repeated, because a process may fork while its group is killed.
 _KILL_INTERVAL_S = 0.05
-# Interval of the check whether the run is still the parent.
-_PARENT_CHECK_S = 1.0
+_PARENT_CHECK_S = 1.0  # interval of checks that the run still lives
 
 
-def main(run: int, mark: str, command: list[str]) -> None:
-    """Start `command` and wait until the child, the run (process number `run`) or SIGTERM ends it. Never returns."""
+def main(run_pid: int, mark: str, command: list[str]) -> None:
+    """Start `command`. When the child or the run ends, or at SIGTERM, kill everything and end like the child. Never returns."""
+    # Each signal writes a byte into the pipe, so that `select` notices the signal.
     signals, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -48,7 +48,7 @@ def main(run: int, mark: str, command: list[str]) -> None:
     while True:
         new_status, has_children = _reap(child)
         status = new_status if new_status is not None else status
-        ending = ending or status is not None or os.getppid() != run
+        ending = ending or status is not None or os.getppid() != run_pid
         if ending and not (has_children and _kill_children()):
             _end_like_child(status)
         if select.select([signals], [], [], _KILL_INTERVAL_S if ending else _PARENT_CHECK_S)[0]:

@@ -77,7 +77,7 @@ class ThreadLane:
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
         self._wakeup = threading.Condition(threading.Lock())
-        self._queue: list[tuple[int, int, LaneJob]] = []  # guarded by _wakeup
+        self._queue: list[tuple[int, int, LaneJob]] = []  # heap of (-priority, number, job), guarded by _wakeup
         self._submitted = 0
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
@@ -86,7 +86,7 @@ class ThreadLane:
 
     async def __aenter__(self) -> ThreadLane:
         if self.state is not LaneState.NEW:
-            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value})")
+            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value}); create a new one")
         self.state = LaneState.OPEN
         if self._recorder is not None:
             self._recorder.register_lane(self.name)
@@ -134,7 +134,7 @@ class ThreadLane:
             raise cancelled
 
     def _end_with_interpreter(self) -> None:
-        """Exit handler for a lane that nobody closed. A thread that returns from C++ after Python has ended would abort."""
+        """Exit handler for a lane that nobody closed. A thread that returns from C++ after Python's end aborts the process."""
         with self._wakeup:
             self.state = LaneState.CLOSED
             # No event loop runs any more, so no caller waits for these closures.
@@ -238,7 +238,7 @@ class ThreadLane:
                 finally:
                     job.finished_at = span.ended
         except BaseException as exc:
-            # The caller raises the error. The lane goes on.
+            # The caller raises the error, a lack of memory as OutOfMemory. The lane goes on.
             job.error = name_shortage(exc, f"{job.name} on {self.name}")
         self._current = None
         call_soon(job.loop, job.notify)
@@ -255,7 +255,7 @@ class SimulatedLane:
         self.name = name
         self.state = LaneState.NEW
         self._recorder = recorder
-        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []  # heap of (-priority, number, future)
         self._submitted = 0
         self._busy = False
         self._current: tuple[str, float] | None = None
@@ -263,7 +263,7 @@ class SimulatedLane:
 
     async def __aenter__(self) -> SimulatedLane:
         if self.state is not LaneState.NEW:
-            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value})")
+            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value}); create a new one")
         self.state = LaneState.OPEN
         if self._recorder is not None:
             self._recorder.register_lane(self.name)
@@ -315,8 +315,8 @@ class SimulatedLane:
             try:
                 raise error
             finally:
-                del error
-        return result  # type: ignore[no-any-return]  # set by the closure, a T
+                del error  # its traceback holds this frame
+        return result  # type: ignore[no-any-return]  # the closure's result, a T
 
     async def _wait_for_lane(self, loop: asyncio.AbstractEventLoop, priority: int) -> None:
         granted: asyncio.Future[None] = loop.create_future()

@@ -128,9 +128,7 @@ class Watchdog:
         self._period = min(config.interval_s, *(limit / 4 for limit in (*limits, config.abort_grace_s)))
         # All times are `awake.now()`.
         self._last_check = 0.0
-        self._last_ping = 0
-        self._last_answer = 0
-        self._ping_sent = 0.0
+        self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
         self._progress = _Unchanged()
         self._lane_closures: dict[str, _Unchanged] = {}
         self._deadline: float | None = None
@@ -146,7 +144,7 @@ class Watchdog:
 
     async def __aenter__(self) -> Watchdog:
         if self.state is not WatchdogState.NEW:
-            raise LifecycleError(f"the watchdog was opened twice (it is {self.state.value})")
+            raise LifecycleError(f"the watchdog was opened twice (it is {self.state.value}); create a new one")
         self.state = WatchdogState.WATCHING
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -167,7 +165,9 @@ class Watchdog:
         limit_s = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
         command = [sys.executable, "-I", "-S", sentry.__file__, str(limit_s), self._name]
         out = subprocess.DEVNULL if sys.__stderr__ is None else 2
-        self._sentry = subprocess.Popen(command, 0, None, subprocess.PIPE, out, out, start_new_session=True)
+        self._sentry = subprocess.Popen(
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+        )
         self._until_closed.enter_context(self._sentry)
         self._until_closed.callback(self._sentry.kill)
         if not faulthandler.is_enabled():
