@@ -38,7 +38,7 @@ def suspended_s() -> float:
 
 def now() -> float:
     """`time.monotonic()` less the seconds of suspension."""
-    # This call may notice a suspension, so the clock is read after it.
+    # `suspended_s` may notice a suspension, so the clock is read afterwards.
     suspended = suspended_s()
     return time.monotonic() - suspended
 

@@ -25,7 +25,7 @@ _MESSAGE_S = 3  # time to print the deadline's message
 
 
 class _Deadline:
-    """Ends the process at the deadline. Its thread starts with the process: later the system may refuse to start one."""
+    """Ends the process at the deadline. Its thread starts early, because the system may refuse a thread later."""
 
     def __init__(self) -> None:
         self.enabled = False

@@ -1,5 +1,5 @@
-"""A lane runs closures one at a time. `ThreadLane` has a thread, the only one that uses the lane's device. `SimulatedLane` has no
-thread and serves tests and dry runs.
+"""A lane runs closures one at a time. `ThreadLane` has its own thread; no other thread uses the lane's device. `SimulatedLane` has
+no thread and serves tests and dry runs.
 
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
@@ -81,7 +81,7 @@ class ThreadLane:
         self._submitted = 0
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
-        # Guarded by _wakeup. The thread calls them when it ends.
+        # The lane's thread calls these at its end. Guarded by _wakeup.
         self._end_callbacks: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> ThreadLane:
@@ -342,7 +342,7 @@ class SimulatedLane:
         except asyncio.CancelledError as exc:
             if not elapsed.cancelled():
                 return exc
-            # The cancellation has cancelled the future: wait for the remaining time on another one.
+            # The cancellation has cancelled the future. Wait for the remaining time on a new future.
             timer.cancel()
             elapsed = loop.create_future()
             loop.call_at(end, _resolve, elapsed, True)

@@ -83,7 +83,7 @@ def disable_training(policy: Policy) -> None:
 
 
 class Core:
-    """The running batch. The owner task calls `needs_prefill`, `add` and `remove` between closures, and only the lane the rest."""
+    """The running batch. The owner task calls `needs_prefill`, `add` and `remove` between closures; the lane calls the rest."""
 
     def __init__(
         self, policy: Policy, cache: KVCache, sequences: Sequences, *, prefill_tokens: int, recompute: bool
@@ -152,8 +152,8 @@ class Core:
             self._prefixes.clear()
             columns = self.sequences
             rows = columns.rows
-            # `keep` also recomputes a prompt whose sequence has no token yet. So the versions of the tokens suffice to replay a
-            # sequence: the prompt has the version of the first token, and the keys of each token that of the next token.
+            # `keep` also recomputes a prompt whose sequence has no sampled token yet. So the versions of the tokens suffice for a
+            # replay: the prompt has the version of the first token, and the keys of each token have the version of the next.
             stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
@@ -198,7 +198,7 @@ class Core:
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _hidden(self, slots: Int64Array, position: Int64Array) -> Tensor:
-        """Hidden states [n, E] of the last known token of each slot [n]. `position` [n]: where that token stands."""
+        """Hidden states [n, E] of the last known token of each slot [n]. `position` [n]: the index of that token."""
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:

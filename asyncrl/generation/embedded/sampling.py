@@ -30,7 +30,7 @@ from asyncrl.models.copying import to_device
 from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
 BLOCK = 256  # vocabulary entries per block
-# Most probable tokens that a filter examines first. If they do not suffice, the full vocabulary is sorted.
+# Most probable tokens that a filter examines first. If these do not suffice, all tokens are sorted.
 FIRST_TRY = 256
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -253,7 +253,7 @@ def _search(cumulative: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def _search_target(cumulative: Tensor, target_N: Tensor) -> Tensor:
     last = cumulative[:, -1]
-    # A target below the last value makes the search end on an entry that adds something, never on one of probability 0.
+    # With a target below the last value the search always ends on an entry of positive probability.
     below_last = torch.nextafter(last, torch.zeros_like(last))
     target = torch.minimum(target_N, below_last).clamp_(min=0.0).unsqueeze(1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=cumulative.shape[1] - 1)
@@ -284,7 +284,7 @@ def _sample_filtered(
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
         # The candidates suffice if they include all top-k tokens, or if they reach top-p.
         enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-        # They also suffice if the last one is below min-p, provided that `total` does not depend on further tokens.
+        # The candidates also suffice if the last candidate is below min-p, provided that `total` does not depend on further tokens.
         enough |= (values[:, -1] < min_p_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
         if count == vocabulary or bool(enough.all()):
             break

@@ -62,7 +62,7 @@ class CoreSpec:
     routed: bool = False
 
 
-class Running:
+class RunningRequest:
     """One running request with its sampled tokens. Only the lane changes it."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Running:
             limit = self._prompt + sampling.max_tokens
             self._routes = np.full((limit, routes.layers, routes.k), MISSING, routes.dtype)
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
-        self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)
+        self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)  # of the model; as sampled
         self._versions = np.zeros(sampling.max_tokens, np.int32)
 
     @property
@@ -176,11 +176,11 @@ class VllmEngine(OwnedEngine):
         self._recompute = kv_after_update == "recompute"
         self._numbers = itertools.count()
         # (slot, its new request, or None if it was aborted). The owner task appends; the lane applies them before its next step.
-        self._changes: deque[tuple[int, Running | None]] = deque()
+        self._changes: deque[tuple[int, RunningRequest | None]] = deque()
         # Only the lane uses the following.
         self._core: Any = None
         self._sampler = Sampler()
-        self._slots: dict[int, Running] = {}
+        self._slots: dict[int, RunningRequest] = {}
         self._slot_of_name: dict[str, int] = {}  # names of requests in the core
         self._sampled_logprobs: dict[str, tuple[float, float]] = {}  # (model, as sampled) of the newest token, by name
         self._replay: Replay | None = None
@@ -248,7 +248,7 @@ class VllmEngine(OwnedEngine):
         if sampling.stop:
             assert self.tokenizer is not None  # `check` has refused the request otherwise
             stop_strings = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
-        running = Running(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings, self.spec.routes)
+        running = RunningRequest(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings, self.spec.routes)
         self._changes.append((slot, running))
         return slot
 
@@ -332,7 +332,7 @@ class VllmEngine(OwnedEngine):
             self._batches.append(rows)
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
-        """Sample tokens [N] from logits [N, V]. vLLM may ignore some of them; `_compute` takes the log-probs of the others."""
+        """Sample tokens [N] from logits [N, V]. vLLM ignores tokens of incomplete prompts; `_compute` drops their log-probs."""
         replayed = None
         if _REPLAY in names:
             assert self._replay is not None

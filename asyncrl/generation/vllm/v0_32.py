@@ -101,7 +101,7 @@ class StepOutput:
 
 
 class VllmCore:
-    """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one at a time."""
+    """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one core at a time."""
 
     def __init__(self, spec: ModelSpec, room: Room, choose: Choose, *, routes: RoutesShape | None = None) -> None:
         """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. Errors: ConfigError if vLLM
@@ -125,12 +125,12 @@ class VllmCore:
         self._scheduled: dict[str, int] = {}  # name of a request -> its tokens in the last step
         schedule = self._core.scheduler.schedule
 
-        def schedule_and_note(*args: Any, **options: Any) -> Any:
+        def schedule_and_record(*args: Any, **options: Any) -> Any:
             output = schedule(*args, **options)
             self._scheduled = output.num_scheduled_tokens
             return output
 
-        self._core.scheduler.schedule = schedule_and_note
+        self._core.scheduler.schedule = schedule_and_record
         _require_supported(self.model, loader.parameters)
         self._weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
         _require_cache(self._core, room)
@@ -214,8 +214,8 @@ class _Sampler(Sampler):
 
 
 class _Loader(BaseModelLoader):
-    """Loads the weights of a `ModelSpec` into vLLM's model, and records the copies. vLLM creates the object and does not give it
-    out, so the results are attributes of the class."""
+    """Loads the weights of a `ModelSpec` into vLLM's model, and records the copies. vLLM creates the object and does not
+    return it, so the results are attributes of the class."""
 
     spec: ModelSpec
     parameters: dict[str, Tensor]
@@ -379,7 +379,7 @@ def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
                 f"generation.engine is vllm, which rearranges its parameter {name} {tuple(tensor.shape)} after loading, so new "
                 f"versions cannot be copied into it; {_INSTEAD}"
             )
-    # This one only sets scales of a quantized cache, which is not used here.
+    # This method only sets scales of a quantized cache, which is not used here.
     harmless = Attention.process_weights_after_loading
     for name, module in model.named_modules():
         process = getattr(type(module), "process_weights_after_loading", None)

@@ -92,7 +92,6 @@ class Router:
         return job
 
     def add_worker(self, worker: int) -> None:
-        """The worker is in service from now on."""
         self._loads[worker] = _Load()
 
     def pin(self, workers: Iterable[int]) -> int:
@@ -140,7 +139,8 @@ class Router:
             job.worker = worker
             key = job.request.prefix_key
             if key is not None:
-                self._homes[key] = worker, self._homes.get(key, (worker, 0))[1] + 1
+                _, count = self._homes.get(key, (worker, 0))
+                self._homes[key] = worker, count + 1
             yield job
 
     def find(self, number: int) -> RoutedJob | None:
@@ -174,7 +174,7 @@ class Router:
         self._waiting = dict(sorted(waiting.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def _choose_worker(self, job: RoutedJob) -> int | None:
-        """None: the request must wait."""
+        """The worker for this request, or None if the request must wait."""
         loads = self._loads
         if job.pinned:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
