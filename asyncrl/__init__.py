@@ -1,6 +1,6 @@
 """asyncio-native runtime for reinforcement-learning post-training of language models.
 
-The public names are those of `__all__`; they are imported on first use, so that `import asyncrl` costs nothing and needs no torch.
+`__all__` has the public names. A name is imported on first use, so `import asyncrl` takes little time and does not import torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMES = {
     "asyncrl.runtime.runtime": "NotebookRuntime Runtime",
     "asyncrl.types": "Generation GenerationRequest Group Normaliser Prompt SamplingParams Trajectory",
 }
-_PLACES = {name: place for place, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "LossInputs",
     "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Surrogate", "Trajectory",
@@ -47,9 +47,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"asyncrl has no attribute {name!r}; public names: {', '.join(_PLACES)}")
-    return getattr(import_module(_PLACES[name]), name)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"asyncrl has no attribute {name!r}; public names: {', '.join(_MODULE_OF)}")
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,14 @@
-"""Losses, advantages, importance corrections and KL estimators: each published method in one place, with all that is said of it.
+"""Losses, advantages, importance corrections and KL estimators, each with its formula, paper, settings and conflicts.
 
-    losses.py       one class a loss: maths, settings, normaliser, needs, conflicts, paper
-    advantages.py   rewards of one group, or of a step -> advantages (numpy only)
-    terms.py        what every loss may have, in its order: corrections, masks, the KL, the entropy bonus
-    importance.py   correction against the sampler's log-probs, and how far sampler and trainer are apart
-    kl.py           per-token estimators of a KL divergence, in the loss or in the reward
-    method.py       how a method declares its settings and what it cannot be combined with
-    base.py         what a loss takes and returns (sums, never means); policy against old log-probs
-    registry.py     names -> methods, and a method bound to its numbers
+    losses.py       the losses, a class each
+    advantages.py   the advantage estimators: from rewards of a group, or of a step, to advantages (numpy only)
+    terms.py        terms that can be added to every loss: corrections, masks, KL, entropy bonus
+    importance.py   the correction against the sampler's log-probs, and the mismatch between sampler and trainer
+    kl.py           estimators of a KL divergence per token, in the loss or in the reward
+    method.py       declarations of settings and conflicts, which the configuration reads
+    base.py         input and output of a loss: columns per token, and sums
+    registry.py     finds a method by its name and binds it to the values of its settings
 
-No module of this room imports torch when it is imported: the configuration is made of what the methods declare, and a reward worker
-takes advantages, without it. The maths are methods of the tensors that they are given.
+The configuration and the reward workers use these modules in processes without torch. So no module imports torch at the top. The
+formulas use methods of the tensors in the arguments.
 """

@@ -1,20 +1,18 @@
-"""Advantages from rewards, by named estimator, and the weighted sum that makes a reward out of components.
+"""Advantage estimators, and the weighted sum of reward components. Uses numpy only.
 
-Pure functions of numbers, numpy only (no torch): they run where rewards arrive, on a handful of floats per group.
+All estimators but `gdpo` use the weighted sum of the reward components (TRL's
+`multi_objective_aggregation="sum_then_normalize"`). `gdpo` normalises each component first (`normalize_then_sum`). Estimators with
+statistics of the whole *step* are refused where groups are trained as they arrive, because the advantages of a group would depend
+on the order of arrival.
 
-All but `gdpo` take the weighted sum of the components first (TRL's `multi_objective_aggregation="sum_then_normalize"`);
-`gdpo` is `normalize_then_sum`. Those whose statistics span the *step* are refused where groups are trained as they
-arrive: the numbers of a group would depend on which others happened to be there.
+A reward of None or NaN is *unscorable*: no reward function applied to the completion. Its advantage is 0, and no statistic includes
+it. A group with fewer than two scorable members has no baseline, so all its advantages are 0, except with estimators that are
+`alone`. The tokens and sequences of such a group still count in N. Equal rewards give advantages of exactly 0 and not a rounding
+error, so code can test for "no signal" with `== 0`.
 
-A reward of None or NaN is *unscorable* (every reward function said "not applicable"): its advantage is 0, and it is
-left out of all statistics. A group with fewer than two scorable members has no baseline to compare with: all its
-advantages are 0 (but those of an estimator that is `alone`), so it teaches nothing, though its tokens and sequences
-still count in N. Rewards that are all equal give exactly 0, not the rounding error of their mean, so that "no signal"
-can be tested for with `== 0`.
+To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 
-An estimator is a function under `of_group` or `of_step`, which say what it cannot be combined with, and a line in `ALL`.
-
-Shape legend: G members of a group, in member order; float64.
+Shape legend: G members of a group, in member order. All arrays are float64.
 """
 
 from __future__ import annotations
@@ -34,43 +32,44 @@ STD_EPSILON = 1e-4
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 Rewards: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating]
-AdvantageFn: TypeAlias = Callable[..., Float64Array]  # (rewards), or (rewards, own) where it has settings
+# (rewards) -> advantages, or (rewards, own) for an estimator with settings.
+AdvantageFn: TypeAlias = Callable[..., Float64Array]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """What an estimator may look at. `lengths`: scored tokens; a component without a weight has weight 1."""
+    """The input of an estimator. A component without a weight has weight 1."""
 
-    rewards: Sequence[float | None]  # [G] the weighted sums
+    rewards: Sequence[float | None]  # [G] weighted sums of the components
     components: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # name -> [G]
     weights: Mapping[str, float] = field(default_factory=dict)
-    lengths: Sequence[int] = ()  # [G]
+    lengths: Sequence[int] = ()  # [G] scored tokens
 
 
-BatchAdvantageFn: TypeAlias = Callable[..., list[Float64Array]]  # (groups), or (groups, own)
+BatchAdvantageFn: TypeAlias = Callable[..., list[Float64Array]]  # (groups) -> advantages, or (groups, own)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An estimator by name: a function of one group, or of all groups of a step."""
+    """An advantage estimator: a function of one group (`group`), or a function of all groups of a step (`batch`)."""
 
     name: str
     group: AdvantageFn | None = None
     batch: BatchAdvantageFn | None = None
-    alone: bool = False  # a group of one may have an advantage
+    alone: bool = False  # whether a group of one may have an advantage
     conflicts: tuple[Conflict, ...] = ()
-    settings: type[Method] | None = None  # of its own; the function takes them as its second argument
+    settings: type[Method] | None = None  # an instance is the function's second argument
 
     @property
     def doc(self) -> str:
-        """The docstring of its function: formula and paper."""
+        """The docstring of the function: formula and paper."""
         return (self.batch if self.group is None else self.group).__doc__ or ""
 
-    def bound(self, numbers: Mapping[str, Any]) -> Estimator:
-        """With its own settings out of `numbers`, by their flat names."""
+    def with_settings(self, values: Mapping[str, Any]) -> Estimator:
+        """The estimator with its settings from `values`: flat name -> value. Other values are ignored."""
         if self.settings is None:
             return self
-        own = self.settings.made(numbers)
+        own = self.settings.from_values(values)
         if self.group is not None:
             return replace(self, group=partial(self.group, own=own))
         assert self.batch is not None
@@ -78,49 +77,51 @@ class Estimator:
 
     @property
     def needs_whole_step(self) -> bool:
-        """Its statistics span the step: every group of it has to be there before the first is trained."""
+        """Whether all groups of a step must be complete before the first group is trained."""
         return self.group is None
 
     def __call__(self, rewards_G: Rewards) -> Float64Array:
-        """[G] -> [G] of one group. TypeError for an estimator that needs the whole step."""
+        """Rewards of one group [G] -> advantages [G]. Errors: TypeError if the estimator needs the whole step."""
         if self.group is None:
-            raise TypeError(f"advantage {self.name!r} is a statistic of the whole step; call `of_step`")
+            raise TypeError(
+                f"advantage {self.name!r} needs the rewards of the whole step; call `of_step` with all its groups"
+            )
         return self.group(rewards_G)
 
     def of_step(self, groups: Sequence[GroupRewards]) -> list[Float64Array]:
-        """[G] of every group: all groups of the step, or any of them where `needs_whole_step` is False."""
+        """The advantages [G] of each group. If `needs_whole_step`, `groups` must be all groups of the step."""
         if self.batch is not None:
             return self.batch(groups)
         return [self(group.rewards) for group in groups]
 
     def has_signal(self, group: GroupRewards) -> bool:
-        """Whether the group can move the policy: an advantage differs from 0, or will once the step is known."""
+        """Whether an advantage of the group can has_different_values from 0, and so change the policy."""
         if self.group is not None:
             return bool(self.group(group.rewards).any())
-        return any(differ(values) for values in (group.rewards, *group.components.values()))
+        return any(has_different_values(values) for values in (group.rewards, *group.components.values()))
 
 
-def of_group(**declared: Any) -> Callable[[AdvantageFn], Estimator]:
-    """Makes an estimator, under its own name, of a function of one group's rewards. `declared`: `alone`, `conflicts` and
-    `settings` of `Estimator`."""
-    return lambda function: Estimator(function.__name__, group=function, **declared)
+def of_group(**options: Any) -> Callable[[AdvantageFn], Estimator]:
+    """A decorator that makes an estimator from a function of one group's rewards. The function's name is the name of the estimator.
+    `options`: `alone`, `conflicts` and `settings` of `Estimator`."""
+    return lambda function: Estimator(function.__name__, group=function, **options)
 
 
-def of_step(**declared: Any) -> Callable[[BatchAdvantageFn], Estimator]:
-    """The same of a function of all groups of a step: its statistics span the step."""
-    return lambda function: Estimator(function.__name__, batch=function, **declared)
+def of_step(**options: Any) -> Callable[[BatchAdvantageFn], Estimator]:
+    """A decorator like `of_group`, for a function of all groups of a step."""
+    return lambda function: Estimator(function.__name__, batch=function, **options)
 
 
 def as_rewards(rewards_G: Rewards) -> Float64Array:
-    """[G] float64 with NaN for unscorable members."""
+    """[G] float64 with NaN for unscorable members. Errors: ValueError for an infinite reward."""
     values_G = np.asarray([math.nan if r is None else r for r in rewards_G], dtype=np.float64)
     if np.isinf(values_G).any():
         raise ValueError(f"rewards of a group must be finite, None or NaN; found {values_G.tolist()}")
     return values_G
 
 
-def differ(values: Rewards) -> bool:
-    """Two scorable values are there that are not equal."""
+def has_different_values(values: Rewards) -> bool:
+    """Whether two scorable values has_different_values."""
     scored = as_rewards(values)
     scored = scored[~np.isnan(scored)]
     return scored.size >= 2 and not bool((scored == scored[0]).all())
@@ -133,35 +134,35 @@ def differ(values: Rewards) -> bool:
 def grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred and divided by the group's standard deviation, `(r - mean) / (std + 1e-4)`.
 
-    Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2. The std is the unbiased one (divisor n - 1)
-    and the epsilon is TRL's (`scale_rewards="group"`); other code bases differ, see the other `grpo_*`.
+    Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2. The std is unbiased (divisor n - 1), and the epsilon is
+    TRL's (`scale_rewards="group"`). The other `grpo_*` estimators are those of other code bases.
     """
     return _scaled(rewards_G, epsilon=STD_EPSILON)
 
 
 @of_group(alone=True)
 def grpo_verl(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: `(r - mean) / (std + 1e-6)`, unbiased std; a group of one has mean 0 and std 1, as in verl."""
+    """[G] -> [G]: `(r - mean) / (std + 1e-6)` with the unbiased std. A group of one has mean 0 and std 1, as in verl."""
     return _scaled(rewards_G, epsilon=1e-6, std_alone=1.0)
 
 
 @of_group()
 def grpo_async(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: `(r - mean) / (std + 1e-8)` with the population std (divisor n): TRL's async_grpo, torchtitan."""
+    """[G] -> [G]: `(r - mean) / (std + 1e-8)` with the population std (divisor n), as in TRL's async_grpo and torchtitan."""
     return _scaled(rewards_G, epsilon=1e-8, ddof=0)
 
 
 @of_group(alone=True)
 def grpo_atropos(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: `(r - mean) / max(std, 1e-8)`, population std; the member of a group of one keeps its raw score."""
-    return _scaled(rewards_G, least=1e-8, ddof=0, std_alone=1.0)
+    """[G] -> [G]: `(r - mean) / max(std, 1e-8)` with the population std. The member of a group of one keeps its reward."""
+    return _scaled(rewards_G, min_divisor=1e-8, ddof=0, std_alone=1.0)
 
 
 @of_group()
 def grpo_nemo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: baseline and std over the *other* members, `(r - mean_others) / (std_others + 1e-6)`.
+    """[G] -> [G]: mean and std of the *other* members, `(r - mean_others) / (std_others + 1e-6)`.
 
-    The std is unbiased over the n - 1 others; where it is 0 or unknown (two members) the difference is not divided.
+    The std is unbiased. If it is 0, or there is only one other member, the difference is not divided by anything.
     NeMo-RL's default (leave-one-out baseline, normalised rewards), with groups by id instead of by prompt text.
     """
     advantage_G = rloo(rewards_G)
@@ -169,26 +170,26 @@ def grpo_nemo(rewards_G: Rewards) -> Float64Array:
     for i in np.flatnonzero(~np.isnan(values_G)):
         others = np.delete(values_G, i)
         others = others[~np.isnan(others)]
-        if others.size >= 2 and differ(others):
+        if others.size >= 2 and has_different_values(others):
             advantage_G[i] /= float(others.std(ddof=1)) + 1e-6
     return advantage_G
 
 
 @of_group()
 def dr_grpo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: centred only, `r - mean`. Easy and hard prompts are not weighed up (TRL: `scale_rewards="none"`).
+    """[G] -> [G]: `r - mean`, without a division by the std, which would raise the weight of easy and of hard prompts.
 
-    Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
+    Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2. TRL: `scale_rewards="none"`.
     """
     return _centred(rewards_G)[0]
 
 
 @of_group()
 def rloo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: leave-one-out, `r_i - mean(r_j, j != i)`, which is `n / (n - 1)` times `dr_grpo`.
+    """[G] -> [G]: the leave-one-out baseline, `r_i - mean(r_j, j != i)`, which is `n / (n - 1)` times `dr_grpo`.
 
-    Paper: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). As TRL's RLOOTrainer
-    with `normalize_advantages=False`.
+    Papers: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). TRL: RLOOTrainer with
+    `normalize_advantages=False`.
     """
     centred_G, _ = _centred(rewards_G)
     scorable = int((~np.isnan(as_rewards(rewards_G))).sum())
@@ -197,7 +198,7 @@ def rloo(rewards_G: Rewards) -> Float64Array:
 
 @of_group(alone=True)
 def none(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: the rewards themselves, without a baseline (Williams 1992, REINFORCE); unscorable ones 0."""
+    """[G] -> [G]: the rewards, without a baseline (REINFORCE, Williams 1992). An unscorable member has advantage 0."""
     return np.nan_to_num(as_rewards(rewards_G))
 
 
@@ -206,15 +207,15 @@ def none(rewards_G: Rewards) -> Float64Array:
     conflicts=(
         Conflict(
             "rollout.filter.dynamic_sampling",
-            "which makes all advantages 0, and groups without one are what is dropped; choose one",
-            when=lambda around: (
-                around.at("rollout.filter.dynamic_sampling") and around.at("rollout.filter.by") == "reward"
+            "which makes all advantages 0, so dynamic sampling would drop every group; choose one of the two",
+            when=lambda context: (
+                context.at("rollout.filter.dynamic_sampling") and context.at("rollout.filter.by") == "reward"
             ),
         ),
     ),
 )
 def zero(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: all 0. The control experiment: with it a reward curve has to stay flat."""
+    """[G] -> [G]: all 0. For a control experiment, in which the reward curve must stay flat."""
     return np.zeros_like(as_rewards(rewards_G))
 
 
@@ -223,9 +224,9 @@ def zero(rewards_G: Rewards) -> Float64Array:
 
 @of_step()
 def grpo_batch(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """Centred by group, divided by `std + 1e-4` of all rewards of the step (unbiased): TRL's `scale_rewards="batch"`.
+    """`(r - mean(group)) / (std(step) + 1e-4)` with the unbiased std: TRL's `scale_rewards="batch"`.
 
-    Paper: Liu et al., "Part I: Tricks or Traps?" (arXiv:2508.08221), which finds this one the most robust.
+    Paper: Liu et al., "Part I: Tricks or Traps?" (arXiv:2508.08221), which finds this estimator the most robust.
     """
     rewards = np.concatenate([as_rewards(group.rewards) for group in groups]) if groups else np.zeros(0)
     std = _std(rewards[~np.isnan(rewards)])
@@ -236,43 +237,44 @@ def grpo_batch(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     conflicts=(
         Conflict(
             "algorithm.kl.place",
-            "which reads the components and not their sum: the KL would be lost; set kl.place=loss or another advantage",
-            when=lambda around: around.at("algorithm.kl.coef") > 0 and around.at("algorithm.kl.place") == "reward",
+            "which reads the components and not their sum, so the KL would be lost; set kl.place=loss or another advantage",
+            when=lambda context: context.at("algorithm.kl.coef") > 0 and context.at("algorithm.kl.place") == "reward",
         ),
     )
 )
 def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """Every component is normalised on its own, then summed by weight, then normalised over the step.
+    """Each component is normalised in its group. The weighted sum of the components is normalised over the step.
 
         z_k,i = (c_k,i - mean_k) / (std_k + 1e-4) in the group      s_i = sum_k w_k z_k,i
         A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the step
 
-    So a component with a large spread does not drown the others. Paper: "GDPO: Group reward-Decoupled Normalization
-    Policy Optimization" (arXiv:2601.05242); TRL's `multi_objective_aggregation="normalize_then_sum"`. A group without
-    components counts its reward as the only one.
+    So a component with a large spread does not outweigh the other components. The reward of a group without components is its only
+    component. Paper: "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242). TRL:
+    `multi_objective_aggregation="normalize_then_sum"`.
     """
     sums = [_normalised_sum(group) for group in groups]
     scored = np.concatenate([s[~np.isnan(s)] for s in sums]) if sums else np.zeros(0)
-    if not differ(scored):
+    if not has_different_values(scored):
         return [np.zeros_like(s) for s in sums]
     return [np.nan_to_num((s - scored.mean()) / (_std(scored) + STD_EPSILON)) for s in sums]
 
 
 @of_step(alone=True)
 def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """Whitened over all scored tokens of the step: `(r - mean) / sqrt(var + 1e-8)`; long completions weigh more.
+    """`(r - mean) / sqrt(var + 1e-8)`, with mean and variance over all scored tokens of the step.
 
-    Paper: Hu, "REINFORCE++" (arXiv:2501.03262). Statistics as in verl (`masked_whiten`, gamma 1): each token carries
-    its completion's reward, the variance is unbiased over tokens. A step with fewer than two scored tokens gives 0.
+    Paper: Hu, "REINFORCE++" (arXiv:2501.03262). As in verl (`masked_whiten`, gamma 1), the value of a token is the reward of its
+    completion, so long completions have more weight. The variance is unbiased. A step with fewer than two scored tokens has
+    advantages of 0.
     """
     return _whitened([as_rewards(group.rewards) for group in groups], groups)
 
 
 @of_step()
 def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """`reinforce_pp` of `r - mean(group)`: the variant for several completions a prompt (same paper, section 3.2).
+    """`reinforce_pp` of `r - mean(group)`, for several completions of a prompt (same paper, section 3.2).
 
-    verl leaves the reward of a group of one as it is; here, as everywhere, a group without a comparison gives 0.
+    The advantage of a group of one is 0. In verl it is the reward.
     """
     values = []
     for group in groups:
@@ -303,10 +305,9 @@ ALL: tuple[Estimator, ...] = (
 
 
 def combine_components(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """The reward of one completion: `sum of weight x component` over the components that apply.
+    """The reward of one completion: the sum of `weight x component`, without components of None or NaN (TRL's nansum).
 
-    None and NaN are "not applicable" and skipped (TRL's nansum); None comes back where nothing applies: unscorable.
-    Errors: ValueError for a component without a weight, or one that is infinite.
+    None (unscorable) if all components are None or NaN. Errors: ValueError for a component without a weight, or an infinite one.
     """
     total, applicable = 0.0, False
     for name, value in components.items():
@@ -324,10 +325,9 @@ def combine_components(components: Mapping[str, float | None], weights: Mapping[
 
 
 def soft_overlong(length: int, longest: int, cache: int) -> float:
-    """The length penalty of DAPO (Yu et al., arXiv:2503.14476, eq. 13), in [-1, 0]; lengths in tokens.
+    """The length penalty of DAPO (Yu et al., arXiv:2503.14476, eq. 13), in [-1, 0]. All lengths are in tokens.
 
-    0 up to `longest - cache`, then linearly down to -1 at `longest`, -1 beyond: completions that end shortly before
-    the limit are told so, instead of being punished alike only once they are cut.
+    The penalty is 0 up to `longest - cache`, falls linearly to -1 at `longest`, and is -1 beyond.
     """
     if length <= longest - cache:
         return 0.0
@@ -335,24 +335,24 @@ def soft_overlong(length: int, longest: int, cache: int) -> float:
 
 
 def _scaled(
-    rewards_G: Rewards, *, epsilon: float = 0.0, least: float = 0.0, ddof: int = 1, std_alone: float | None = None
+    rewards_G: Rewards, *, epsilon: float = 0.0, min_divisor: float = 0.0, ddof: int = 1, std_alone: float | None = None
 ) -> Float64Array:
-    """`(reward - mean) / max(std + epsilon, least)` [G]. `std_alone`: of a group of one, whose mean then is 0."""
+    """`(reward - mean) / max(std + epsilon, min_divisor)` [G]. With `std_alone` a group of one has mean 0 and this std."""
     values_G = as_rewards(rewards_G)
     if std_alone is not None and values_G.size == 1:
         return np.nan_to_num(values_G) / (std_alone + epsilon)
     centred_G, std = _centred(values_G, ddof)
-    divided_G: Float64Array = centred_G / max(std + epsilon, least)
+    divided_G: Float64Array = centred_G / max(std + epsilon, min_divisor)
     return divided_G
 
 
 def _centred(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
-    """`(reward - mean [G], std with divisor n - ddof)` over the scorable members; zeros where nothing compares."""
+    """(reward - mean [G], std with divisor n - ddof) of the scorable members. Zeros if no two of them differ."""
     values_G = as_rewards(rewards_G)
     scorable_G = ~np.isnan(values_G)
     scored = values_G[scorable_G]
     centred_G = np.zeros_like(values_G)
-    if not differ(scored):
+    if not has_different_values(scored):
         return centred_G, 0.0
     centred_G[scorable_G] = scored - scored.mean()
     return centred_G, float(scored.std(ddof=ddof))
@@ -363,7 +363,7 @@ def _std(scored: Float64Array) -> float:
 
 
 def _normalised_sum(group: GroupRewards) -> Float64Array:
-    """[G]: the weighted sum of the normalised components; NaN where no component applies."""
+    """[G]: the weighted sum of the normalised components. NaN for an unscorable member."""
     components = group.components or {"reward": group.rewards}
     total = np.zeros(len(group.rewards))
     unscorable = np.ones(len(group.rewards), dtype=np.bool_)
@@ -375,12 +375,12 @@ def _normalised_sum(group: GroupRewards) -> Float64Array:
 
 
 def _whitened(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """`(value - mean) / sqrt(var + 1e-8)`, both over tokens: every value stands once per scored token."""
+    """`(value - mean) / sqrt(var + 1e-8)`, where mean and variance count each value once per scored token."""
     lengths = [np.where(np.isnan(v), 0, np.asarray(g.lengths, np.float64)) for v, g in zip(values, groups, strict=True)]
     flat = np.nan_to_num(np.concatenate(values)) if values else np.zeros(0)
     tokens = np.concatenate(lengths) if lengths else np.zeros(0)
     count = float(tokens.sum())
-    if count < 2 or not differ(flat[tokens > 0]):
+    if count < 2 or not has_different_values(flat[tokens > 0]):
         return [np.zeros_like(v) for v in values]
     mean = float((flat * tokens).sum()) / count
     variance = float(((flat - mean) ** 2 * tokens).sum()) / (count - 1)

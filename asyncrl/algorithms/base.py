@@ -1,15 +1,19 @@
-"""The loss signature that every algorithm and the split train step share.
+"""The input and the output of a loss, and the ratios of log-probs that losses use.
 
-A loss is a pure function of per-token columns and returns **sums**, never means: the trainer adds the sums of all
-microbatches and divides once, at `finish_train_step`, by the true number of tokens or sequences of the whole step over
-all ranks. So the gradient does not depend on how, in which order or where the step was split.
+A loss is a pure function of columns with a value per token. It returns **sums** and not means. The trainer adds the sums of all
+microbatches, and `finish_train_step` divides by the number of tokens or sequences of the whole step over all ranks. So the gradient
+does not depend on how the step was split into microbatches and ranks.
 
-Three log-probs of one token meet in a loss: `sampler` (what the engine said when it sampled), `old` (the trainer's before
-the first update on this batch; its own, detached, where the batch is used once) and `logp` (the trainer's now, with
-gradient). The ratio and its clip stand on logp / old; what is left, old / sampler, is `importance.py`.
+A loss may read three log-probs of a token:
 
-Shape legend: S scored tokens of a microbatch (loss mask 1, packed: no padding), B its sequences, scalars are 0-d
-tensors. Log-probs in nats; ratios are differentiable.
+    sampler    the engine's, when it sampled the token
+    old        the trainer's, before the first update on this batch; `logp`, detached, if the batch is used for one update
+    logp       the trainer's now, with gradient
+
+The clipped ratio is exp(logp - old). The correction by exp(old - sampler) is in `importance.py`.
+
+Shape legend: S scored tokens of a microbatch (loss mask 1, packed, no padding), B sequences of the microbatch. Scalars are 0-d
+tensors. Log-probs are in nats, and ratios are differentiable.
 """
 
 from __future__ import annotations
@@ -24,42 +28,40 @@ from asyncrl.types import Normaliser
 if TYPE_CHECKING:
     from torch import Tensor
 
-COEFFICIENT_MAX = 1.0  # of the entropy bonus, where it is controlled
+COEFFICIENT_MAX = 1.0  # of a controlled entropy bonus
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Columns of one microbatch. Floating dtype: float32 (float64 in tests); all on one device.
+    """Columns of one microbatch, float32 (float64 in tests), all on one device.
 
-    `old_logp_S is None` means on-policy: the surrogate uses `logp_S.detach()`. It is set where the batch is used for
-    more than one update, or where `old_logprobs: sampler` puts the clip around the sampler's log-probs.
+    `old_logp_S` is None if the batch is used for one update. Then the surrogate uses `logp_S.detach()`.
     """
 
     logp_S: Tensor  # differentiable
-    # Differentiable where an entropy term asks for it, else detached.
-    entropy_S: Tensor | None
+    entropy_S: Tensor | None  # differentiable if a term needs its gradient, else detached
     sampler_logp_S: Tensor
     advantage_S: Tensor
     sequence_S: Tensor  # int64 in [0, B), non-decreasing
     sequences: int  # B, fully masked sequences included
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
-    # Bool: tokens that the surrogate and the entropy bonus act on; None: all.
+    # Bool: the tokens that have a policy loss and an entropy bonus. None: all tokens.
     keep_S: Tensor | None = None
-    # Detached weights, for a loss that takes them itself (`takes_weights`).
+    # Detached importance weights, only for a loss with `takes_weights`.
     importance_S: Tensor | None = None
 
     @property
     def length_B(self) -> Tensor:
-        """Scored tokens of each sequence, in the dtype of `logp_S`; 0 for a fully masked one."""
+        """Number of scored tokens of each sequence, in the dtype of `advantage_S`. 0 for a fully masked sequence."""
         return self.sequence_sum(self.advantage_S.new_ones(self.advantage_S.shape))
 
     def sequence_sum(self, value_S: Tensor) -> Tensor:
-        """[S] -> [B]: sum over the tokens of each sequence. Differentiable."""
+        """[S] -> [B]: the sum over the tokens of each sequence. Differentiable."""
         return value_S.new_zeros(self.sequences).index_add(0, self.sequence_S, value_S)
 
     def sequence_mean(self, value_S: Tensor) -> Tensor:
-        """[S] -> [B]: mean over the tokens of each sequence, `sum / max(len, 1)`. Differentiable."""
+        """[S] -> [B]: the mean over the tokens of each sequence, `sum / max(len, 1)`. Differentiable."""
         return self.sequence_sum(value_S) / self.length_B.clamp(min=1)
 
     def spread(self, value_B: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class LossInputs:
 
 
 def old_logp(inputs: LossInputs) -> Tensor:
-    """[S] detached: the `old` column, or the forward's own log-probs where there is none (on-policy: ratio 1)."""
+    """[S] detached: the `old` column, or `logp_S` if there is no `old` column. Then the ratio is 1."""
     return (inputs.logp_S if inputs.old_logp_S is None else inputs.old_logp_S).detach()
 
 
@@ -78,27 +80,27 @@ def token_ratio(inputs: LossInputs) -> Tensor:
 
 
 def sequence_ratio(inputs: LossInputs) -> Tensor:
-    """[S]: the geometric mean of the token ratios of the token's sequence, `exp(sum_t (logp_t - old_t) / max(len, 1))`.
+    """[S]: the geometric mean of the token ratios of a sequence, `exp(sum_t (logp_t - old_t) / max(len, 1))`.
 
-    Every token of a sequence has the same value; the gradient flows through the whole ratio.
+    Every token of a sequence has the same value. The gradient reaches all tokens of the sequence.
     """
     return inputs.spread(inputs.sequence_mean(inputs.logp_S - old_logp(inputs)).exp())
 
 
 def on_policy(inputs: LossInputs) -> LossInputs:
-    """`force_on_policy`: without an `old` column the ratio is 1, and its gradient that of the log-prob."""
+    """For the setting `force_on_policy`: removes the `old` column, so that every ratio is 1."""
     return replace(inputs, old_logp_S=None)
 
 
 def centre_on_sampler(inputs: LossInputs) -> LossInputs:
-    """`old_logprobs: sampler`: the sampler's column becomes the `old` one; NaN entries stay on-policy (ratio 1)."""
+    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. The ratio of a NaN is 1."""
     sampler_S = inputs.sampler_logp_S
     old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
     return replace(inputs, old_logp_S=old_S)
 
 
-def kind(name: str) -> str:
-    """`min`, `max` or `sum`: how a metric is combined over microbatches and ranks."""
+def reduction_of(name: str) -> str:
+    """How a metric with this name is combined over microbatches and ranks: `min`, `max` or `sum`."""
     if "_min" in name:
         return "min"
     return "max" if "_max" in name else "sum"
@@ -106,9 +108,9 @@ def kind(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricSum:
-    """A metric as a sum (0-d, detached) and what to divide it by.
+    """A metric as a sum (0-d, detached), and the normaliser that divides the sum over the step.
 
-    Keys that hold `_min` or `_max` are reduced by minimum or maximum over microbatches and ranks, and never divided.
+    A metric with `_min` or `_max` in its name is a minimum or maximum over microbatches and ranks, and is not divided.
     """
 
     value: Tensor
@@ -120,9 +122,9 @@ Metrics = dict[str, MetricSum]
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """`total` is the differentiable sum to call backward on; its normaliser is the loss's declared one.
+    """The result of a loss. `total` is the differentiable sum, which `Loss.normaliser` divides.
 
-    `extra` is a second differentiable sum, with `Loss.extra_normaliser`: a term that is divided by something else.
+    `extra` is a second differentiable sum, which `Loss.extra_normaliser` divides.
     """
 
     total: Tensor
@@ -132,29 +134,29 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True)
 class EntropyControl:
-    """A coefficient that holds the mean entropy at `target` (nats): adaptive entropy control.
+    """The state of adaptive entropy control, which holds the mean entropy near `target` (nats).
 
-    He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3; the numbers are TRL's. After each optimizer step the
-    coefficient grows by `delta` where the mean entropy of the step was at most `target`, else it shrinks by `delta`, within
-    [0, 1]; it begins at `coef`. The bonus acts in a step only if the entropy of the step before was at most
-    `target`, so never in the first. The mean is over all scored tokens of the step on all ranks (in TRL over those that
-    the top-entropy mask keeps). The state is part of the trainer's checkpoint.
+    He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3, with the numbers of TRL. After each optimizer step the
+    coefficient grows by `delta` if the mean entropy of the step was at most `target`. Otherwise the coefficient shrinks by `delta`.
+    Its bounds are 0 and 1. A step has a bonus only if the entropy of the step before was at most `target`, so the first step has
+    none. The mean is over all scored tokens of the step on all ranks; in TRL, over the tokens that the top-entropy mask keeps. The
+    trainer's checkpoint has this state.
     """
 
     coefficient: float  # after the last update
     target: float
     delta: float
-    entropy: float = math.inf  # of the last step
+    entropy: float = math.inf  # mean of the last step
 
     @property
-    def applied(self) -> float:
-        """What the bonus of the next step is multiplied by."""
+    def next_coefficient(self) -> float:
+        """The coefficient of the bonus in the next step."""
         return self.coefficient if self.entropy <= self.target else 0.0
 
     def after(self, entropy: float) -> EntropyControl:
         """The state after a step with this mean entropy."""
-        moved = self.coefficient + (self.delta if entropy <= self.target else -self.delta)
-        return EntropyControl(min(max(moved, 0.0), COEFFICIENT_MAX), self.target, self.delta, entropy)
+        coefficient = self.coefficient + (self.delta if entropy <= self.target else -self.delta)
+        return EntropyControl(min(max(coefficient, 0.0), COEFFICIENT_MAX), self.target, self.delta, entropy)
 
 
 LossFn = Callable[[LossInputs], LossSums]
@@ -162,11 +164,11 @@ LossFn = Callable[[LossInputs], LossSums]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as the trainer takes it: the bound pure function, the normaliser of each term and what it needs.
+    """A loss for the trainer: a function with bound settings, the normalisers of its sums, and its needs.
 
-    A step whose loss has an `extra_normaliser` needs a second gradient buffer, or its counts before its first backward;
-    one with `top_entropy_quantile` below 1 needs the entropies of the whole step before its first backward. Either
-    kind of knowledge comes from `whole_step`, which a streamed step cannot call in time.
+    A loss with an `extra_normaliser` needs a second gradient buffer, or the counts of the whole step before the first backward (see
+    `with_counts`). A loss with `top_entropy_quantile` below 1 needs the entropies of the whole step before the first backward.
+    A streamed step cannot know these numbers in time.
     """
 
     name: str
@@ -174,12 +176,12 @@ class Loss:
     normaliser: Normaliser
     needs_reference: bool = False
     needs_entropy_grad: bool = False
-    needs_old: bool = True  # False: an `old` column would not be read
+    needs_old: bool = True  # whether the loss reads the `old` column
     extra_normaliser: Normaliser | None = None
     top_entropy_quantile: float = 1.0
-    # How the coefficient of the bonus begins, where it is controlled.
+    # The first state of the controller, if the coefficient of the bonus is controlled.
     control: EntropyControl | None = None
-    with_bonus: Callable[[float], LossFn] | None = None  # the same loss with this coefficient: what `at` binds
+    with_bonus: Callable[[float], LossFn] | None = None  # coefficient of the bonus -> `fn`
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums over one microbatch."""
@@ -187,25 +189,25 @@ class Loss:
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether something has to be known of all ranks' microbatches before the first backward."""
+        """Whether counts or entropies of all microbatches on all ranks must be known before the first backward."""
         return self.extra_normaliser is not None or self.top_entropy_quantile < 1
 
-    def at(self, control: EntropyControl) -> Loss:
-        """The same loss for one step, with the coefficient that the controller says; only where `control` is not None."""
+    def with_control(self, control: EntropyControl) -> Loss:
+        """This loss for one step, with the coefficient of the controller. Call this only if `self.control` is not None."""
         assert self.with_bonus is not None
-        return replace(self, fn=self.with_bonus(control.applied), control=None)
+        return replace(self, fn=self.with_bonus(control.next_coefficient), control=None)
 
-    def whole_step(self, scale: float) -> Loss:
-        """The same loss for a step whose counts are known: `total + scale x extra` under one normaliser.
+    def with_counts(self, scale: float) -> Loss:
+        """This loss for a step whose counts are known, with one sum: `total + scale x extra`.
 
-        `scale` is N of `total` divided by N of `extra`, over all ranks.
+        `scale` is N of `total` divided by N of `extra`, where N are the counts of their normalisers over all ranks.
         """
         if self.extra_normaliser is None:
             return self
 
-        def joined(inputs: LossInputs) -> LossSums:
+        def one_sum(inputs: LossInputs) -> LossSums:
             sums = self.fn(inputs)
             assert sums.extra is not None
             return LossSums(sums.total + scale * sums.extra, sums.metrics)
 
-        return replace(self, fn=joined, extra_normaliser=None)
+        return replace(self, fn=one_sum, extra_normaliser=None)

@@ -1,13 +1,13 @@
-"""Correction for tokens that were sampled by other numbers than the trainer's: an older policy, another kernel.
+"""Importance correction: detached weights for tokens whose sampler log-probs differ from the trainer's.
 
-A detached weight multiplies the surrogate of each token. Its raw form is a ratio old / sampler at one of three levels,
+The log-probs differ if the tokens are of an older policy, or if the engine uses other kernels. The weight multiplies the surrogate
+of a token. It is computed from a ratio old / sampler at one of three levels:
 
-    token      exp(d_t)                     d_t = old_t - sampler_t
-    sequence   exp(sum_t d_t)               one weight for all tokens of a sequence
-    geometric  exp(sum_t d_t / max(len, 1))
+    token      exp(d_t)                         d_t = old_t - sampler_t
+    sequence   exp(sum_t d_t)                   a weight for all tokens of a sequence
+    geometric  exp(sum_t d_t / max(len, 1))     a weight for all tokens of a sequence
 
-and bounds [floor, cap] act on it in one of two ways: `truncate` clamps it, `mask` replaces what is outside by 0 (equality
-is kept, and nothing is raised to the floor afterwards: what was masked stays masked).
+Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` replaces a ratio outside of the bounds by 0.
 
     mode               level      bounds     known as
     token_truncate     token      truncate   TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You
@@ -16,20 +16,17 @@ is kept, and nothing is raised to the floor afterwards: what was masked stays ma
     sequence_truncate  sequence   truncate
     sequence_mask      sequence   mask       TRL's default
     geometric_truncate, geometric_mask       the same at the geometric level (verl)
-    sequence_mask_tis  the geometric mean decides whether a sequence is kept; its tokens keep their raw, untruncated
-                       token weights (NeMo's seq-mask-tis)
+    sequence_mask_tis  masks a sequence by its geometric ratio; the tokens of other sequences have the untruncated ratio of the
+                       token level (NeMo's seq-mask-tis)
 
-`veto`: a sequence that holds a token with ratio below it gets weight 0 as a whole (verl: 1e-4).
-`log_clamp`: d_t within +- that many nats (verl: 20). The truncation itself is Ionides', "Truncated Importance
-Sampling" (2008). Denominators are not touched: a masked token counts in N.
+`veto`: if a token of a sequence has a ratio below the veto, all tokens of the sequence get weight 0 (verl: 1e-4).
+`log_clamp`: bound of |d_t| in nats (verl: 20). The truncation is from Ionides, "Truncated Importance Sampling" (2008). A masked
+token still counts in N.
 
-A sampler log-prob that is NaN (an engine that could not report it) means d = 0, and no evidence about the mismatch.
-Only the sampler's NaN is forgiven: a NaN of the trainer goes through to the loss, where it ends the run.
+A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer is kept: it reaches the loss, and
+ends the run. With `old_logprobs: sampler` the clip is context the sampler's log-probs, and no importance weights are applied.
 
-Where `old_logprobs: sampler` puts the clip around the sampler's log-probs, there is nothing left to correct: the two
-corrections are never applied together.
-
-Shape legend: S scored tokens of a microbatch, B its sequences. Log-probs in nats.
+Shape legend: S scored tokens of a microbatch, B sequences of the microbatch. Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -49,51 +46,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """A value of `algorithm.importance.mode`: the level of the ratio, and how the bounds act on it."""
+class ImportanceMode:
+    """A value of `algorithm.importance.mode`: the level of the ratio, and the action of the bounds."""
 
     level: Literal["token", "sequence", "geometric"]
     action: Literal["truncate", "mask"]
-    raw_token_weights: bool = False  # of what the mask leaves
-    # It is nothing without floor and cap: published values of the two.
-    both_sides: str = ""
+    raw_token_weights: bool = False  # whether unmasked tokens get the ratio of the token level
+    # Published values of floor and cap, for a mode that requires both.
+    required_bounds: str = ""
 
 
-IMPORTANCE_MODES: Mapping[str, Mode] = {
-    "token_truncate": Mode("token", "truncate"),
-    "tis": Mode("token", "truncate"),
-    "token_mask": Mode("token", "mask"),
-    "icepop": Mode("token", "mask", both_sides="0.5 and 5.0"),
-    "sequence_truncate": Mode("sequence", "truncate"),
-    "sequence_mask": Mode("sequence", "mask"),
-    "geometric_truncate": Mode("geometric", "truncate"),
-    "geometric_mask": Mode("geometric", "mask"),
-    "sequence_mask_tis": Mode("geometric", "mask", raw_token_weights=True, both_sides="0.999 and 1.002"),
+IMPORTANCE_MODES: Mapping[str, ImportanceMode] = {
+    "token_truncate": ImportanceMode("token", "truncate"),
+    "tis": ImportanceMode("token", "truncate"),
+    "token_mask": ImportanceMode("token", "mask"),
+    "icepop": ImportanceMode("token", "mask", required_bounds="0.5 and 5.0"),
+    "sequence_truncate": ImportanceMode("sequence", "truncate"),
+    "sequence_mask": ImportanceMode("sequence", "mask"),
+    "geometric_truncate": ImportanceMode("geometric", "truncate"),
+    "geometric_mask": ImportanceMode("geometric", "mask"),
+    "sequence_mask_tis": ImportanceMode("geometric", "mask", raw_token_weights=True, required_bounds="0.999 and 1.002"),
 }
 
 
 @dataclass(frozen=True)
 class Importance(Method):
-    """The correction against the sampler's log-probs: a detached weight on the surrogate of each token."""
+    """The correction of differences between sampler and trainer: a detached weight on the surrogate of each token."""
 
     section: ClassVar[str] = "importance"
     switches: ClassVar[tuple[str, ...]] = ("cap", "floor", "veto")
-    off: ClassVar[str] = "cap, floor and veto are null: there is no correction; set one of them"
+    off: ClassVar[str] = "cap, floor and veto are null, so there is no correction; set one of the three"
     formula: ClassVar[Any] = sys.modules[__name__]
     mode: str = setting(
         "token_truncate",
-        "Level of the ratio old / sampler (token, whole sequence, geometric mean), and whether bounds clamp it or set it to 0; "
-        "tis and icepop name the two token modes, sequence_mask_tis masks sequences by their geometric mean and keeps raw "
-        "token weights.",
+        "Level of the ratio old / sampler (token, sequence, or geometric mean of the sequence), and whether bounds clamp the ratio "
+        "(truncate) or set it to 0 (mask). tis is token_truncate, icepop is token_mask. sequence_mask_tis masks sequences by their "
+        "geometric mean, and tokens of other sequences have their own ratio.",
         choices=IMPORTANCE_MODES,
         fixed=True,
     )
     cap: float | None = setting(
-        2.0, "Upper bound of that ratio; null: none. Without cap, floor and veto the correction is off.", gt=0
+        2.0, "Upper bound of the ratio old / sampler. Without cap, floor and veto there is no correction.", gt=0
     )
-    floor: float | None = setting(None, "Lower bound of that ratio.", gt=0)
+    floor: float | None = setting(None, "Lower bound of the ratio old / sampler.", gt=0)
     veto: float | None = setting(
-        None, "A sequence that holds a token whose ratio is below this gets weight 0 (verl: 1e-4).", gt=0
+        None, "A sequence with a token whose ratio is below this value gets weight 0 (verl: 1e-4).", gt=0
     )
     log_clamp: float | None = setting(
         None, "Log-ratios old - sampler are clamped to +- this many nats (verl: 20).", gt=0
@@ -101,50 +98,49 @@ class Importance(Method):
 
     @property
     def on(self) -> bool:
-        """Whether there is a bound. Without one the sampler's log-probs correct nothing."""
         return any(bound is not None for bound in (self.cap, self.floor, self.veto))
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
-        if around.at("algorithm.old_logprobs") == "sampler":
+    def problems(self, context: CheckContext) -> Iterator[str]:
+        if context.at("algorithm.old_logprobs") == "sampler":
             return
         cap, floor = self.cap, self.floor
         if cap is not None and floor is not None and floor >= cap:
             yield f"algorithm.importance.floor is {floor}; expected less than algorithm.importance.cap = {cap}"
-        example = IMPORTANCE_MODES[self.mode].both_sides
+        example = IMPORTANCE_MODES[self.mode].required_bounds
         if example and (cap is None or floor is None):
             yield (
-                f"algorithm.importance.mode is {self.mode} with floor={floor} and cap={cap}; it masks on both sides: set both "
+                f"algorithm.importance.mode is {self.mode} with floor={floor} and cap={cap}; this mode needs both bounds: set both "
                 f"({example} are published values)"
             )
 
 
-def importance_weights(inputs: LossInputs, n: Importance) -> tuple[Tensor, Metrics]:
-    """[S] detached weights by the mode of `n`, and their metrics."""
-    mode = IMPORTANCE_MODES[n.mode]
+def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor, Metrics]:
+    """Detached weights [S], and their metrics."""
+    mode = IMPORTANCE_MODES[settings.mode]
     d_S = _log_ratio(old_logp(inputs), inputs.sampler_logp_S)
-    if n.log_clamp is not None:
-        d_S = d_S.clamp(-n.log_clamp, n.log_clamp)
+    if settings.log_clamp is not None:
+        d_S = d_S.clamp(-settings.log_clamp, settings.log_clamp)
     if mode.level == "token":
         ratio, normaliser = d_S.exp(), Normaliser.TOKENS
     else:
-        sums = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
-        ratio, normaliser = sums(d_S).exp(), Normaliser.SEQUENCES
-    bound = bounded(ratio, mode.action, n.floor, n.cap)
-    # A fully masked sequence has ratio 1 (the sum over no token) and no weight to report: its microbatch may be skipped.
-    real = d_S.new_ones(d_S.shape) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
-    metrics = importance_metrics(ratio * real, bound * real, normaliser)
-    weight_S = bound if mode.level == "token" else inputs.spread(bound)
+        over_sequence = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
+        ratio, normaliser = over_sequence(d_S).exp(), Normaliser.SEQUENCES
+    weight = apply_bounds(ratio, mode.action, settings.floor, settings.cap)
+    # A fully masked sequence has ratio 1, the product over no token. Metrics leave it out, because its microbatch may be skipped.
+    counted = d_S.new_ones(d_S.shape) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
+    metrics = importance_metrics(ratio * counted, weight * counted, normaliser)
+    weight_S = weight if mode.level == "token" else inputs.spread(weight)
     if mode.raw_token_weights:
         weight_S = d_S.exp().masked_fill(weight_S == 0, 0.0)
-    if n.veto is not None:
-        vetoed_B = inputs.sequence_sum((d_S.exp() < n.veto).to(d_S.dtype)) > 0
+    if settings.veto is not None:
+        vetoed_B = inputs.sequence_sum((d_S.exp() < settings.veto).to(d_S.dtype)) > 0
         metrics["importance/vetoed_mean"] = MetricSum(vetoed_B.to(d_S.dtype).sum(), Normaliser.SEQUENCES)
         weight_S = weight_S.masked_fill(inputs.spread(vetoed_B), 0.0)
     return weight_S, metrics
 
 
-def bounded(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | None, cap: float | None) -> Tensor:
-    """The ratio with its bounds applied; NaN stays NaN."""
+def apply_bounds(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | None, cap: float | None) -> Tensor:
+    """The ratio, clamped to [floor, cap] (`truncate`), or 0 outside of [floor, cap] (`mask`). NaN stays NaN."""
     if action == "truncate":
         return ratio if floor is None and cap is None else ratio.clamp(min=floor, max=cap)
     outside = ratio.new_zeros(ratio.shape).bool()
@@ -156,23 +152,24 @@ def bounded(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | N
 
 
 def token_mismatch(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far the trainer is from the sampler, per token: `(k3_S, d_S, known_S)`, detached.
+    """The mismatch of trainer and sampler per token, detached: `(k3_S, d_S, known_S)`.
 
-    d_S: `trainer - sampler`. k3_S: k3 estimate of KL(sampler || trainer), `exp(d) - d - 1` (the sampler drew the tokens,
-    so the ratio is trainer / sampler). Both 0 where known_S (bool) is False: NaN log-prob.
+    d_S is `trainer - sampler`. k3_S is the k3 estimate of KL(sampler || trainer), `exp(d) - d - 1`. known_S (bool) is False where
+    the sampler's log-prob is NaN. There d_S and k3_S are 0.
     """
     d_S = _log_ratio(trainer_logp_S, sampler_logp_S)
     return d_S.expm1() - d_S, d_S, ~sampler_logp_S.isnan()
 
 
-def importance_metrics(ratio: Tensor, bound: Tensor, normaliser: Normaliser) -> Metrics:
-    """`importance/ratio_mean`, `importance/ratio_max` (after the bounds, as in TRL) and the share of ratios that the
-    bounds changed, of tokens or of sequences, as the mode's level is. The largest of none is 0: weights are positive.
-    Fully masked sequences count as 0 in the means (TRL counts them as ratio 1)."""
+def importance_metrics(ratio: Tensor, weight: Tensor, normaliser: Normaliser) -> Metrics:
+    """Mean and maximum of the weights (after the bounds, as in TRL), and the share of ratios that the bounds changed.
+
+    `ratio` and `weight` are [S] or [B], by the level of the mode. The maximum is 0 if there are no weights. The caller sets
+    fully masked sequences to 0 (TRL: to 1)."""
     return {
-        "importance/ratio_mean": MetricSum(bound.sum(), normaliser),
-        "importance/ratio_max": MetricSum(_largest(bound), Normaliser.NONE),
-        "importance/bounded_mean": MetricSum((bound != ratio).to(ratio.dtype).sum(), normaliser),
+        "importance/ratio_mean": MetricSum(weight.sum(), normaliser),
+        "importance/ratio_max": MetricSum(_largest(weight), Normaliser.NONE),
+        "importance/bounded_mean": MetricSum((weight != ratio).to(ratio.dtype).sum(), normaliser),
     }
 
 
@@ -180,8 +177,8 @@ def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
     """`mismatch_kl/mean` (k3), `mismatch/abs_mean`, `mismatch/abs_max` in nats, `mismatch/ratio_max` (trainer / sampler)
     and `mismatch/unknown_tokens`.
 
-    The means divide by all tokens, so tokens without a sampler log-prob pull them towards 0; their number is reported
-    beside them (TRL leaves such tokens out of the denominator, which a sum over a split step cannot know in advance).
+    The means divide by all tokens, so tokens without a sampler log-prob lower the means. `mismatch/unknown_tokens` is the number of
+    these tokens. (TRL divides by the other tokens. Their number is not known in a step that is split into microbatches.)
     """
     k3_S, d_S, known_S = token_mismatch(trainer_logp_S, sampler_logp_S)
     abs_S = d_S.abs()
@@ -195,7 +192,7 @@ def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
 
 
 def _log_ratio(numerator_S: Tensor, sampler_logp_S: Tensor) -> Tensor:
-    """[S] detached `numerator - sampler`, 0 where the sampler's is NaN."""
+    """[S] detached `numerator - sampler`, or 0 where the sampler's log-prob is NaN."""
     difference_S = (numerator_S - sampler_logp_S).detach()
     return difference_S.masked_fill(sampler_logp_S.isnan(), 0.0)
 

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
+"""Estimators of KL(policy || reference) per token, for tokens that the policy sampled.
 
 Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html. With `d = ref - logp`:
 
@@ -7,16 +7,16 @@ Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx
     k3 = exp(d) - d - 1    unbiased, low variance, >= 0
     abs = |d|              a distance, no estimate of the divergence
 
-Unbiased says something about the *value*. As a loss term its gradient is another matter: the gradient of k1 has mean 0
-(it is the bare score function), that of k2 is the gradient of the KL, that of k3 is the gradient of KL(reference ||
-policy) where the tokens are on-policy. Multiplied by the surrogate's ratio, with its gradient (`bias_correction`:
-DeepSeek-V3.2, arXiv:2512.02556; on by default in TRL, off here), the gradient of k1 and of k3 is that of the KL.
+An unbiased *value* does not mean an unbiased gradient. For on-policy tokens the mean gradient of k1 is 0. The mean gradient of k2
+is the gradient of the KL, and the mean gradient of k3 is the gradient of KL(reference || policy). With `bias_correction` the
+estimate is multiplied by the differentiable ratio of the surrogate (DeepSeek-V3.2, arXiv:2512.02556; the default of TRL). Then the
+mean gradients of k1 and k3 are the gradient of the KL.
 
-In the reward (`place: reward`) the estimate carries no gradient: each sequence's reward is lowered by
-`coef x sum_t kl_t` before advantages are taken (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
+With `place: reward` the estimate has no gradient. The reward of each sequence is reduced by `coef x sum_t kl_t` before advantages
+are computed (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
 
-Shape legend: S scored tokens. Both arguments `[S]`, one floating dtype, in nats; the result `[S]`, differentiable in
-both.
+Shape legend: S scored tokens. An estimator takes two tensors [S] of log-probs in nats, with the same dtype. The result [S] is
+differentiable in both.
 """
 
 from __future__ import annotations
@@ -41,22 +41,19 @@ LOG_CLAMP = 20.0  # nats, where `clamp` is set
 
 
 def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """The unbiased estimator `logp - ref`, which may be negative."""
+    """`logp - ref`: the unbiased estimator that may be negative."""
     return logp_S - reference_logp_S
 
 
 def k2(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`(logp - ref)^2 / 2`."""
+    """`(logp - ref)^2 / 2`: the biased estimator, which is never negative."""
     return (logp_S - reference_logp_S).square() / 2
 
 
 def k3(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`exp(ref - logp) - (ref - logp) - 1`: the KL term of GRPO (DeepSeekMath, arXiv:2402.03300, eq. 4), and TRL's.
-
-    `expm1` instead of `exp(.) - 1`: the two log-probs are nearly equal most of the time, and float32 `exp(d) - d - 1`
-    is then mostly rounding error, and often negative.
-    """
+    """`exp(ref - logp) - (ref - logp) - 1`: the KL term of GRPO (DeepSeekMath, arXiv:2402.03300, eq. 4) and of TRL."""
     d_S = reference_logp_S - logp_S
+    # For nearly equal log-probs, `exp(d) - d - 1` in float32 would be mostly rounding error, and often negative.
     return d_S.expm1() - d_S
 
 
@@ -81,10 +78,9 @@ def estimate(
     clamp: float | None = None,
     weight_S: Tensor | None = None,
 ) -> Tensor:
-    """[S]: the named estimator times `weight_S`; with `clamp`, of log-ratios within +-20 nats, and the product within +-clamp.
+    """The estimate [S] times `weight_S`. With `clamp`, log-ratios are clamped to +-20 nats first, and the product to +-clamp.
 
-    NeMo and verl clamp at 10 and 20: one token of a far-away policy cannot outweigh a batch, whatever its weight is (NeMo clamps
-    behind it, too). The gradient outside is 0.
+    So a single token cannot outweigh a batch (NeMo clamps to 10, verl to 20). The gradient of a clamped value is 0.
     """
     if clamp is not None:
         reference_logp_S = logp_S - (logp_S - reference_logp_S).clamp(-LOG_CLAMP, LOG_CLAMP)
@@ -96,29 +92,29 @@ def estimate(
 
 @dataclass(frozen=True)
 class Kl(Method):
-    """The KL to the reference model (the weights at the start), as a term of the loss or taken off the rewards."""
+    """The KL to the reference model (the weights at the start), as a term of the loss or as a penalty on rewards."""
 
     section: ClassVar[str] = "kl"
     switches: ClassVar[tuple[str, ...]] = ("coef",)
-    off: ClassVar[str] = "algorithm.kl.coef is 0: there is no KL; set it"
+    off: ClassVar[str] = "algorithm.kl.coef is 0, so there is no KL; set algorithm.kl.coef"
     formula: ClassVar[Any] = sys.modules[__name__]
     coef: float = setting(0.0, "Coefficient of the KL to the reference model (the weights at start).", ge=0)
-    estimator: str = setting("k3", "Estimator of that KL per token; mse is k2.", choices=KL_ESTIMATORS, fixed=True)
+    estimator: str = setting("k3", "Estimator of the KL per token; mse is k2.", choices=KL_ESTIMATORS, fixed=True)
     place: str = setting(
         "loss",
-        "The KL is a term of the loss, or is taken off the rewards before advantages.",
+        "Whether the KL is a term of the loss, or is subtracted from rewards before advantages are computed.",
         choices=("loss", "reward"),
         flat="kl_in",
         fixed=True,
     )
     clamp: float | None = setting(
         None,
-        "Bound of the KL per token, `bias_correction` included, with log-ratios within +-20 nats (NeMo, verl: 10); null is off.",
+        "Bound of the KL per token, after `bias_correction`. Also clamps log-ratios to +-20 nats (NeMo, verl: 10). null: no bound.",
         gt=0,
     )
     bias_correction: bool = setting(
         False,
-        "Multiply the KL term by the ratio of the loss, which makes its gradient unbiased.",
+        "Multiply the KL term by the ratio of the loss, so that its gradient is unbiased.",
         flat="use_bias_correction_kl",
         fixed=True,
     )
@@ -130,53 +126,53 @@ class Kl(Method):
 
     @property
     def on(self) -> bool:
-        """Whether there is a KL anywhere; it needs the reference's log-probs."""
+        """Whether the run has a KL, in the loss or in the reward. Then it needs the reference's log-probs."""
         return self.coef > 0
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is a term of the loss; otherwise it is taken off the rewards, or is nowhere."""
+        """Whether the KL is a term of the loss."""
         return self.on and self.place == "loss"
 
     def term(self, inputs: LossInputs, ratio_S: Tensor, metrics: Metrics) -> Tensor:
-        """[S] `coef x kl_t`, times the ratio with `bias_correction`; adds the metric `kl`."""
+        """`coef x kl_t` [S], times `ratio_S` with `bias_correction`. Adds the metric `kl` to `metrics`."""
         if inputs.reference_logp_S is None:
             raise ValueError(
-                f"kl_coef is {self.coef}, but the microbatch has no reference log-probs (`reference_logp_S`)"
+                f"kl_coef is {self.coef}, but `reference_logp_S` of the microbatch is None; compute it first"
             )
         weight_S = ratio_S if self.bias_correction else None
         kl_S = estimate(self.estimator, inputs.logp_S, inputs.reference_logp_S.detach(), self.clamp, weight_S)
         metrics["kl"] = MetricSum(kl_S.detach().sum(), Normaliser.TOKENS)
         return self.coef * kl_S
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
+    def problems(self, context: CheckContext) -> Iterator[str]:
         if self.place == "reward" and self.bias_correction:
             yield (
                 "algorithm.kl.bias_correction is true but algorithm.kl.place is reward: a penalty on the reward has no gradient "
-                "to correct; leave it out or set kl.place=loss"
+                "to correct; leave bias_correction out or set kl.place=loss"
             )
 
-    def warnings(self, around: CheckContext) -> Iterator[str]:
+    def warnings(self, context: CheckContext) -> Iterator[str]:
         if self.in_loss and self.estimator == "k1" and not self.bias_correction:
             yield (
-                "algorithm.kl.estimator=k1 in the loss: the mean of its gradient is 0, it only adds noise; use k2, k3, "
+                "algorithm.kl.estimator=k1 in the loss: the mean gradient of k1 is 0, so k1 only adds noise; use k2, k3, "
                 "kl.bias_correction=true, or kl.place=reward"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPenalty:
-    """`place: reward`: what the KL to the reference takes off the reward of each sequence."""
+    """The penalty on rewards for the setting `place: reward`."""
 
     coefficient: float
     estimator: str
     clamp: float | None = None
 
     def __call__(self, batch: Microbatch, reference_logp_S: Float32Array) -> tuple[dict[tuple[int, int], float], float]:
-        """`({(group id, member): coefficient x sum_t kl_t}, sum of kl_t over the microbatch)`, float64.
+        """`({(group id, member): coefficient x sum_t kl_t}, sum of kl_t over the microbatch)`, computed in float64.
 
-        The policy is the one that sampled: the sampler's own log-probs, whatever version they are of. A token for which
-        the sampler reported none (NaN) adds nothing. (TRL takes the trainer's log-probs before the update.)
+        The KL is from the sampler's log-probs, of any policy version. A token without a sampler log-prob (NaN) has a KL of 0. (TRL
+        uses the trainer's log-probs before the update.)
         """
         import torch
 
@@ -188,10 +184,10 @@ class RewardPenalty:
         return dict(zip(keys, sums_B.tolist(), strict=True)), float(values_S.sum())
 
 
-def lowered(group: Group, penalties: Mapping[tuple[int, int], float]) -> Group:
-    """The group with its members' penalties taken off their rewards; what is unscorable stays so."""
-    less = (
+def subtract_penalties(group: Group, penalties: Mapping[tuple[int, int], float]) -> Group:
+    """The group with reduced rewards. `penalties`: (group id, member) -> penalty. A reward of None stays None."""
+    trajectories = (
         t if t.reward is None else replace(t, reward=t.reward - penalties.get((t.group_id, t.member), 0.0))
         for t in group.trajectories
     )
-    return replace(group, trajectories=tuple(less))
+    return replace(group, trajectories=tuple(trajectories))

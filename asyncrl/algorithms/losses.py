@@ -1,14 +1,14 @@
-"""The losses, one class each. Adding one is writing its class and its line in `ALL`.
+"""The losses, a class each. To add a loss, write its class and add it to `ALL`.
 
-A loss is a ratio (`base.py`) in a surrogate (the class), the terms that every loss may have (`terms.py`), and a sum over the
-microbatch. The trainer divides once, at finish, by the true number of the loss's `normaliser` over the whole step. Nothing in
-here depends on how a step was cut into microbatches, except in `bnpo`, which is therefore refused where steps are streamed.
+A loss class computes a surrogate per token from a ratio (`base.py`), and a sum over the microbatch. `terms.py` adds the terms that
+every loss may have. The trainer divides once, by the count of the loss's `normaliser` over the whole step. So no loss depends on
+how a step is cut into microbatches, except `bnpo`, which is refused where steps are streamed.
 
-    LossMethod      what a loss declares; start here
-    Bounded         PPO's clip, which eight losses share with its settings (`algorithm.clip`)
+    LossMethod      the base class; start here
+    Bounded         the settings of PPO's clip (`algorithm.clip`), for eight losses
 
-Shape legend: S scored tokens of a microbatch (packed, no padding), B its sequences. A fully masked sequence owns no token but
-counts in B.
+Shape legend: S scored tokens of a microbatch (packed, no padding), B sequences of the microbatch. A fully masked sequence has no
+token but counts in B.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from .method import CheckContext, Conflict, Method, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOOR, CEILING = math.log(1e-8), 20.0  # of the log-weights of `vespo`
+# Bounds of the log-weights of `vespo`.
+_MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT = math.log(1e-8), 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """The policy loss per token before correction and aggregation. `A` is the advantage of the token's sequence.
+    """The policy loss per token, before corrections and the sum over tokens.
 
-    A surrogate that carries its gradient in the log-prob (`-c A logp`) has a detached coefficient c.
+    Either the gradient reaches the ratio, or the loss is `-c A logp` with a detached coefficient c and the advantage A.
     """
 
     loss_S: Tensor
-    # Unclipped, with gradient: the weight of a bias-corrected KL.
+    # The unclipped ratio with gradient: the weight of a bias-corrected KL.
     ratio_S: Tensor
     metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LossMethod(Method):
-    """Base of the losses. A subclass has at least `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
+    """Base class of the losses. A subclass needs `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
 
-    Fields made by `setting` are its own settings, `algorithm.NAME.*`; a subclass with fields is a frozen dataclass.
+    Fields made by `setting` are the settings `algorithm.NAME.*`. A subclass with such fields must be a frozen dataclass.
     """
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # The loss that it is where the ratio is always 1: its settings are bounds or gates of it.
+    # Name of the loss that this loss equals if the ratio is always 1, so that its settings have no effect.
     on_policy_is: ClassVar[str] = ""
-    # The trainer's log-probs before the first update, where a batch has several.
+    # Whether the loss reads the trainer's log-probs before the first of several updates.
     needs_old: ClassVar[bool] = True
-    needs_reference: ClassVar[bool] = False  # log-probs under the weights at the start
-    # Entropies with their gradient; without it they are detached.
-    needs_entropy: ClassVar[bool] = False
-    # Reads `importance_S` itself; otherwise its surrogate is multiplied by them.
+    needs_reference: ClassVar[bool] = False  # log-probs with the weights at the start of the run
+    needs_entropy: ClassVar[bool] = False  # entropies with gradient
+    # Whether the loss reads `importance_S`. Otherwise the surrogate is multiplied by the weights.
     takes_weights: ClassVar[bool] = False
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
-    # A setting that it does not read, dotted -> what does the same here.
+    # Dotted name of a setting that this loss does not read -> a sentence on what to set instead.
     instead: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -70,19 +70,19 @@ class LossMethod(Method):
         cls.section = cls.section or cls.name
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """[S] policy loss per token; the terms that every loss may have are added by `terms.per_token`."""
+        """The policy loss per token [S]. `terms.py` adds the other terms."""
         raise NotImplementedError
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
-        """The sum over the microbatch that the whole step's `normaliser` divides: by default that of the means of the
-        sequences where it counts sequences, else that of all tokens."""
+        """The sum over the microbatch, which `normaliser` divides. By default the sum of all tokens, or for a normaliser of
+        sequences the sum of the means of the sequences."""
         if self.normaliser is Normaliser.SEQUENCES:
             return inputs.sequence_mean(loss_S).sum()
         return loss_S.sum()
 
 
-def shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS) -> Metrics:
-    """Clipped below (A < 0) and above (A > 0), where the gradient is 0 (cispo: where the weight is bounded)."""
+def clip_shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS) -> Metrics:
+    """The metrics `clip_ratio/*`. `low` and `high` are the tokens [S] with a clipped ratio, or their share per sequence [B]."""
     below, above = low.sum(), high.sum()
     return {
         "clip_ratio/low_mean": MetricSum(below, normaliser),
@@ -93,7 +93,7 @@ def shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS
 
 @dataclass(frozen=True)
 class Bounded(LossMethod):
-    """A ratio that is held within [1 - epsilon, 1 + epsilon_high]."""
+    """Base class of losses that bound the ratio to [1 - epsilon, 1 + epsilon_high]."""
 
     section: ClassVar[str] = "clip"
     epsilon: float = setting(0.2, "Lower clip of the ratio: 1 - epsilon.", flat="epsilon", gt=0)
@@ -103,29 +103,28 @@ class Bounded(LossMethod):
 
     @property
     def high(self) -> float:
-        """epsilon_high, which is epsilon where it was left out."""
+        """epsilon_high, or epsilon if epsilon_high is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def derived(self) -> Mapping[str, Any]:
-        """epsilon_high as it is used."""
         return {"epsilon_high": self.high}
 
     def clip_metrics(self, inputs: LossInputs, ratio_S: Tensor, *, by_sequence: bool = False) -> Metrics:
-        """`clip_ratio/*`: the share of tokens whose ratio is beyond the bound that their advantage pushes it to, so that their
-        gradient is 0. `by_sequence`: the mean over sequences of those shares."""
+        """`clip_ratio/*`: the share of tokens with A > 0 and a ratio above the upper bound, or A < 0 and a ratio below the lower
+        bound. Their gradient is 0. `by_sequence`: the mean over sequences of the share in each sequence."""
         detached_S, advantage_S = ratio_S.detach(), inputs.advantage_S
         low_S = (detached_S < 1 - self.epsilon) & (advantage_S < 0)
         high_S = (detached_S > 1 + self.high) & (advantage_S > 0)
         if not by_sequence:
-            return shares(low_S, high_S)
+            return clip_shares(low_S, high_S)
         low_B, high_B = (inputs.sequence_mean(side_S.to(ratio_S.dtype)) for side_S in (low_S, high_S))
-        return shares(low_B, high_B, Normaliser.SEQUENCES)
+        return clip_shares(low_B, high_B, Normaliser.SEQUENCES)
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
+    def problems(self, context: CheckContext) -> Iterator[str]:
         if self.epsilon >= 1:
             yield (
-                f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
-                "epsilon below"
+                f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, because the lower bound of the ratio is "
+                "1 - epsilon"
             )
 
 
@@ -133,13 +132,12 @@ class Bounded(LossMethod):
 class Clipped(Bounded):
     """PPO's pessimistic surrogate with separate bounds: `-min(r' A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`.
 
-    Schulman et al. (arXiv:1707.06347), eq. 7; epsilon_high: DAPO (arXiv:2503.14476). `r' = min(r, delta)` bounds the loss
-    of a bad token made likelier (two-sided clip, INTELLECT-2, arXiv:2505.07291; delta > 1 + epsilon_high). `dual_clip` c
-    does the same in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0.
-    Clip metrics count tokens, or sequences where the ratio belongs to a sequence.
+    Schulman et al. (arXiv:1707.06347), eq. 7; epsilon_high: DAPO (arXiv:2503.14476). `r' = min(r, delta)` bounds the loss of tokens
+    with A < 0 and a large ratio (two-sided clip, INTELLECT-2, arXiv:2505.07291; delta > 1 + epsilon_high). `dual_clip` c sets the
+    same bound in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0.
     """
 
-    by_sequence: ClassVar[bool] = False  # r is the geometric mean over the sequence
+    by_sequence: ClassVar[bool] = False  # whether r is `sequence_ratio`
     delta: float | None = setting(
         None,
         "Two-sided clip: largest ratio of a token with negative advantage; above 1 + epsilon_high.",
@@ -154,42 +152,41 @@ class Clipped(Bounded):
     )
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """[S] the pessimistic of the free and the clipped term, with one ratio a token, or a sequence (`by_sequence`)."""
         ratio_S = sequence_ratio(inputs) if self.by_sequence else token_ratio(inputs)
         advantage_S = inputs.advantage_S
         clipped_S = ratio_S.clamp(1 - self.epsilon, 1 + self.high)
-        free_S = ratio_S if self.delta is None else ratio_S.clamp(max=self.delta)
-        # The minimum of two equal numbers hands half of the gradient to each; on-policy (r = 1) both reach the ratio.
-        loss_S = -(free_S * advantage_S).minimum(clipped_S * advantage_S)
+        capped_S = ratio_S if self.delta is None else ratio_S.clamp(max=self.delta)
+        # At r = 1 both products are equal. torch then gives half of the gradient to each product, and the sum reaches the ratio.
+        loss_S = -(capped_S * advantage_S).minimum(clipped_S * advantage_S)
         if self.dual_clip is not None:
             loss_S = loss_S.minimum(-self.dual_clip * advantage_S).where(advantage_S < 0, loss_S)
         return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
-        yield from super().problems(around)
+    def problems(self, context: CheckContext) -> Iterator[str]:
+        yield from super().problems(context)
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
-                f"algorithm.clip.delta is {self.delta}; expected more than 1 + epsilon_high = {1 + self.high}, or it "
-                "would clip before the clip"
+                f"algorithm.clip.delta is {self.delta}; expected more than 1 + epsilon_high = {1 + self.high}, because the "
+                "ratio is clipped there"
             )
         if self.delta is not None and self.dual_clip is not None:
             yield (
-                f"algorithm.clip.delta is {self.delta} and dual_clip is {self.dual_clip}: two spellings of one bound; set "
-                "one of them"
+                f"algorithm.clip.delta is {self.delta} and dual_clip is {self.dual_clip}, but both set the same bound; set only "
+                "one of the two"
             )
 
 
 @dataclass(frozen=True)
 class SequenceClipped(Clipped):
-    """The same with one ratio a sequence: the geometric mean of the ratios of its tokens."""
+    """`Clipped` with a ratio per sequence: the geometric mean of the ratios of its tokens. Clip metrics count sequences."""
 
     by_sequence: ClassVar[bool] = True
 
-    def warnings(self, around: CheckContext) -> Iterator[str]:
+    def warnings(self, context: CheckContext) -> Iterator[str]:
         if self.epsilon > 0.05:
             yield (
-                f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "
-                "near 1, so this never clips; the paper of gspo uses 3e-4 (and 4e-4 above)"
+                f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: ratios of sequences are means and stay near 1, so "
+                "this epsilon never clips; the paper of gspo uses epsilon 3e-4 and epsilon_high 4e-4"
             )
 
 
@@ -197,7 +194,7 @@ class PpoClip(Clipped):
     """Proximal policy optimization's clipped objective, with its optional dual clip.
 
     Paper: Schulman et al. (arXiv:1707.06347), eq. 7; `dual_clip`: Ye et al. (arXiv:1912.09729), eq. 5.
-    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio. The same function as `dapo`.
+    Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio. The same function as `dapo`.
     """
 
     name: ClassVar[str] = "ppo_clip"
@@ -205,10 +202,10 @@ class PpoClip(Clipped):
 
 
 class Grpo(Clipped):
-    """Group relative policy optimization: token ratio, every sequence weighs the same.
+    """Group relative policy optimization: token ratios, and an equal weight for every sequence.
 
     Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), eq. 3.
-    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t`, l the clipped surrogate.
+    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t`, where l is the clipped surrogate.
     """
 
     name: ClassVar[str] = "grpo"
@@ -216,12 +213,12 @@ class Grpo(Clipped):
 
 
 class Dapo(Clipped):
-    """Decoupled clip with token-level aggregation: every token of the step weighs the same.
+    """Decoupled clip with an equal weight for every token of the step.
 
     Paper: Yu et al., "DAPO" (arXiv:2503.14476), eq. 8 (the paper uses epsilon 0.2, epsilon_high 0.28, no KL).
-    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio.
-    It divides by the tokens of the whole step, not of the microbatch: that would be bnpo.
-    The name stands for clip and aggregation; dynamic sampling and overlong shaping act on groups and rewards.
+    Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio.
+    The denominator is the number of tokens of the whole step; with those of the microbatch the loss would be `bnpo`.
+    Dynamic sampling and overlong shaping of the paper are not part of the loss: they have their own settings.
     """
 
     name: ClassVar[str] = "dapo"
@@ -232,9 +229,8 @@ class DrGrpo(Clipped):
     """GRPO done right: a constant denominator, so that long wrong answers are not favoured.
 
     Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
-    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio.
-    Its advantages are those of the estimator `dr_grpo` (no division by
-    std).
+    Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio.
+    The paper's advantages are those of the estimator `dr_grpo` (no division by std).
     """
 
     name: ClassVar[str] = "dr_grpo"
@@ -242,14 +238,14 @@ class DrGrpo(Clipped):
 
 
 class Gspo(SequenceClipped):
-    """Group sequence policy optimization: one ratio per sequence, the geometric mean of its token ratios.
+    """Group sequence policy optimization: a ratio per sequence, the geometric mean of its token ratios.
 
-    Paper: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7 (the paper uses epsilon 3e-4,
-    epsilon_high 4e-4: a sequence ratio moves far less than a token ratio).
-    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t` with `r_t = s_b = exp((1 / max(len_b, 1)) sum_t (logp_t - old_t))`
-    for every token of sequence b; the gradient flows through the whole ratio. In TRL: loss `grpo` with
-    `importance_sampling_level="sequence"`. Clip metrics count sequences, not tokens.
-    It streams, as long as no sequence is cut in two.
+    Paper: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7. The paper uses epsilon 3e-4 and
+    epsilon_high 4e-4, because a sequence ratio changes far less than a token ratio.
+    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t` with `r_t = s_b = exp((1 / max(len_b, 1)) sum_t (logp_t - old_t))` for every
+    token of sequence b. The gradient flows through the whole ratio. In TRL: loss `grpo` with
+    `importance_sampling_level="sequence"`. Clip metrics count sequences, not tokens. The loss streams, because a microbatch has
+    only complete sequences.
     """
 
     name: ClassVar[str] = "gspo"
@@ -257,30 +253,29 @@ class Gspo(SequenceClipped):
 
 
 class Luspo(SequenceClipped):
-    """Length-unbiased sequence policy optimization: gspo whose sequences weigh by their length.
+    """Length-unbiased sequence policy optimization: gspo with a weight of each sequence by its length.
 
-    Paper: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261), as TRL has it.
+    Paper: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261), as in TRL.
     Formula: `sum_b sum_t l_t` with the sequence ratio of gspo. In TRL: loss `luspo` with
-    `importance_sampling_level="sequence"`. Clip metrics count sequences.
-    It streams, as long as no sequence is cut in two.
+    `importance_sampling_level="sequence"`. Clip metrics count sequences. The loss streams, because a microbatch has only complete
+    sequences.
     """
 
     name: ClassVar[str] = "luspo"
     normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
-        """The sum over all tokens, where the normaliser would ask for means of sequences: so a sequence weighs by its
-        length."""
+        """The sum over all tokens, although `normaliser` counts sequences. So long sequences have more weight."""
         return loss_S.sum()
 
 
 class Bnpo(Clipped):
-    """Clipped surrogate, mean over the tokens of each microbatch, mean of those means: TRL's `bnpo`.
+    """The clipped surrogate as a mean over the tokens of each microbatch, and the mean of these means: TRL's `bnpo`.
 
-    Paper: Xiao et al., "BNPO" (arXiv:2506.02864); only its aggregation, as in TRL.
+    Paper: Xiao et al., "BNPO" (arXiv:2506.02864). Only the aggregation of the paper is used, as in TRL.
     Formula: `(1 / max(tokens of the microbatch, 1)) sum_t l_t`.
-    It does not stream: the denominator is local, so the gradient depends on which sequences share
-    a microbatch (`train.tokens_per_microbatch`, the order of arrival). `dapo` is what it turns into with one denominator.
+    The gradient depends on the sequences that share a microbatch (`train.tokens_per_microbatch`, the order of arrival). So this
+    loss does not stream. The same loss with one denominator for the step is `dapo`.
     """
 
     name: ClassVar[str] = "bnpo"
@@ -288,34 +283,33 @@ class Bnpo(Clipped):
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "rollout.streaming",
-            "which divides by the tokens of each microbatch, so the gradient would depend on which groups happened to arrive "
-            "together; use loss=dapo (one denominator for the whole step), or rollout.streaming=false",
-            when=lambda around: around.streaming,
+            "which divides by the tokens of each microbatch, so the gradient would depend on the groups that arrive together; use "
+            "loss=dapo (one denominator for the whole step), or rollout.streaming=false",
+            when=lambda context: context.streaming,
         ),
         Conflict(
             "train.skip_zero_advantage",
-            "which divides by the tokens of each microbatch: those without an advantage matter; leave it out",
-            when=lambda around: bool(around.at("train.skip_zero_advantage")),
+            "which divides by the tokens of each microbatch, so tokens without an advantage have an effect; leave this setting out",
+            when=lambda context: bool(context.at("train.skip_zero_advantage")),
         ),
     )
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
-        """A mean, not a sum: over the tokens of this microbatch."""
+        """The mean over the tokens of this microbatch."""
         return loss_S.sum() / max(loss_S.numel(), 1)
 
 
 class OneSided(Bounded):
-    """Asymmetric one-sided clip: each token is bounded only where its advantage pushes it.
+    """One-sided clip: an upper bound of the ratio for positive advantages, and a lower bound for the other advantages.
 
     Source: torchtitan's GRPO loss. Equal to `ppo_clip` in value and gradient, without `delta` and `dual_clip`.
-    Formula: `sum_t -A_t min(r_t, 1 + epsilon_high)` for A > 0, `-A_t max(r_t, 1 - epsilon)` else.
+    Formula: the sum of `-A_t min(r_t, 1 + epsilon_high)` for A > 0, and of `-A_t max(r_t, 1 - epsilon)` otherwise.
     """
 
     name: ClassVar[str] = "one_sided"
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """[S] one bound a token: the upper one for a good token, the lower one for a bad one."""
         ratio_S, good_S = token_ratio(inputs), inputs.advantage_S > 0
         bounded_S = ratio_S.clamp(max=1 + self.high).where(good_S, ratio_S.clamp(min=1 - self.epsilon))
         return Surrogate(-bounded_S * inputs.advantage_S, ratio_S, self.clip_metrics(inputs, ratio_S))
@@ -323,85 +317,82 @@ class OneSided(Bounded):
 
 @dataclass(frozen=True)
 class Cispo(LossMethod):
-    """Clipped importance weights instead of clipped updates: no token loses its gradient.
+    """Clipped importance weights instead of clipped updates, so every token keeps its gradient.
 
     Paper: MiniMax-M1 (arXiv:2506.13585), eq. 4-5.
-    Formula: `sum_t -sg(clip(r_t, low, high)) A_t logp_t`. The bounds are absolute: `high` is TRL's
-    `epsilon_high` for this loss and NeMo's `1 + ratio_clip_max`; `low` 0 is no lower bound, as in TRL.
-    Clip metrics: tokens whose weight was bounded against their advantage.
+    Formula: `sum_t -sg(clip(r_t, low, high)) A_t logp_t`, where sg detaches. The bounds are absolute: `high` is TRL's
+    `epsilon_high` for this loss and NeMo's `1 + ratio_clip_max`. A `low` of 0 is no lower bound, as in TRL.
+    Clip metrics count tokens with A > 0 and a weight at its upper bound, or A < 0 and a weight at its lower bound.
     """
 
     name: ClassVar[str] = "cispo"
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
     on_policy_is: ClassVar[str] = "reinforce"
     instead: ClassVar[Mapping[str, str]] = {
-        "algorithm.clip.epsilon_high": "the bound of its ratio is algorithm.cispo.high (5.0 in the paper's reproductions)",
+        "algorithm.clip.epsilon_high": "the upper bound of cispo is algorithm.cispo.high (5.0 in the paper's reproductions)",
     }
-    low: float = setting(0.0, "Absolute lower bound of the detached ratio; 0 is none.", ge=0)
-    high: float = setting(5.0, "Absolute upper bound of the detached ratio (TRL's epsilon_high there).", gt=0)
+    low: float = setting(0.0, "Absolute lower bound of the detached ratio; 0 is no bound.", ge=0)
+    high: float = setting(5.0, "Absolute upper bound of the detached ratio (epsilon_high of TRL's cispo).", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """The gradient is in the log-prob; the bounded ratio is a detached weight."""
         ratio_S, advantage_S = token_ratio(inputs), inputs.advantage_S
         detached_S = ratio_S.detach()
         weight_S = detached_S.clamp(self.low, self.high)
-        metrics = shares((detached_S < self.low) & (advantage_S < 0), (detached_S > self.high) & (advantage_S > 0))
+        metrics = clip_shares((detached_S < self.low) & (advantage_S < 0), (detached_S > self.high) & (advantage_S > 0))
         return Surrogate(-weight_S * advantage_S * inputs.logp_S, ratio_S, metrics)
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
+    def problems(self, context: CheckContext) -> Iterator[str]:
         if self.low >= self.high:
             yield f"algorithm.cispo.low is {self.low}; expected less than algorithm.cispo.high = {self.high}"
 
 
 @dataclass(frozen=True)
 class Sapo(LossMethod):
-    """Soft adaptive policy optimization: a sigmoid gate in place of the clip, colder for bad tokens.
+    """Soft adaptive policy optimization: a sigmoid gate instead of the clip.
 
     Paper: Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
-    Formula: `sum_b (1 / max(len_b, 1)) sum_t -A_t sigmoid(tau (r_t - 1)) 4 / tau`, tau by the sign of A.
-    Gradient A at r = 1, as that of the plain ratio; it fades smoothly on both sides instead of ending at a clip.
+    Formula: `sum_b (1 / max(len_b, 1)) sum_t -A_t sigmoid(tau (r_t - 1)) 4 / tau`. Here tau is temperature_pos for A > 0, and
+    otherwise temperature_neg. At r = 1 the gradient is that of the plain ratio. On both sides the gradient falls smoothly to 0.
     """
 
     name: ClassVar[str] = "sapo"
     normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
     on_policy_is: ClassVar[str] = "grpo"
     temperature_pos: float = setting(1.0, "Temperature of the gate where the advantage is positive.", gt=0)
-    temperature_neg: float = setting(1.05, "Temperature of the gate elsewhere.", gt=0)
+    temperature_neg: float = setting(1.05, "Temperature of the gate where the advantage is negative or 0.", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """[S] the gated ratio; `temperature_pos` above advantage 0, `temperature_neg` at and below it."""
         ratio_S, positive_S = token_ratio(inputs), inputs.advantage_S > 0
         tau_S = ratio_S.new_tensor(self.temperature_pos).where(positive_S, ratio_S.new_tensor(self.temperature_neg))
         return Surrogate(-(tau_S * (ratio_S - 1)).sigmoid() * 4 / tau_S * inputs.advantage_S, ratio_S)
 
 
 class Reinforce(LossMethod):
-    """The policy gradient itself, corrected by the importance weight alone.
+    """The plain policy gradient, without a ratio. Importance weights still apply.
 
     Paper: Williams (1992), https://doi.org/10.1007/BF00992696. NeMo: `disable_ppo_ratio`.
-    Formula: `sum_t -A_t logp_t`. With `updates_per_batch` above 1 nothing holds the later updates back.
+    Formula: `sum_t -A_t logp_t`. With `updates_per_batch` above 1 nothing bounds the later updates.
     """
 
     name: ClassVar[str] = "reinforce"
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """The ratio is reported, for a KL, and multiplies nothing."""
         return Surrogate(-inputs.advantage_S * inputs.logp_S, token_ratio(inputs))
 
 
 @dataclass(frozen=True)
 class Vespo(LossMethod):
-    """Variational sequence-level soft policy optimization: a gamma-shaped weight of the whole sequence's ratio.
+    """Variational sequence-level soft policy optimization: a weight for each sequence that is a gamma function of its ratio.
 
-    Paper: "VESPO" (arXiv:2602.10693), as TRL has it.
-    Formula: `sum_t -phi_b A_t logp_t`, `phi_b = exp(lambda + k log w_b - lambda w_b)`, detached. The importance weights
-    of the tokens are part of w, not a factor of the loss; only modes of the token level make sense.
-    It streams, as long as no sequence is cut in two.
-    `log w_b = sum_t log r_t + sum_t log(importance_t)`: the whole way from sampler to policy. Each log-ratio is held within
-    +-20, each log-weight and the sum within [log 1e-8, 20]; (k, lambda) is (k_pos, lambda_pos) where A >= 0, else (k_neg,
-    lambda_neg). A phi that is not finite is 0, as in TRL, but for a NaN of the trainer itself, which reaches the loss through
-    logp. phi = 1 at w = 1.
+    Paper: "VESPO" (arXiv:2602.10693), as in TRL.
+    Formula: `sum_t -phi_b A_t logp_t` with a detached `phi_b = exp(lambda + k log w_b - lambda w_b)`, so phi is 1 at w = 1.
+    `log w_b = sum_t log r_t + sum_t log(importance_t)` is the log-ratio of policy and sampler. So importance weights of tokens are
+    part of w and no factor of the loss, and only modes of the token level make sense.
+    Each log-ratio is clamped to +-20. Each log-weight and the sum are clamped to [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos)
+    where A >= 0, else (k_neg, lambda_neg). A phi that is not finite is replaced by 0, as in TRL. A NaN of the trainer still reaches
+    the loss through logp.
+    The loss streams, because a microbatch has only complete sequences.
     """
 
     name: ClassVar[str] = "vespo"
@@ -410,10 +401,10 @@ class Vespo(LossMethod):
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             "algorithm.importance.mode",
-            "which adds up the weights of a sequence's tokens itself; use a token mode",
-            when=lambda around: (
-                IMPORTANCE_MODES[around.at("algorithm.importance.mode")].level != "token"
-                and around.at("algorithm.old_logprobs") != "sampler"
+            "which multiplies the weights of a sequence's tokens; use a mode of the token level",
+            when=lambda context: (
+                IMPORTANCE_MODES[context.at("algorithm.importance.mode")].level != "token"
+                and context.at("algorithm.old_logprobs") != "sampler"
             ),
         ),
     )
@@ -423,15 +414,14 @@ class Vespo(LossMethod):
     lambda_neg: float = setting(2.0, "Decay lambda where the advantage is negative.", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        """phi is computed from logarithms and without gradient, bounded on both sides; where it is not finite it counts 0."""
         import torch
 
         ratio_S = token_ratio(inputs)
         with torch.no_grad():
-            log_w_S = ratio_S.log().clamp(-CEILING, CEILING)
+            log_w_S = ratio_S.log().clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT)
             if inputs.importance_S is not None:
-                log_w_S = log_w_S + inputs.importance_S.log().clamp(FLOOR, CEILING)
-            log_w_B = inputs.sequence_sum(log_w_S).clamp(FLOOR, CEILING)
+                log_w_S = log_w_S + inputs.importance_S.log().clamp(_MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT)
+            log_w_B = inputs.sequence_sum(log_w_S).clamp(_MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT)
             log_w_S = inputs.spread(log_w_B)
             good_S = inputs.advantage_S >= 0
             k_S = torch.where(good_S, log_w_S.new_tensor(self.k_pos), log_w_S.new_tensor(self.k_neg))

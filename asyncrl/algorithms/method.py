@@ -1,8 +1,8 @@
-"""What a method declares about itself, as data: its settings, what they must not be, and what may change on a resume. No torch.
+"""The base class of losses and terms, with their declarations: settings, bounds, conflicts, and changes that a resume may not make.
 
-A method is a frozen dataclass: its fields are its settings, each made by `setting`, its docstring has formula and paper. The
-configuration's schema, `--help`, `asyncrl explain`, the checks before a run and what a resume may change are made of these
-declarations (`config/methods.py`), so nothing is said about a method anywhere else.
+A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring has the formula and the paper.
+`config/methods.py` makes everything else from these declarations: the schema of the configuration, `--help`, `asyncrl explain`, the
+checks before a run, and the rules of a resume.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ def setting(
     fixed: bool = False,
     **bounds: float,
 ) -> Any:
-    """A field of a method: default, the sentence for `--help`, bounds (`gt`, `ge`, `lt`, `le`), or the names to choose from.
+    """A field of a method.
 
-    `flat`: its short spelling, `algorithm.FLAT`, and the keyword of `build_loss`; SECTION_NAME by default. `fixed`: another
-    value would be another objective, so it may not change when a run goes on.
+    text: the sentence for `--help`.
+    choices: the allowed strings; empty: no restriction.
+    flat: the short name, in `algorithm.FLAT` and as a keyword of `build_loss`. By default SECTION_NAME.
+    fixed: whether a resumed run must have the same value, because another value would change the objective.
+    bounds: `gt`, `ge`, `lt` and `le`.
     """
-    about = {"text": text, "choices": tuple(choices), "flat": flat, "fixed": fixed, "bounds": bounds}
-    return field(default=default, metadata=about)
+    metadata = {"text": text, "choices": tuple(choices), "flat": flat, "fixed": fixed, "bounds": bounds}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a method, as declared."""
+    """The declaration of a setting. The arguments of `setting` explain the attributes."""
 
     section: str
     name: str
@@ -47,88 +50,93 @@ class Setting:
 
     @property
     def dotted(self) -> str:
-        """Its name in the configuration."""
+        """The name of the setting in the configuration."""
         return f"algorithm.{self.section}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What a check may look at beside its own method."""
+    """The configuration of a run, for checks of a method."""
 
-    # A `losses.loss.LossMethod`, which is a method itself: named here it would be a circle.
+    # A `LossMethod` and an `Estimator`. Imports of these types would be circular.
     loss: Any
-    advantage: Any  # an `estimator.Estimator`, likewise
-    at: Callable[[str], Any]  # the value of any dotted name of the configuration
-    # Groups are trained as they arrive, before the step's number of tokens and sequences is known.
+    advantage: Any
+    at: Callable[[str], Any]  # dotted name of a setting -> its value
+    # Whether groups are trained before the number of tokens and sequences of the step is known.
     streaming: bool
-    by_tokens: tuple[str, ...] = ()  # the losses that are divided by tokens
+    by_tokens: tuple[str, ...] = ()  # names of the losses that are divided by tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """What a loss or an advantage cannot be combined with: `{name} is {its value} but {kind} is {method}, {reason}`."""
+    """A setting that a loss or an advantage cannot be combined with.
 
-    name: str  # dotted
-    reason: str  # begins with "which"; says the way out
+    The message is `{name} is {value} but {method}, {reason}`, so `reason` begins with "which". It ends with what to do.
+    """
+
+    name: str  # dotted name of the setting
+    reason: str
     when: Callable[[CheckContext], bool]
 
-    def message(self, method: str, around: CheckContext) -> str:
-        """The sentence, with the value that is set; `method` is the method's kind and name."""
-        value = around.at(self.name)
+    def message(self, method: str, context: CheckContext) -> str:
+        """The message. `method`: kind and name of the method, such as "algorithm.loss is bnpo"."""
+        value = context.at(self.name)
         return f"{self.name} is {str(value).lower() if isinstance(value, bool) else value} but {method}, {self.reason}"
 
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all that has settings of its own in the `algorithm` section."""
+    """Base class of every loss, term and advantage with settings in the section `algorithm`."""
 
     section: ClassVar[str] = ""  # the settings are algorithm.SECTION.*
-    switches: ClassVar[tuple[str, ...]] = ()  # of a term: the settings that turn it on
-    # Of a term: what is said where another of its settings is given while it is off.
+    switches: ClassVar[tuple[str, ...]] = ()  # settings that turn a term on
+    # Completes the message "SETTING is VALUE but ...", for a setting of a term that is off.
     off: ClassVar[str] = ""
-    # What `explain` prints beside the docstring: a function or a module.
+    # The function or module whose docstring `asyncrl explain` prints.
     formula: ClassVar[Any] = None
 
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
-        """The settings that this class declares and inherits, in order. Errors: TypeError for a field that is no setting."""
+        """The declared and inherited settings, in order. Errors: TypeError for a field that `setting` did not make."""
         return _settings(cls)  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
 
     @classmethod
-    def made(cls, numbers: Mapping[str, Any]) -> Any:
-        """An instance with what `numbers` has under the flat names. The configuration has checked them against the bounds."""
-        return cls(**{each.name: numbers[each.flat] for each in cls.settings() if each.flat in numbers})
+    def from_values(cls, values: Mapping[str, Any]) -> Any:
+        """An instance with the settings from `values`: flat name -> value. Other values are ignored, and bounds are not checked."""
+        return cls(**{setting.name: values[setting.flat] for setting in cls.settings() if setting.flat in values})
 
     @property
     def on(self) -> bool:
-        """Of a term: whether it does anything."""
+        """Whether a term has an effect with these settings."""
         return True
 
     def derived(self) -> Mapping[str, Any]:
-        """What the settings that were left out come to, by name."""
+        """Name of a setting -> the value that replaces a default of None."""
         return {}
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
-        """What contradicts itself: the value, the reason, the way out."""
+    def problems(self, context: CheckContext) -> Iterator[str]:
+        """Error messages about these settings: the value, the reason, and what to do."""
         yield from ()
 
-    def warnings(self, around: CheckContext) -> Iterator[str]:
-        """What is allowed but seldom meant."""
+    def warnings(self, context: CheckContext) -> Iterator[str]:
+        """Messages about settings that are allowed but probably not intended."""
         yield from ()
 
 
 @cache
 def _settings(cls: type[Method]) -> tuple[Setting, ...]:
     hints = get_type_hints(cls)
-    known = {each.name for each in fields(cls)}
+    names = {field_.name for field_ in fields(cls)}
     for name, hint in hints.items():
-        if name not in known and get_origin(hint) is not ClassVar and hint is not ClassVar:
+        if name not in names and get_origin(hint) is not ClassVar and hint is not ClassVar:
             raise TypeError(f"{cls.__name__}.{name} is no field: decorate the class with @dataclass(frozen=True)")
-    found = []
-    for each in fields(cls):
-        if "text" not in each.metadata:
-            raise TypeError(f"{cls.__name__}.{each.name} is not made by `setting`")
-        about = dict(each.metadata)
-        about["flat"] = about["flat"] or f"{cls.section}_{each.name}"
-        found.append(Setting(cls.section, each.name, hints[each.name], each.default, **about))
-    return tuple(found)
+    settings = []
+    for field_ in fields(cls):
+        if "text" not in field_.metadata:
+            raise TypeError(
+                f"{cls.__name__}.{field_.name} is not made by `setting`; write {field_.name} = setting(...)"
+            )
+        metadata = dict(field_.metadata)
+        metadata["flat"] = metadata["flat"] or f"{cls.section}_{field_.name}"
+        settings.append(Setting(cls.section, field_.name, hints[field_.name], field_.default, **metadata))
+    return tuple(settings)

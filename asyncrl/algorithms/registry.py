@@ -1,4 +1,4 @@
-"""Finds losses and advantage estimators by name, and binds them to the numbers of their settings.
+"""Finds losses and advantage estimators by name, and binds them to the values of their settings.
 
 The configuration chooses by these names. An unknown name is a `ConfigError` that shows the nearest name.
 """
@@ -24,79 +24,81 @@ from .method import Method, Setting
 from .terms import TERMS, Terms, entropy_bonus, loss_sums
 
 LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
-ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}
+ADVANTAGES: dict[str, Estimator] = {estimator.name: estimator for estimator in advantages.ALL}
 # The user's methods: ("loss" or "advantage", address in the configuration) -> class or estimator (`config/methods.py`)
 OWN: dict[tuple[str, str], Any] = {}
 _CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings that belong to no method
 
 
 def loss_named(name: str) -> type[LossMethod]:
-    """The loss of this name, or the user's of this address, which must be loaded. Errors: ConfigError for an unknown name."""
-    return OWN.get(("loss", name)) or LOSSES[_known(name, LOSSES, "loss")]
+    """The loss with this name, or the user's loss with this address, if it was loaded. Errors: ConfigError for an unknown name."""
+    return OWN.get(("loss", name)) or LOSSES[_require_name(name, LOSSES, "loss")]
 
 
 def advantage_named(name: str) -> Estimator:
-    """As `loss_named`, for an advantage estimator."""
-    return OWN.get(("advantage", name)) or ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
+    """The advantage estimator with this name or address, like `loss_named`."""
+    return OWN.get(("advantage", name)) or ADVANTAGES[_require_name(name, ADVANTAGES, "advantage estimator")]
 
 
 def methods() -> Iterator[type[Method]]:
     """Every class that has settings: losses, advantages, terms."""
     yield from LOSSES.values()
-    yield from (each.settings for each in ADVANTAGES.values() if each.settings is not None)
+    yield from (estimator.settings for estimator in ADVANTAGES.values() if estimator.settings is not None)
     yield from TERMS
 
 
 def settings() -> Mapping[str, Setting]:
-    """Every setting of every method by its flat name; those that methods share (`algorithm.clip`) once.
+    """Flat name -> setting, for all methods. A setting that several methods share (`algorithm.clip`) is there once.
 
-    Errors: TypeError where two methods give one name to different settings.
+    Errors: TypeError if two methods have different settings with one flat name.
     """
-    found: dict[str, Setting] = {}
+    by_name: dict[str, Setting] = {}
     for method in methods():
-        for each in method.settings():
-            if found.setdefault(each.flat, each) != each:
-                raise TypeError(f"{method.__name__}.{each.name}: another setting is named {each.flat} already")
-    return found
+        for setting in method.settings():
+            if by_name.setdefault(setting.flat, setting) != setting:
+                raise TypeError(
+                    f"{method.__name__}.{setting.name}: another setting is named {setting.flat}; choose another name"
+                )
+    return by_name
 
 
 def readers() -> Mapping[str, tuple[str, ...]]:
-    """Flat name of each setting that belongs to losses -> the losses that read it."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Flat name of a setting -> names of the losses that read the setting."""
+    losses_by_setting: dict[str, tuple[str, ...]] = {}
     for name, loss in LOSSES.items():
-        for each in loss.settings():
-            found[each.flat] = (*found.get(each.flat, ()), name)
-    return found
+        for setting in loss.settings():
+            losses_by_setting[setting.flat] = (*losses_by_setting.get(setting.flat, ()), name)
+    return losses_by_setting
 
 
-def make_terms(**numbers: Any) -> Terms:
-    """The terms, with settings from `numbers` by their flat names."""
-    return Terms(*(term.made(numbers) for term in TERMS))
+def make_terms(**values: Any) -> Terms:
+    """The terms. `values`: flat name of a setting -> value."""
+    return Terms(*(term.from_values(values) for term in TERMS))
 
 
-def make_loss(name: str, **numbers: Any) -> LossMethod:
-    """The named loss with its own settings. Errors: ConfigError for an unknown name."""
-    made: LossMethod = loss_named(name).made(numbers)
-    return made
+def make_loss(name: str, **values: Any) -> LossMethod:
+    """The loss with this name, with its settings from `values`. Errors: ConfigError for an unknown name."""
+    loss: LossMethod = loss_named(name).from_values(values)
+    return loss
 
 
-def build_loss(name: str, **numbers: Any) -> Loss:
-    """The named loss bound to its numbers, and with what every loss has: entropy bonus, entropy, mismatch metrics.
+def build_loss(name: str, **values: Any) -> Loss:
+    """The loss with this name for the trainer, with all terms, the entropy bonus, and the metrics of entropy and mismatch.
 
-    `numbers`: settings by their flat names (`epsilon`, `sapo_temperature_pos`, `kl_coef`); those of other losses are not read.
-    `old_logprobs="sampler"`: the clip is centred on the sampler's log-probs, `sampler_logp_S`, whatever `old_logp_S` holds. No
-    importance weight is applied then: the two corrections are never applied together.
-    `force_on_policy`: the `old` column is not read. `entropy_target`: the trainer binds the coefficient of each step (`at`).
-    Errors: ConfigError for an unknown name; TypeError for a number that no method has.
+    `values`: flat name of a setting (`epsilon`, `sapo_temperature_pos`, `kl_coef`) -> value. Settings of other losses are ignored.
+    With `old_logprobs="sampler"` the clip is centred on the sampler's log-probs, and there are no importance weights: only one of
+    the two corrections may act. With `force_on_policy` the `old` column is not read. With `entropy_target` the trainer must bind
+    the coefficient of each step (`Loss.with_control`).
+    Errors: ConfigError for an unknown name; TypeError for a setting that no method has.
     """
-    method = make_loss(name, **numbers)
-    _require_known(numbers)
-    terms, centre = make_terms(**numbers), numbers.get("old_logprobs", "recompute")
-    forced = bool(numbers.get("force_on_policy", False))
+    method = make_loss(name, **values)
+    _require_known_settings(values)
+    terms, centre = make_terms(**values), values.get("old_logprobs", "recompute")
+    forced = bool(values.get("force_on_policy", False))
     if centre == "sampler":
         terms = replace(terms, importance=Importance(cap=None))
     entropy, top = terms.entropy, terms.top_entropy.quantile
-    separate = entropy.apart(method) or (entropy.on and top < 1)
+    separate = entropy.has_other_normaliser(method) or (entropy.on and top < 1)
 
     def with_bonus(coefficient: float) -> LossFn:
         bonus = coefficient if entropy.on else None
@@ -116,15 +118,15 @@ def build_loss(name: str, **numbers: Any) -> Loss:
     )
 
 
-def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
-    """The KL penalty on rewards, from the same numbers; None unless `kl.place` is reward and the penalty is on."""
-    kl = make_terms(**numbers).kl
+def build_reward_penalty(**values: Any) -> RewardPenalty | None:
+    """The KL penalty on rewards, with the arguments of `build_loss`. None if the run has no KL in the reward."""
+    kl = make_terms(**values).kl
     return RewardPenalty(kl.coef, kl.estimator, kl.clamp) if kl.on and kl.place == "reward" else None
 
 
-def build_advantage(name: str, **numbers: Any) -> Estimator:
-    """The named advantage estimator. Errors: ConfigError for an unknown name."""
-    return advantage_named(name).bound(numbers)
+def build_advantage(name: str, **values: Any) -> Estimator:
+    """The advantage estimator with this name, with its settings from `values`. Errors: ConfigError for an unknown name."""
+    return advantage_named(name).with_settings(values)
 
 
 def _evaluate(
@@ -152,19 +154,21 @@ def _evaluate(
     return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
 
 
-def _require_known(numbers: Iterable[str]) -> None:
-    own = [found.settings if isinstance(found, Estimator) else found for found in OWN.values()]
-    known = {*settings(), *_CENTRE_NAMES, *(each.flat for method in own if method for each in method.settings())}
-    for name in numbers:
+def _require_known_settings(names: Iterable[str]) -> None:
+    known = {*settings(), *_CENTRE_NAMES}
+    for method in OWN.values():
+        declaring = method.settings if isinstance(method, Estimator) else method
+        known |= {setting.flat for setting in declaring.settings()} if declaring else set()
+    for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise TypeError(f"no method has a setting {name!r}; did you mean {nearest!r}?")
 
 
-def _known(name: str, names: Iterable[str], what: str) -> str:
+def _require_name(name: str, names: Iterable[str], kind: str) -> str:
     known = sorted(names)
-    spelled = name.lower().replace("-", "_")
-    if spelled in known:
-        return spelled
+    normalised = name.lower().replace("-", "_")
+    if normalised in known:
+        return normalised
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ConfigError(f"unknown {what} {name!r}; did you mean {nearest[0]!r}? Known: {', '.join(known)}")
+    raise ConfigError(f"unknown {kind} {name!r}; did you mean {nearest[0]!r}? Known: {', '.join(known)}")

@@ -1,12 +1,12 @@
-"""The terms that every loss may have, in the order of TRL (`GRPOTrainer._compute_loss`):
+"""Terms that can be added to every loss, in the order of TRL (`GRPOTrainer._compute_loss`):
 
-    surrogate -> x scale of its sign -> x OPSM -> x top-entropy mask -> x importance weight -> + KL
-    -> the loss's own sum (-> entropy bonus, in `registry.py`: it has a normaliser of its own)
+    surrogate -> x scale by the sign of A -> x OPSM -> x top-entropy mask -> x importance weight -> + KL
+    -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
-The KL term is multiplied by no weight, and by the ratio only if asked (`kl.py`). What takes tokens out of the surrogate touches no
-denominator: what is masked still counts in N. `importance.py` and `kl.py` have their own terms; the others stand here.
+The KL term is not multiplied by a weight. The ratio multiplies the KL only with `bias_correction` (`kl.py`). Tokens that OPSM or
+the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have their own terms.
 
-Shape legend: S scored tokens of a microbatch, B its sequences, N scored tokens of a step.
+Shape legend: S scored tokens of a microbatch, B sequences of the microbatch, N scored tokens of a step. A is the advantage.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
-    """`-coefficient x sum_t H_t`, differentiable; H_t is the entropy of the policy at token t, in nats, at the sampling
+    """`-coefficient x sum_t H_t`, differentiable. H_t is the entropy of the policy at token t, in nats, at the sampling
     temperature.
 
-    Mnih et al. (arXiv:1602.01783), section 4. Normaliser: TOKENS, whatever that of the loss (as in TRL), so that the
-    coefficient means the same with every loss; with a top-entropy mask, the tokens that it keeps. TRL takes the mean
-    over each microbatch, so there its value depends on the split; here it is the mean over the step.
+    Mnih et al. (arXiv:1602.01783), section 4. The normaliser is TOKENS for every loss (as in TRL), so that the coefficient has the
+    same meaning with every loss. With a top-entropy mask, only the kept tokens count. The bonus is the mean over the step. (TRL
+    takes the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
-        raise ValueError(f"entropy_coef is {coefficient}, but the microbatch has no entropies (`entropy_S`)")
+        raise ValueError(f"entropy_coef is {coefficient}, but `entropy_S` of the microbatch is None; compute it first")
     entropy_S = inputs.entropy_S
     if inputs.keep_S is not None:
         entropy_S = entropy_S.masked_fill(~inputs.keep_S, 0.0)
@@ -47,79 +47,81 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Entropy(Method):
-    """The entropy bonus, with a coefficient that stands still or follows a target."""
+    """The entropy bonus, with a constant coefficient or a coefficient that is controlled by a target."""
 
     section: ClassVar[str] = "entropy"
     switches: ClassVar[tuple[str, ...]] = ("coef", "target")
-    off: ClassVar[str] = "algorithm.entropy.coef is 0 and target is not set: there is no bonus; set one of them"
+    off: ClassVar[str] = "algorithm.entropy.coef is 0 and target is not set, so there is no bonus; set one of the two"
     formula: ClassVar[Any] = entropy_bonus
-    coef: float = setting(0.0, "Coefficient of the entropy bonus: a mean over tokens, whatever the loss.", ge=0)
+    coef: float = setting(
+        0.0, "Coefficient of the entropy bonus. The bonus is a mean over tokens with every loss.", ge=0
+    )
     target: float | None = setting(
         None,
-        "Adaptive entropy: coef is where the coefficient begins; it grows while the mean entropy of a step (nats) is at most "
-        "this and shrinks otherwise, within [0, 1], and the bonus acts only below the target. TRL: 0.2.",
+        "Adaptive entropy control: the coefficient begins at coef, grows while the mean entropy of a step (nats) is at most this "
+        "target, and shrinks otherwise, within [0, 1]. There is a bonus only while the entropy is at most the target. TRL: 0.2.",
         gt=0,
     )
-    coef_delta: float = setting(0.005, "By how much that coefficient moves per optimizer step.", gt=0, le=1)
+    coef_delta: float = setting(0.005, "Change of a controlled coefficient per optimizer step.", gt=0, le=1)
     second_gradient_buffer: bool = setting(
         False,
-        "Streamed steps with a bonus that is not divided by the same number as the loss: gather its gradient in a buffer of "
-        "its own, with a second backward pass.",
+        "For streamed steps with a bonus and a loss that are divided by different numbers: collect the gradient of the bonus in a "
+        "second buffer, with a second backward pass.",
         flat="second_gradient_buffer",
     )
 
     @property
     def on(self) -> bool:
-        """Whether there is a bonus, in some step."""
+        """Whether any step may have a bonus."""
         return self.coef > 0 or self.target is not None
 
     @property
     def control(self) -> EntropyControl | None:
-        """How the coefficient begins, where it is controlled."""
+        """The first state of the controller, or None for a constant coefficient."""
         return None if self.target is None else EntropyControl(self.coef, self.target, self.coef_delta)
 
-    def apart(self, loss: type[LossMethod] | LossMethod) -> bool:
-        """Whether the bonus is divided by another number than this loss."""
+    def has_other_normaliser(self, loss: type[LossMethod] | LossMethod) -> bool:
+        """Whether bonus and loss are divided by different numbers."""
         return self.on and loss.normaliser is not Normaliser.TOKENS
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
-        default = {each.name: each.default for each in self.settings()}["coef_delta"]
+    def problems(self, context: CheckContext) -> Iterator[str]:
+        default = {setting.name: setting.default for setting in self.settings()}["coef_delta"]
         if self.target is None and self.coef_delta != default:
             yield (
-                f"algorithm.entropy.coef_delta is {self.coef_delta} but entropy.target is not set: the coefficient of the "
-                "bonus stands still; set entropy.target, or leave it out"
+                f"algorithm.entropy.coef_delta is {self.coef_delta} but entropy.target is not set, so the coefficient is constant; "
+                "set entropy.target, or leave coef_delta out"
             )
         if self.target is not None and self.coef > COEFFICIENT_MAX:
             yield (
                 f"algorithm.entropy.coef is {self.coef} with entropy.target {self.target}: a controlled coefficient stays "
-                "within [0, 1]; begin inside"
+                "within [0, 1]; set coef to at most 1"
             )
-        if around.streaming and self.apart(around.loss) and not self.second_gradient_buffer:
-            given = f"coef is {self.coef}" if self.target is None else f"target is {self.target}"
+        if context.streaming and self.has_other_normaliser(context.loss) and not self.second_gradient_buffer:
+            value = f"coef is {self.coef}" if self.target is None else f"target is {self.target}"
             yield (
-                f"algorithm.entropy.{given} with loss {around.loss.name} but steps are streamed: the bonus is divided by "
-                f"tokens, the loss by {around.loss.normaliser.value}, and neither number is known while gradients add up; use "
+                f"algorithm.entropy.{value} with loss {context.loss.name} but steps are streamed: the bonus is divided by "
+                f"tokens, the loss by {context.loss.normaliser.value}, and neither number is known while gradients add up; use "
                 "entropy.second_gradient_buffer=true (a second buffer of the gradient's size, and a second backward pass), a "
-                f"loss that is divided by tokens ({', '.join(around.by_tokens)}), or rollout.streaming=false"
+                f"loss that is divided by tokens ({', '.join(context.by_tokens)}), or rollout.streaming=false"
             )
 
-    def warnings(self, around: CheckContext) -> Iterator[str]:
-        if self.second_gradient_buffer and not self.apart(around.loss):
+    def warnings(self, context: CheckContext) -> Iterator[str]:
+        if self.second_gradient_buffer and not self.has_other_normaliser(context.loss):
             yield (
-                f"algorithm.entropy.second_gradient_buffer=true with loss {around.loss.name} and entropy.coef={self.coef}: no "
-                "term needs it, none is allocated"
+                f"algorithm.entropy.second_gradient_buffer=true with loss {context.loss.name} and entropy.coef={self.coef}: no "
+                "term needs a second buffer, so none is allocated"
             )
 
 
 def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metrics]:
-    """Off-policy sequence mask: `[S]` bool, True where `A >= 0` or `mean_t (sampler_t - logp_t) <= threshold` (nats).
+    """Off-policy sequence mask (OPSM): bool [S], True where `A >= 0` or `mean_t (sampler_t - logp_t) <= threshold` (nats).
 
-    Paper: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. Detached. A token without a sampler log-prob (NaN) is no evidence: its
-    difference counts as 0 and its place in the mean stays. `opsm/dropped_mean`: share of sequences with a token dropped.
+    Paper: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. Detached. The difference of a token without a sampler log-prob (NaN) counts
+    as 0 in the mean. The metric `opsm/dropped_mean` is the share of sequences with a masked token.
     """
     gap_S = (inputs.sampler_logp_S - inputs.logp_S).detach()
     gap_S = gap_S.masked_fill(inputs.sampler_logp_S.isnan(), 0.0)
-    # Written so that a NaN of the trainer keeps its sequence: it has to reach the loss.
+    # `> threshold` is False for a NaN of the trainer. So the NaN is not masked and reaches the loss.
     far_B = inputs.sequence_mean(gap_S) > threshold
     keep_S = (inputs.advantage_S >= 0) | ~inputs.spread(far_B)
     dropped_B = inputs.sequence_sum((~keep_S).to(gap_S.dtype)) > 0
@@ -127,89 +129,87 @@ def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metri
 
 
 def entropy_threshold(entropy_N: Tensor, top: float) -> float:
-    """The entropy that the share `top` of all tokens reaches: quantile `1 - top` over the scored tokens of all ranks.
+    """The quantile `1 - top` of the entropies. Tokens with `entropy >= threshold` are kept, which is the share `top` of all tokens.
 
-    Paper: Wang et al., "Beyond the 80/20 Rule" (arXiv:2506.01939), eq. 6. Linear interpolation, as torch.quantile, which
-    refuses more than 16 million elements. Tokens with `entropy >= threshold` are kept. No token: minus infinity.
+    Paper: Wang et al., "Beyond the 80/20 Rule" (arXiv:2506.01939), eq. 6. Interpolates linearly, like torch.quantile, which
+    refuses more than 16 million elements. Without tokens the threshold is minus infinity.
     """
     count = entropy_N.numel()
     if count == 0:
         return -float("inf")
-    ordered_N = entropy_N.double().sort().values
-    place = (1 - top) * (count - 1)
-    below = int(place)
+    sorted_N = entropy_N.double().sort().values
+    position = (1 - top) * (count - 1)
+    below = int(position)
     above = min(below + 1, count - 1)
-    return float(ordered_N[below].lerp(ordered_N[above], place - below))
+    return float(sorted_N[below].lerp(sorted_N[above], position - below))
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
-    """The group with every token masked of a completion that hit `max_tokens` (`truncated`), or sampled more than `longest`.
+    """The group with masked completions: those that hit `max_tokens` (if `truncated`), or have more than `longest` sampled tokens.
 
-    Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards and with them the baseline of the group
-    stay; the sequence counts in N with no token (TRL: `mask_truncated_completions`, whose advantages also stay).
+    Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
+    The masked sequence counts in N as a sequence, and its tokens do not (TRL: `mask_truncated_completions`).
     """
-
     if not truncated and longest is None:
         return group
 
-    def filtered(trajectory: Trajectory) -> Trajectory:
-        cut = truncated and trajectory.finish_reason is FinishReason.LENGTH
-        if cut or (longest is not None and trajectory.sampled_length > longest):
+    def masked(trajectory: Trajectory) -> Trajectory:
+        hit_limit = truncated and trajectory.finish_reason is FinishReason.LENGTH
+        if hit_limit or (longest is not None and trajectory.sampled_length > longest):
             return replace(trajectory, mask=np.zeros_like(trajectory.mask))
         return trajectory
 
-    return replace(group, trajectories=tuple(map(filtered, group.trajectories)))
+    return replace(group, trajectories=tuple(map(masked, group.trajectories)))
 
 
 @dataclass(frozen=True)
 class OffPolicyMask(Method):
-    """Off-policy sequence masking (OPSM): sequences that the policy has left and that it should unlearn."""
+    """Off-policy sequence masking (OPSM): no policy loss for sequences with negative advantage that became improbable."""
 
     section: ClassVar[str] = "off_policy_mask"
     switches: ClassVar[tuple[str, ...]] = ("threshold",)
     formula: ClassVar[Any] = off_policy_keep
     threshold: float | None = setting(
         None,
-        "Sequences with negative advantage whose mean log-prob fell by more than this since they were sampled (nats) are left "
-        "out of the policy loss.",
+        "Sequences with negative advantage have no policy loss if their mean log-prob fell by more than this (nats) since they "
+        "were sampled.",
         gt=0,
     )
 
 
 @dataclass(frozen=True)
 class TopEntropy(Method):
-    """Only the tokens with the highest entropy of the step have a policy loss."""
+    """A policy loss only for the tokens with the highest entropy of the step."""
 
     section: ClassVar[str] = "top_entropy"
     switches: ClassVar[tuple[str, ...]] = ("quantile",)
     formula: ClassVar[Any] = entropy_threshold
     quantile: float = setting(
-        1.0, "Only this share of the tokens, those with the highest entropy of the step, has a policy loss.", gt=0, le=1
+        1.0, "The share of tokens that have a policy loss: the tokens with the highest entropy of the step.", gt=0, le=1
     )
 
-    def problems(self, around: CheckContext) -> Iterator[str]:
-        if self.quantile < 1 and around.streaming:
+    def problems(self, context: CheckContext) -> Iterator[str]:
+        if self.quantile < 1 and context.streaming:
             yield (
-                f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed: which tokens are on top is known "
-                "only when all tokens of the step on all ranks are; use rollout.streaming=false, or top_entropy.quantile=1"
+                f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed, and the entropies of all tokens of the "
+                "step are not known before the first backward; use rollout.streaming=false, or top_entropy.quantile=1"
             )
 
 
 @dataclass(frozen=True)
 class Overlong(Method):
-    """Overlong filtering: completions that were cut off, or are too long, teach nothing. They count as sequences."""
+    """Overlong filtering: masks completions that were cut off or are too long."""
 
     section: ClassVar[str] = "mask"
     switches: ClassVar[tuple[str, ...]] = ("truncated", "longer_than")
     formula: ClassVar[Any] = without_overlong
-    truncated: bool = setting(False, "Completions that hit max_tokens teach nothing; they count as sequences.")
-    longer_than: int | None = setting(None, "Episodes with more sampled tokens than this teach nothing.", ge=1)
+    truncated: bool = setting(False, "Mask completions that hit max_tokens. They still count as sequences.")
+    longer_than: int | None = setting(None, "Mask episodes with more sampled tokens than this number.", ge=1)
 
 
 @dataclass(frozen=True)
 class Scale(Method):
-    """Positive and negative scalers (torchtitan): the policy loss of a token is multiplied by one of them, by the sign of its
-    advantage."""
+    """Factors of the policy loss (torchtitan): one for tokens with positive advantage, one for tokens with negative advantage."""
 
     section: ClassVar[str] = "scale"
     switches: ClassVar[tuple[str, ...]] = ("positive", "negative")
@@ -222,13 +222,12 @@ class Scale(Method):
 
     @property
     def on(self) -> bool:
-        """Whether one of the factors differs from 1."""
         return (self.positive, self.negative) != (1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one run, each under the name of its section. A new one is its class, a field here and a line below."""
+    """The terms of a run. The name of a field is the section of the term. To add a term, add a field and a line in `_per_token`."""
 
     importance: Importance = field(default_factory=Importance)
     kl: Kl = field(default_factory=Kl)
@@ -239,14 +238,14 @@ class Terms:
     mask: Overlong = field(default_factory=Overlong)
 
     def __iter__(self) -> Iterator[Method]:
-        return (getattr(self, each.name) for each in fields(self))
+        return (getattr(self, field_.name) for field_ in fields(self))
 
 
 TERMS: tuple[type[Method], ...] = tuple(type(term) for term in Terms())
 
 
 def loss_sums(method: LossMethod, inputs: LossInputs, terms: Terms) -> LossSums:
-    """The loss over one microbatch: the sum to differentiate, and its metrics."""
+    """The loss over one microbatch, without the entropy bonus: the differentiable sum, and its metrics."""
     weight_S, metrics = importance_weights(inputs, terms.importance) if terms.importance.on else (None, {})
     if method.takes_weights:
         inputs, weight_S = replace(inputs, importance_S=weight_S), None
@@ -266,12 +265,14 @@ def _per_token(
         ones_S = loss_S.new_ones(loss_S.shape)
         loss_S = loss_S * ones_S.masked_fill(good_S, scale.positive).masked_fill(bad_S, scale.negative)
     if terms.off_policy_mask.threshold is not None:
-        keep_S, found = off_policy_keep(inputs, terms.off_policy_mask.threshold)
-        metrics.update(found)
+        keep_S, mask_metrics = off_policy_keep(inputs, terms.off_policy_mask.threshold)
+        metrics.update(mask_metrics)
         loss_S = loss_S * keep_S
     if share < 1:
         if inputs.keep_S is None:
-            raise ValueError(f"top_entropy_quantile is {share}, but nobody chose the tokens (`keep_S`)")
+            raise ValueError(
+                f"top_entropy_quantile is {share}, but `keep_S` of the microbatch is None; compute it first"
+            )
         loss_S = loss_S * inputs.keep_S
     if weight_S is not None:
         loss_S = loss_S * weight_S

@@ -39,7 +39,7 @@ def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
     """Whether the trainer allocates a second gradient buffer: the settings ask for one, and the entropy term needs one."""
     terms = chosen_terms(algorithm)
     requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
-    return requested and terms.entropy.apart(chosen_loss(algorithm))
+    return requested and terms.entropy.has_other_normaliser(chosen_loss(algorithm))
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Environments: how an episode is played. No torch, no engine and no trainer: only the `Environment` port.
+"""Environments play the episodes of a run. They know the engine only as the function `generate` of the `Environment` port.
 
-Start reading in `single_turn.py`, one prompt and one completion; `loading.py` is how a user's own one is found.
+Start reading in `single_turn.py`, with one completion per prompt. `loading.py` finds the environment of a user.
 """

@@ -1,4 +1,4 @@
-"""Environments by name: `single_turn`, or the user's own class by its address."""
+"""Loads the environment of a run: `single_turn`, or a class of the user."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .single_turn import SingleTurn
 def load_environment(
     address: str, *, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None
 ) -> Environment:
-    """`single_turn`, or `file.py:Class` / `module:Class`: a class (or factory) whose instances have `async def run`.
+    """The environment at `address`: `single_turn`, or a class or factory `file.py:Class` or `module:Class`.
 
-    It is called with those of `tokenizer`, `sampling`, `seed` and `text` (of a completion, by `reward.text`) that its
-    signature takes, by name. It runs on the event loop: what blocks or computes for more than a few milliseconds belongs into a
-    reward function.
-    Errors: `ConfigError` that names the address and the cause.
+    The class gets those of `tokenizer`, `sampling`, `seed` and `text` (decodes a completion, by `reward.text`) that its constructor
+    takes. Its instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
+    milliseconds belongs in a reward function.
+    Errors: `ConfigError` with the address and the cause.
     """
     text = text or CompletionText(tokenizer)
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed, "text": text}
+    available: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed, "text": text}
     if address == "single_turn":
-        return SingleTurn(**offered)
+        return SingleTurn(**available)
     factory = load_object(address)
     if not callable(factory):
-        raise ConfigError(f"environment {address!r} is a {type(factory).__name__}, not a class")
+        raise ConfigError(f"environment {address!r} is of type {type(factory).__name__}; expected a class")
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    missing = [p.name for p in parameters if _must_be_given(p) and p.name not in offered]
+    missing = [p.name for p in parameters if _is_required(p) and p.name not in available]
     if missing:
         raise ConfigError(
-            f"environment {address!r} asks for {', '.join(map(repr, missing))}; it can be given {', '.join(offered)}"
+            f"environment {address!r} requires {', '.join(map(repr, missing))}; available are {', '.join(available)}"
         )
     names = {p.name for p in parameters}
+    arguments = {name: value for name, value in available.items() if takes_all or name in names}
     with user_code(lambda error: ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}")):
-        environment = factory(**{k: v for k, v in offered.items() if takes_all or k in names})
-    run = getattr(environment, "run", None)
-    if not inspect.iscoroutinefunction(run):
+        environment = factory(**arguments)
+    if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")
-    return environment  # type: ignore[no-any-return]  # checked by its form
+    return environment  # type: ignore[no-any-return]  # has `run`, which was checked
 
 
-def _must_be_given(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     return named and parameter.default is parameter.empty

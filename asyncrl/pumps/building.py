@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
-from asyncrl.algorithms.kl import lowered
+from asyncrl.algorithms.kl import subtract_penalties
 from asyncrl.algorithms.terms import without_overlong
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
@@ -98,7 +98,7 @@ async def less_penalties(ports: Ports, step: Step, rows: list[Rows]) -> list[Row
             found, kl = ports.reward_penalty(batch, batch.reference_logprobs)
             penalties |= found
             step.kl.append(kl)
-    return [replace(each, group=lowered(each.group, penalties)) for each in rows]
+    return [replace(each, group=subtract_penalties(each.group, penalties)) for each in rows]
 
 
 async def advantages_of(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:

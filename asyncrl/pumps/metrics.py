@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.algorithms.base import kind
+from asyncrl.algorithms.base import reduction_of
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
@@ -202,8 +202,8 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
     metrics: dict[str, float] = {}
     for name in {name: None for result in results for name in result.metrics}:
         values = [result.metrics[name] for result in results if name in result.metrics]
-        if kind(name) != "sum":
-            metrics[name] = min(values) if kind(name) == "min" else max(values)
+        if reduction_of(name) != "sum":
+            metrics[name] = min(values) if reduction_of(name) == "min" else max(values)
         else:
             metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
     last = results[-1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, kind
+from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, reduction_of
 from asyncrl.types import Normaliser
 
 from .reducer import Reducer, sum_over_ranks
@@ -113,10 +113,10 @@ class Metrics:
                 raise ValueError(f"the loss reports {name!r} for this microbatch, but must also do so for an empty one")
             if name not in self.values:
                 self.values[name] = value
-            elif kind(name) == "sum":
+            elif reduction_of(name) == "sum":
                 self.values[name] = self.values[name] + value
             else:
-                combine = torch.minimum if kind(name) == "min" else torch.maximum
+                combine = torch.minimum if reduction_of(name) == "min" else torch.maximum
                 self.values[name] = combine(self.values[name], value)
 
     def add_loss(self, total: Tensor, extra: Tensor | None) -> None:
@@ -158,7 +158,7 @@ class Metrics:
     def table(self) -> Tensor:
         """All values of this rank, float64 [columns] on the CPU: metrics by name, then `ages`, then `current`."""
         names, zero = sorted(self.normalisers), torch.zeros((), dtype=torch.float64)
-        parts = [self.values.get(name, zero + _IDENTITY[kind(name)]) for name in names]
+        parts = [self.values.get(name, zero + _IDENTITY[reduction_of(name)]) for name in names]
         parts.append(zero.new_zeros(AGES * 3) if self.ages is None else self.ages)
         parts.append(zero.new_zeros(3) if self.current is None else self.current)
         return concatenate_on_host(parts)
@@ -175,10 +175,10 @@ class Metrics:
         names = sorted(self.normalisers)
         for column, name in enumerate(names):
             values = rows[:, column]
-            if kind(name) == "sum":
+            if reduction_of(name) == "sum":
                 result[name] = float(values.sum()) / denominators[self.normalisers[name]]
             else:
-                extreme = float(values.min() if kind(name) == "min" else values.max())
+                extreme = float(values.min() if reduction_of(name) == "min" else values.max())
                 # No rank had a value.
                 if extreme not in (_IDENTITY["min"], _IDENTITY["max"]):
                     result[name] = extreme

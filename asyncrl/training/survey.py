@@ -57,7 +57,7 @@ def survey(
     # A mean over the tokens of the term itself.
     if loss.extra_normaliser is Normaliser.TOKENS:
         extra_denominator = max(counts.extra, 1.0)
-    return loss.whole_step(denominators[loss.normaliser] / extra_denominator), selected
+    return loss.with_counts(denominators[loss.normaliser] / extra_denominator), selected
 
 
 def gather_over_ranks(own_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:

@@ -239,7 +239,7 @@ class TorchTrainer:
         clipped = float(self.config.grad_clip is not None and grad_norm > self.config.grad_clip)
         metrics.update({"optim/grad_norm": grad_norm, "optim/clipped": clipped, "optim/lr": lr})
         if self.control is not None and totals.tokens > 0:
-            metrics["entropy_coef"] = self.control.applied
+            metrics["entropy_coef"] = self.control.next_coefficient
             self.control = self.control.after(metrics["entropy"])
         self._step = None
         return StepResult(
@@ -359,7 +359,7 @@ class TorchTrainer:
             return loss
         if self.control is None:
             self.control = replace(loss.control, **self._saved_control)
-        return loss.at(self.control)
+        return loss.with_control(self.control)
 
     def _totals(self, step: TrainStep) -> Counts:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""

@@ -1,1 +1,1 @@
-"""How an engine comes to have version v of the weights: all of it is `sync.py`."""
+"""Sends each new version of the weights from the trainer to the engines. Start in `sync.py`."""

@@ -12,7 +12,7 @@ from algorithms_batches import random_batch, value_and_grad
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, bounded, importance_weights, token_mismatch
+from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, apply_bounds, importance_weights, token_mismatch
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.algorithms.terms import off_policy_keep
 from asyncrl.types import Normaliser
@@ -66,7 +66,7 @@ def test_modes_by_hand(mode: str, floor: float | None, cap: float | None) -> Non
 @pytest.mark.parametrize("action", ["truncate", "mask"])
 def test_bounds_keep_equality_and_never_raise_what_was_masked(action: Any) -> None:
     ratio = torch.tensor([0.1, 0.5, 1.0, 3.0, 3.1, NAN, math.inf], dtype=torch.float64)
-    found = bounded(ratio, action, 0.5, 3.0)
+    found = apply_bounds(ratio, action, 0.5, 3.0)
     inside = [0.5, 1.0, 3.0]
     assert found[1:4].tolist() == inside
     assert found[[0, 4, 6]].tolist() == ([0.5, 3.0, 3.0] if action == "truncate" else [0.0, 0.0, 0.0])
@@ -119,7 +119,7 @@ def test_weights_are_detached_factors_of_the_surrogate_alone(mode: str) -> None:
     """With the weight the gradient is the plain one times the weight; the KL term's is untouched."""
     batch = random_batch(3, old=False)
     numbers: dict[str, Any] = {"importance_mode": mode, "importance_cap": 1.6, "importance_floor": 0.5}
-    weight_S, _ = importance_weights(batch.pack(), Importance.made(numbers))
+    weight_S, _ = importance_weights(batch.pack(), Importance.from_values(numbers))
     _, grad_BT, _ = value_and_grad(batch, build_loss("dapo", kl_coef=0.1, **numbers), [range(7)])
     _, plain_BT, _ = value_and_grad(batch, build_loss("dapo", importance_cap=None), [range(7)])
     _, kl_BT, _ = value_and_grad(

@@ -100,7 +100,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
     assert float(value - plain) == pytest.approx(bonus, rel=1e-10)
     torch.testing.assert_close(grad_BT, plain_grad_BT, rtol=0, atol=0)
     torch.testing.assert_close(entropy_grad_BT, -0.03 / tokens * batch.mask_BT.double(), rtol=1e-13, atol=0)
-    known = loss.whole_step(batch.count(loss.normaliser) / tokens)
+    known = loss.with_counts(batch.count(loss.normaliser) / tokens)
     torch.testing.assert_close(value_and_grads(batch, known, ROWS)[2], entropy_grad_BT, rtol=1e-13, atol=0)
     assert not known.needs_whole_step
 
@@ -208,5 +208,5 @@ def test_kl_in_the_reward_by_hand() -> None:
     found, total = penalty(batch, np.array([-1.5, -1.0, -1.0, -7.0], np.float32))
     assert found == pytest.approx({(3, 0): 0.5 * (0.5 - 1.0), (3, 1): 0.0, (3, 2): 0.5 * 0.5})
     assert total == pytest.approx(0.0)
-    less = kl.lowered(group(trajectory(0, 2), trajectory(1, 1), trajectory(2, 2, reward=None)), found)
+    less = kl.subtract_penalties(group(trajectory(0, 2), trajectory(1, 1), trajectory(2, 2, reward=None)), found)
     assert [t.reward for t in less.trajectories] == [1.25, 1.0, None]

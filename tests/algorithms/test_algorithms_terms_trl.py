@@ -64,7 +64,7 @@ def value_and_grads_kept(
     """As the trainer does after a survey: the bonus is a mean over the tokens that the top-entropy mask keeps."""
     if batch.keep_BT is not None and loss.extra_normaliser is not None:
         kept = float((batch.keep_BT & batch.mask_BT).sum())
-        loss = loss.whole_step(batch.count(loss.normaliser, len(parts)) / kept)
+        loss = loss.with_counts(batch.count(loss.normaliser, len(parts)) / kept)
     return value_and_grads(batch, loss, parts)
 
 
@@ -157,9 +157,9 @@ def test_the_controlled_entropy_coefficient_equals_trls(grpo_trainer: Any, loss:
         vars(stub).update(state, use_adaptive_entropy=True, _entropy_bonus_enabled=True)
         vars(stub.args).update(limits)
         value, _, entropy_grad_BT, _, advantage_B = trl_step_with_entropy(grpo_trainer, batch, stub)
-        applied.append(control.applied)
+        applied.append(control.next_coefficient)
         ours, _, our_grad_BT, metrics = value_and_grads(
-            batch.with_advantages(advantage_B), bound.at(control), [range(4), range(4, SIZE)]
+            batch.with_advantages(advantage_B), bound.with_control(control), [range(4), range(4, SIZE)]
         )
         torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-14)
         torch.testing.assert_close(our_grad_BT, entropy_grad_BT, rtol=1e-9, atol=1e-15)

@@ -44,7 +44,7 @@ def test_a_local_denominator_is_refused_where_steps_are_streamed() -> None:
 
 def test_an_all_rank_quantile_is_refused_where_steps_are_streamed() -> None:
     text = refusal("algorithm.top_entropy.quantile=0.2")
-    assert "known only when all tokens of the step on all ranks are" in text and "rollout.streaming=false" in text
+    assert "are not known before the first backward" in text and "rollout.streaming=false" in text
     made("algorithm.top_entropy.quantile=0.2", "preset=one_off")
 
 
@@ -67,16 +67,16 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
     ("overrides", "words"),
     [
         (["clip.delta=1.1"], "expected more than 1 + epsilon_high = 1.2"),
-        (["clip.delta=3", "clip.dual_clip=3"], "two spellings of one bound"),
+        (["clip.delta=3", "clip.dual_clip=3"], "both set the same bound"),
         (["clip.delta=3", "loss=cispo"], "loss is cispo, which does not read it"),
         (["cispo.high=3"], "loss is grpo, which does not read it; use loss=cispo, or leave it out"),
-        (["loss=cispo", "clip.epsilon_high=5.0"], "the bound of its ratio is algorithm.cispo.high"),
+        (["loss=cispo", "clip.epsilon_high=5.0"], "the upper bound of cispo is algorithm.cispo.high"),
         (["loss=cispo", "cispo.low=6"], "expected less than algorithm.cispo.high = 5.0"),
         (["importance.floor=3"], "expected less than algorithm.importance.cap = 2.0"),
-        (["importance.mode=icepop"], "it masks on both sides: set both (0.5 and 5.0"),
+        (["importance.mode=icepop"], "this mode needs both bounds: set both (0.5 and 5.0"),
         (["importance.mode=sequence_mask_tis"], "0.999 and 1.002"),
-        (["loss=vespo", "importance.mode=sequence_mask"], "use a token mode"),
-        (["loss=vespo", "importance.mode=geometric_truncate"], "use a token mode"),
+        (["loss=vespo", "importance.mode=sequence_mask"], "use a mode of the token level"),
+        (["loss=vespo", "importance.mode=geometric_truncate"], "use a mode of the token level"),
         (["old_logprobs=sampler", "importance.veto=1e-4"], "may be applied; set importance.veto=null"),
         (["old_logprobs=sampler", "importance.cap=2"], "may be applied; set importance.cap=null"),
         (["old_logprobs=sampler", "force_on_policy=true"], "leave one of the two out"),
@@ -92,7 +92,7 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["kl.coef=0.1", "kl.place=reward", "kl.bias_correction=true"], "has no gradient to correct"),
         (["loss=sapo", "clip.epsilon=0.1"], "loss is sapo, which does not read it"),
         (["sapo.temperature_pos=2"], "loss is grpo, which does not read it; use loss=sapo, or leave it out"),
-        (["kl.estimator=k1"], "algorithm.kl.coef is 0: there is no KL; set it, or leave it out"),
+        (["kl.estimator=k1"], "algorithm.kl.coef is 0, so there is no KL; set algorithm.kl.coef, or"),
         (["importance.cap=null", "importance.mode=token_mask"], "there is no correction"),
         (["clip.epsilon=1"], "expected less than 1"),
     ],
@@ -130,7 +130,7 @@ def test_what_is_seldom_meant_is_warned_of() -> None:
     )
     assert "never clips" in found("algorithm.loss=luspo")
     by_tokens = ("algorithm.loss=dapo", "algorithm.entropy.coef=0.1")
-    assert "no term needs it" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
+    assert "no term needs a second buffer" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
     assert "nothing corrects" in found("algorithm.importance.cap=null")
     assert "nothing corrects" not in found("algorithm.importance.cap=null", "algorithm.importance.veto=1e-4")
 

@@ -36,9 +36,9 @@ def test_a_class_is_given_what_its_signature_takes():
     [
         ("NoRun", "no `async def run"),
         ("BlockingRun", "no `async def run"),
-        ("Demanding", "asks for 'api_key'"),
+        ("Demanding", "requires 'api_key'"),
         ("Broken", "raised OSError: no licence"),
-        ("NOT_A_CLASS", "is a int"),
+        ("NOT_A_CLASS", "is of type int"),
         ("mine", "did you mean 'Mine'"),
     ],
 )
