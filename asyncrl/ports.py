@@ -1,9 +1,9 @@
-"""The small Protocols through which sibling rooms know each other. No torch here.
+"""The Protocols between packages that may not import each other. This module imports no torch.
 
     rollout pump --> Environment --> Engine          score pump --> Reward
     train pump   --> Ledger, Trainer                 publish pump --> WeightSink
 
-Each has at least two implementations (a real one and a dry-run one) and one contract test suite.
+Each Protocol has at least two implementations, one of them for dry runs, and tests that all its implementations must pass.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Generate: TypeAlias = Callable[[GenerationRequest], Awaitable[Generation]]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples tokens. One owner task inside; `generate` may be called from any task of the loop.
+    """Samples tokens. `generate` may be called from any task of the event loop.
 
-    `async with engine:` opens and closes it; closing fails every waiting request with `EngineClosed`.
+    `async with engine:` opens and closes the engine. Closing fails every unfinished request with `EngineClosed`.
     """
 
     async def __aenter__(self) -> Any: ...
@@ -39,71 +39,71 @@ class Engine(Protocol):
     async def __aexit__(self, *exc: object) -> bool | None: ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one sequence. Cancelling the caller aborts it. Errors: `GenerationError`, `EngineClosed`."""
+        """Sample one sequence. Cancelling the caller aborts the request. Errors: `GenerationError`, `EngineClosed`."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """`running`, `waiting`, `tokens` (sampled so far), `decode_steps`, ..."""
+        """The requests that are `running` and `waiting`, the `tokens` sampled so far, `decode_steps`, and others."""
         ...
 
 
 class PinnedVersion(Protocol):
-    """A version that a part of an engine stays at, while the rest goes on to later ones."""
+    """One worker of an engine stays at a version, while the other workers get later versions."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """As `Engine.generate`, every token from that version, as long as the pin has not ended."""
+        """`Engine.generate` with the pinned version for every token. Must not be called after `end`."""
         ...
 
     def end(self) -> None:
-        """That part goes on, too. Twice is fine."""
+        """Let the worker get later versions, too. Further calls do nothing."""
         ...
 
 
 @runtime_checkable
 class PinsVersions(Protocol):
-    """An engine that may have a part to spare."""
+    """An engine with several workers, of which one may be pinned."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Requests of the pin alone go to that part from now on. None: there is none to spare, or not all are at `version`."""
+        """Reserve a worker for requests of the pin. None: no worker is free for a pin, or a worker is not at `version`."""
         ...
 
 
 @runtime_checkable
 class WeightSink(Protocol):
-    """Somebody who must know version v before the slots of its step are released."""
+    """A receiver of new weights. The slots of a step are released after every sink has the weights of that step."""
 
     async def update_weights(self, version: int) -> None:
-        """Returns once every token sampled from now on comes from `version` or a later one, but for those of a pin."""
+        """Returns once every token sampled later has `version` or a later version. Tokens of a pin are exempt."""
         ...
 
 
 @runtime_checkable
-class SettlingSink(WeightSink, Protocol):
-    """One whose weights lie where a pinned version may be in the way of the next one."""
+class BufferedSink(WeightSink, Protocol):
+    """A sink with two buffers of weights. The trainer writes one of them while workers read the other."""
 
-    async def settled(self) -> None:
-        """Returns once the trainer has room for its next version."""
+    async def wait_writable(self) -> None:
+        """Returns once no worker, pinned workers included, reads the buffer that the trainer writes next."""
         ...
 
 
 class Environment(Protocol):
-    """Plays one episode. The trajectory comes back without reward unless the environment gives one itself."""
+    """Plays episodes. The trajectory has no reward unless the environment computes the reward itself."""
 
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
-        """Play member `member` of `group_size` for `prompt`; `generate` samples a completion, as often as there are rounds."""
+        """Play member `member` of `group_size` for `prompt`. Call `generate` once for each round of the episode."""
         ...
 
 
 class Reward(Protocol):
-    """Scores trajectories off the loop. Who makes it opens and closes what is behind it."""
+    """Scores trajectories in other processes or threads. Its creator opens and closes them."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same trajectories with `reward` and `components` set. Errors: `RewardError` as the policy says."""
+        """The same trajectories with `reward` and `components`. Errors: `RewardError`, depending on the settings of rewards."""
         ...
 
 
 class Trainer(Protocol):
-    """The split train step on one rank. One step open at most; calls are served in order.
+    """The train step of one rank, in several calls. At most one step is open. Calls run in the order in which they were made.
 
     | call     | closed                    | open                                              |
     |----------|---------------------------|---------------------------------------------------|
@@ -112,136 +112,136 @@ class Trainer(Protocol):
     | finish   | TrainStepError            | reduces, steps, closes, returns the result        |
     | abort    | no-op                     | zeroes gradients, closes; weights untouched       |
 
-    A cancelled caller does not cancel the work on the lane: `abort_train_step` queues behind it.
+    A cancelled caller does not cancel work that already runs; `abort_train_step` waits for its end.
     """
 
     @property
     def version(self) -> int:
-        """The policy version: optimizer steps behind the weights."""
+        """The policy version: the number of optimizer steps that made the current weights."""
         ...
 
     async def begin_train_step(self, loss: Any) -> None:
-        """`loss` is an `algorithms.base.Loss`."""
+        """Open a step. `loss` is an `algorithms.base.Loss`."""
         ...
 
     async def train_microbatch(self, batch: Microbatch) -> None:
-        """Forward and backward; the gradient is added to that of the open step."""
+        """Run forward and backward, and add the gradient to the gradient of the open step."""
         ...
 
     async def finish_train_step(self) -> StepResult:
-        """Divide by the true counts of all ranks, step the optimizer, move to the next version. With several ranks a
-        collective. Errors, all before a weight moves: `TrainStepError` for a step without sequences, `DivergenceError` for a
-        loss or gradient that is not finite, and for log-probs of the sampler beyond `algorithm.mismatch_gate`."""
+        """Divide the gradient by the token counts of all ranks, and step the optimizer to the next version. A collective.
+        Errors leave the weights unchanged: `TrainStepError` for a step without sequences, `DivergenceError` for a loss or
+        gradient that is not finite, and for log-probs of the sampler beyond `algorithm.mismatch_gate`."""
         ...
 
     async def abort_train_step(self) -> None:
-        """Forget what the open step added up. Without an open step: nothing."""
+        """Drop the gradient of the open step, and close the step. Does nothing without an open step."""
         ...
 
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """Log-probs [S] of the scored tokens at the batch's temperatures, without gradient; leaves gradients alone."""
+        """Log-probs [S] of the scored tokens at the batch's temperatures. Computes no gradient and keeps existing gradients."""
         ...
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
-        """Where `loss.needs_whole_step`, and no step is streamed: loss and microbatches of this step with what they have
-        to know of all ranks' microbatches. Before begin, on every rank, one without microbatches too: a collective."""
+        """Exchange sums over the whole step, for a loss with `needs_whole_step`. Returns the loss and the microbatches with these
+        sums. A collective: each rank calls it before `begin_train_step`, also with no microbatches."""
         ...
 
 
 class Ledger(Protocol):
-    """Admits groups and hands them to optimizer steps, for one rank or a thousand.
+    """Admits groups and gives them places in steps, for one or several ranks.
 
-    A *turn* is one batch: the policy version where `updates_per_batch` is 1. The reservation rule: a ready group
-    gets a place in turn `v` only if afterwards, for every j >= 0, the live groups with deadline <= v + j still fit
-    into the places left up to then. See `distributed/ledger.py` for the proof.
+    A *turn* is the number of a batch. It equals the policy version if `updates_per_batch` is 1. The reservation rule: a ready
+    group gets a place in turn `v` only if afterwards, for every j >= 0, the live groups with a deadline <= v + j still fit into
+    the free places of the turns up to v + j. `distributed/reservation.py` has the proof.
     """
 
     @property
     def turn(self) -> int:
-        """The turn of the open step: steps that this rank has committed, those before a resume included."""
+        """The turn of the open step: the number of steps that this rank has committed, also before a resume."""
         ...
 
     @property
     def first_turn(self) -> int:
-        """The turn at which this ledger was made: 0, or the one a resumed run goes on from."""
+        """The value of `turn` when this ledger was created: 0, or the turn of the resumed checkpoint."""
         ...
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
-        """Wait for a slot. `oldest` (a version) stamps a group that was sampled elsewhere; None for a fresh one.
+        """Wait for a slot. `oldest`: for a group from outside, the turn of its oldest token; None for a fresh group.
 
-        None comes back where such a group is too old to be trained in time without dropping another one.
+        Returns None if a group from outside is too old: it could only be trained in time if another group were dropped.
         """
         ...
 
     def due(self) -> int:
-        """Fresh groups that this rank gets slots for without waiting for anybody, as its share of the open step; 0 where ranks
-        have no shares, and any slot may be waited for."""
+        """How many fresh groups of this rank's share in the open step can still be admitted without waiting. 0 if ranks have no
+        shares."""
         ...
 
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
-        """Ask for a place for the first of `ready` that may have one now. Never waits for other groups."""
+        """Claim a place for the first group of `ready` that may have one now. Does not wait for other groups."""
         ...
 
     async def wait_changed(self, seen: int) -> int:
-        """Return once anything changed since the change number `seen` (admission, end, commit, release); the new one."""
+        """Wait for a change (admission, end, commit, release) after the change number `seen`. Returns the newest number."""
         ...
 
     @property
     def changes(self) -> int:
-        """The number of the last change: what `wait_changed` takes as `seen`."""
+        """The number of the newest change, for `wait_changed`."""
         ...
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
-        """Give an unclaimed group's slot back at once."""
+        """Release the slot of an unclaimed group."""
         ...
 
     async def exhaust(self) -> None:
-        """This rank admits no more: once every rank said so, a step whose last live group was claimed counts as full."""
+        """This rank admits no more groups. After all ranks have called it, a step with the last live group counts as full."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Every rank is exhausted and no group is left to train."""
+        """Whether all ranks have called `exhaust` and no live group remains."""
         ...
 
     def expired(self) -> list[Ticket]:
-        """Live groups of this rank past their deadline (`late: drop` only); the caller ends them."""
+        """This rank's live groups past their deadline, which the caller must end. Empty unless `rollout.late` is `drop`."""
         ...
 
     def describe(self) -> str:
-        """One sentence for a stalled run: the open step and whom it waits for."""
+        """A sentence for errors of a stalled run: the open step, and the groups that it waits for."""
         ...
 
-    def elsewhere(self) -> str | None:
-        """A few words on the group that the open step waits for, where that is another rank's. From any thread."""
+    def remote_cause(self) -> str | None:
+        """A text about the group that the open step waits for, if another rank has that group. Call it from any thread."""
         ...
 
     def live_groups(self) -> list[Ticket]:
-        """This rank's groups that were admitted and not trained, those of the open step included, by group id."""
+        """This rank's admitted and untrained groups by group id, those of the open step included."""
         ...
 
     def committed_elsewhere(self) -> list[Ticket]:
-        """Those of `live_groups` that are in a step which another rank has committed and this one has not."""
+        """The `live_groups` in a step that another rank has committed and this rank has not."""
         ...
 
     def last_step(self, rank: int) -> list[int]:
-        """Ids of the groups that this rank (any, also one that has died) had in the step that was committed last on any rank."""
+        """Ids of the groups of `rank` in the newest step that any rank has committed. `rank` may have died."""
         ...
 
     async def commit(self) -> int:
-        """The open step was applied: next turn. Returns its number. The slots stay held until `release`."""
+        """Commit the open step after its optimizer step. Returns the next turn. The slots stay occupied until `release`."""
         ...
 
     async def rollback(self) -> list[Ticket]:
-        """The open step was aborted: its claimed groups are live again. Returns their tickets (of this rank)."""
+        """Abort the open step, and make its claimed groups live again. Returns the tickets of this rank's groups."""
         ...
 
     async def release(self, turn: int) -> None:
-        """Every engine acknowledged the weights that follow `turn`: the slots of that step are free."""
+        """Release the slots of the step `turn`. Call it after every sink has the weights of that step."""
         ...
 
     def statistics(self) -> LedgerStatistics:
-        """A snapshot of the books."""
+        """A snapshot of the ledger's counts."""
         ...

@@ -186,7 +186,7 @@ class LocalLedger:
         """One sentence for error messages: the open step and what it waits for."""
         return f"{self._books.describe()}; {len(self._applicants)} groups wait for a slot"
 
-    def elsewhere(self) -> str | None:
+    def remote_cause(self) -> str | None:
         """None: there is no other rank."""
         return None
 

@@ -275,7 +275,7 @@ class StoreLedger:
         """One sentence for error messages: the open step, and the group for which the step waits."""
         return self._books.describe()
 
-    def elsewhere(self) -> str | None:
+    def remote_cause(self) -> str | None:
         first = self._books.first_live()
         if first is None or first.rank == self._rank:
             return None

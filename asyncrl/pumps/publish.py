@@ -23,7 +23,7 @@ import anyio
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.errors import EngineClosed
-from asyncrl.ports import SettlingSink, WeightSink
+from asyncrl.ports import BufferedSink, WeightSink
 from asyncrl.transport.queues.queue import QueueReceiver
 
 from .pipeline import Ports, Publication
@@ -73,8 +73,8 @@ class PublishPump:
         if self._owed is None:
             await ports.ledger.release(publication.turn)  # releases earlier turns too
         for sink in ports.sinks:
-            if isinstance(sink, SettlingSink):
-                await sink.settled()
+            if isinstance(sink, BufferedSink):
+                await sink.wait_writable()
         self._advance(publication.turn + 1)
 
     def _advance(self, turn: int) -> None:

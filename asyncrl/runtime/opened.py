@@ -176,7 +176,7 @@ class OpenRun:
         ended = books.admitted, books.trained, books.dropped, books.failed
         counters = (*ended, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
-        return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.elsewhere)
+        return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
     # -- steps and versions ------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class WeightPublisher:
                 write = partial(self._write, version, half)
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
-    async def settled(self) -> None:
+    async def wait_writable(self) -> None:
         """Returns once a half is free for the next optimizer step to cast into; at once if steps do not cast into halves."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:

@@ -109,14 +109,14 @@ async def test_places_and_slots_are_counted_over_both_ranks() -> None:
 
 async def test_a_rank_says_whose_group_the_open_step_waits_for() -> None:
     async with two_ranks(1, 3) as (a, b):
-        assert a.elsewhere() is None
+        assert a.remote_cause() is None
         first = await fresh(b, 7)
         await a.wait_changed(0)
         said = "the open step waits for group 7 of rank 1; see the output of that rank"
-        assert (a.elsewhere(), b.elsewhere()) == (said, None)
+        assert (a.remote_cause(), b.remote_cause()) == (said, None)
         assert await b.claim([first]) == (GRANTED, first)
         await a.wait_changed(1)
-        assert a.elsewhere() is None
+        assert a.remote_cause() is None
 
 
 async def test_a_question_that_changes_nothing_wakes_nobody() -> None:

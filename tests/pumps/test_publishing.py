@@ -265,7 +265,7 @@ class Workers:
             await replica.update_weights(version)
         self.version = version
 
-    async def settled(self) -> None:
+    async def wait_writable(self) -> None:
         if self.in_place:
             await self._leave()
 

@@ -164,10 +164,10 @@ async def test_the_half_of_a_pinned_reader_is_not_free_and_the_third_version_wai
 async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_copies_nothing(kind: str) -> None:
     async with opened(kind) as case:
         readers = case.readers
-        await case.sink.settled()  # nobody is pinned
+        await case.sink.wait_writable()  # nobody is pinned
         readers.pinned = end = asyncio.Event()
         await case.sink.update_weights(await case.step())
-        task = asyncio.create_task(case.sink.settled())
+        task = asyncio.create_task(case.sink.wait_writable())
         if kind == "float32":  # the step writes into no half
             return await task
         await readers.waiting.wait()
