@@ -121,7 +121,7 @@ class BatchMeta:
 
     @staticmethod
     def concat(batches: Sequence[BatchMeta]) -> BatchMeta:
-        """One batch of all rows. A field remains if every batch has the field; lengths and tags likewise.
+        """One batch of all rows. Fields, lengths and tags remain if every batch has them.
 
         Errors: DataError for an empty list, batches of two partitions, or a row that is in two batches.
         """
@@ -161,4 +161,4 @@ class BatchMeta:
         multiple = max(multiples, default=1)
         if multiple < 1:
             raise DataError(f"lengths can be rounded up to a multiple of 1 or more, found {multiple}")
-        return -(-max(self.lengths, default=0) // multiple) * multiple
+        return -(-max(self.lengths, default=0) // multiple) * multiple  # rounded up

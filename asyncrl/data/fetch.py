@@ -59,8 +59,8 @@ def fetch(
     if leader_request != request:
         partition, ids, columns = leader_request
         raise DataError(
-            f"fetch: the siblings of a replica ask for different rows: the leader for {len(ids)} rows of {partition!r} "
-            f"with the columns {columns}, this rank for {len(request[1])} rows of {request[0]!r} with {request[2]}; use one request"
+            f"fetch: the ranks of a replica must ask for the same rows: the leader asks for {len(ids)} rows of {partition!r} "
+            f"with the columns {columns}, this rank for {len(request[1])} rows of {request[0]!r} with {request[2]}"
         )
     return {name: _unflatten(name, arrays, objects) for name in names}
 
@@ -107,7 +107,7 @@ def _unflatten(name: str, arrays: Arrays, objects: Mapping[str, list[Any]]) -> A
         return Jagged(arrays[f"values/{name}"], arrays[f"offsets/{name}"])
     if name not in objects:
         return arrays[f"dense/{name}"]
-    column = np.empty(len(objects[name]), dtype=object)
+    column = np.empty(len(objects[name]), dtype=object)  # np.array would make lists dimensions
     for index, value in enumerate(objects[name]):
         column[index] = value
     return column

@@ -90,17 +90,17 @@ def pack_groups(
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
     microbatches: list[list[_Tree]] = []
-    used = 0  # packed tokens of the open microbatch
-    for (group, advantages), written in zip(groups, columns or [{}] * len(groups), strict=True):
+    used = 0  # packed tokens of the open microbatch; a row adds `added`
+    for (group, advantages), group_columns in zip(groups, columns or [{}] * len(groups), strict=True):
         trees: list[_Tree] = []  # of this group, in the open microbatch
-        for row in _rows(group, advantages, written):
+        for row in _rows(group, advantages, group_columns):
             prefix = _prefix(row)
             tree = next((tree for tree in trees if tree.can_add(row, prefix)), None)
-            cost = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
-            if not microbatches or (cost and used + cost > tokens_per_microbatch):
+            added = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
+            if not microbatches or (added and used + added > tokens_per_microbatch):
                 microbatches.append([])
                 used, trees, tree = 0, [], None
-                cost = row.forward + prefix.size
+                added = row.forward + prefix.size
             if tree is None:
                 tree = _Tree(row.trajectory.tokens[:0])
                 microbatches[-1].append(tree)
@@ -108,7 +108,7 @@ def pack_groups(
             if prefix.size and tree.prefix.size == 0:
                 tree.prefix, tree.routes = prefix, row.trajectory.routed_experts
             tree.rows.append(row)
-            used += cost
+            used += added
     return [_assemble(trees) for trees in microbatches]
 
 
@@ -125,7 +125,7 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(
                 f"group {group.group_id}, member {trajectory.member}: token {int(scored[0])} has loss mask 1, but the "
-                f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set 0 in the prompt"
+                f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set its mask to 0"
             )
         forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
         rows.append(_PackedRow(trajectory, advantage, scored, _as_slice(scored), forward, index, columns))
@@ -151,7 +151,7 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
     source = np.empty(sum(lengths), np.int64)
     prefixes: list[tuple[int, int]] = []
     suffixes: list[tuple[int, int, int]] = []
-    cursor = scored = 0
+    cursor = source_end = 0
     routes = _empty_routes(rows, packed)
 
     def append(trajectory: Trajectory, start: int, length: int) -> None:
@@ -164,18 +164,18 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
         cursor = end
 
     for index, tree in enumerate(trees):
-        prompt, prefix_start = tree.prefix.size, cursor
-        prefixes.append((prefix_start, prompt))
-        first = next((row for row in tree.rows if row.scored.size), tree.rows[0])
-        append(first.trajectory, 0, prompt)
+        prefix_length, prefix_start = tree.prefix.size, cursor
+        prefixes.append((prefix_start, prefix_length))
+        prefix_row = next((row for row in tree.rows if row.scored.size), tree.rows[0])
+        append(prefix_row.trajectory, 0, prefix_length)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
-            # The token before a scored token predicts it. An offset of -1 is the last prompt token.
-            offset = row.scored - prompt - 1
-            last = prefix_start + prompt - 1
-            source[scored : scored + offset.size] = np.where(offset >= 0, cursor + offset, last)
-            scored += offset.size
-            append(row.trajectory, prompt, row.forward)
+            # The token before a scored token predicts the scored token. Its offset in the suffix is -1 in the prompt.
+            offset = row.scored - prefix_length - 1
+            last_prefix_token = prefix_start + prefix_length - 1
+            source[source_end : source_end + offset.size] = np.where(offset >= 0, cursor + offset, last_prefix_token)
+            source_end += offset.size
+            append(row.trajectory, prefix_length, row.forward)
     prefix_table = np.array(prefixes, np.int64).reshape(-1, 2)
     suffix_table = np.array(suffixes, np.int64).reshape(-1, 3)
     return Microbatch(

@@ -7,7 +7,7 @@ Guarantees
 - A group id always means the same row, on every rank, in every order of calls, and after a resume.
 - Rank r of w ranks gets the ordinals r, r + w, r + 2 w, ... Together the ranks get each ordinal exactly once.
 - A row that is skipped for its length keeps its ordinal, so a skipped row moves no other row.
-- `next()` and `prompt_for()` tokenize at most one row. Only `next()` tokenizes more, if rows are skipped.
+- `prompt_for()` tokenizes at most one row. `next()` tokenizes one row more for each skipped row.
 
 The order of an epoch is a keyed permutation, and each position of the permutation is computed by itself. So an epoch of
 millions of rows starts without a sort on the event loop, and the row of a group id needs no stored state.
@@ -70,7 +70,7 @@ class EpochOrder:
 
     Round i pairs x with `(k_i - x) mod n`. A keyed bit of the larger member of a pair decides whether the pair is swapped.
     Each round is its own inverse, so all rounds together are a permutation for any n. 6 log2(n) rounds mix well.
-    A random stream of numpy may change between versions of numpy, and a resumed run must find the same rows.
+    numpy's random streams are not used: they may change between versions, and a resumed run must find the same rows.
     """
 
     def __init__(self, rows: int, seed: int, epoch: int) -> None:
@@ -112,9 +112,10 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
+        # Minus 1e-9, because the product may be slightly too large.
         self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
         self._position = rank  # the next ordinal
-        self._again: list[int] = []  # group ids to hand out again, ascending
+        self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first
         self._orders: dict[int, EpochOrder] = {}
         self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, tokens before the cut)
@@ -141,7 +142,7 @@ class PromptSource:
     @property
     def exhausted(self) -> bool:
         """True if `next()` can only return None. False while rows remain, even if `next()` would skip all of them."""
-        return not self._again and self._end is not None and self._position >= self._end
+        return not self._requeued and self._end is not None and self._position >= self._end
 
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
@@ -149,15 +150,15 @@ class PromptSource:
         Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or an epoch in
         which every row is skipped.
         """
-        while self._again:
-            prompt = self.prompt_for(self._again[0])
-            del self._again[0]  # not earlier: an unreadable row must stay
+        while self._requeued:
+            prompt = self.prompt_for(self._requeued[0])
+            del self._requeued[0]  # not earlier: an unreadable row must stay
             if prompt is not None:
                 self._counts["redelivered"] += 1
                 return prompt
         skipped = 0
         while self._end is None or self._position < self._end:
-            prompt, length = self._make(self._position)
+            prompt, length = self._prompt_and_length(self._position)
             self._position += self._world_size
             if prompt is not None:
                 self._counts["delivered"] += 1
@@ -176,24 +177,24 @@ class PromptSource:
         """The prompt of a group id, or None if its row is skipped for its length. Errors: `DataError`, as `next()`."""
         if group_id < 0:
             raise DataError(f"group id {group_id} has no prompt; expected 0 or more")
-        return self._make(group_id)[0]
+        return self._prompt_and_length(group_id)[0]
 
     def requeue(self, group_ids: Iterable[int]) -> None:
         """Let `next()` return these prompts again, before new prompts, in ascending order. Repeated ids count once.
 
         Errors: `DataError` for an id of this rank that `next()` has not reached.
         """
-        again = sorted({*self._again, *group_ids})
+        again = sorted({*self._requeued, *group_ids})
         for group_id in again:
             ordinal = group_id % REROLLS
             if group_id < 0 or (ordinal % self._world_size == self._rank and ordinal >= self._position):
                 raise DataError(f"group id {group_id} was never handed out; the next new group id is {self._position}")
-        self._again = again
+        self._requeued = again
 
     def add_failed(self, group_id: int, attempts: int) -> bool:
         """Queue a failed prompt for `reroll`. False if the prompt is queued already or has no `attempts` left."""
         next_id = group_id + REROLLS
-        if attempt_of(next_id) > attempts or next_id in self._failed or next_id in self._again:
+        if attempt_of(next_id) > attempts or next_id in self._failed or next_id in self._requeued:
             return False
         self._failed.append(next_id)
         return True
@@ -238,7 +239,7 @@ class PromptSource:
         return [*self._encoder.warnings, *notes]
 
     def longest(self) -> tuple[int, int]:
-        """(tokens of the longest prompt after the cut, rows in the sample). A small data set is its own sample.
+        """(tokens of the longest prompt after the cut, rows in the sample). A small data set is sampled completely.
 
         The sample depends on the data alone. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
@@ -259,7 +260,7 @@ class PromptSource:
             "rows": len(self._rows),
             "epoch": self.epoch,
             "position": self._position,
-            "waiting": len(self._again),
+            "waiting": len(self._requeued),
             **self._counts,
         }
 
@@ -267,7 +268,7 @@ class PromptSource:
         """Plain values, for JSON. Prompts in flight are not included: after a resume the caller gives their ids to `requeue`."""
         return {
             "position": self._position,
-            "again": list(self._again),
+            "again": list(self._requeued),
             "failed": list(self._failed),
             "counts": dict(self._counts),
             "rows": len(self._rows),
@@ -295,7 +296,7 @@ class PromptSource:
                     "would mean other rows; restore the old value, or start a new run"
                 )
         self._position = int(state["position"])
-        self._again = sorted(int(group_id) for group_id in state["again"])
+        self._requeued = sorted(int(group_id) for group_id in state["again"])
         self._failed = deque((int(group_id) for group_id in state.get("failed", ())), maxlen=MAX_FAILED)
         self._counts = {key: int(state["counts"].get(key, 0)) for key in self._counts}
 
@@ -310,7 +311,7 @@ class PromptSource:
             self._orders[epoch] = EpochOrder(len(self._rows), self._seed, epoch)
         return self._orders[epoch][position], epoch
 
-    def _make(self, group_id: int) -> tuple[Prompt | None, int]:
+    def _prompt_and_length(self, group_id: int) -> tuple[Prompt | None, int]:
         """(prompt, tokens before the cut) of a group id. The prompt is None if its row is skipped."""
         index, epoch = self._row_of(group_id % REROLLS)
         ids, length = self._encode(index)
@@ -323,7 +324,7 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row with a checked prompt column. Call this once per use: user code may generate the row at each access."""
+        """A row with a prompt column. User code may generate the row at each access, so do not call this method twice."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row:
             raise DataError(
@@ -334,7 +335,7 @@ class PromptSource:
         return row
 
     def _encode(self, index: int) -> tuple[Int32Array, int]:
-        """(token ids after the cut, length before it) of a row."""
+        """(token ids after the cut, length before the cut) of a row."""
         if index in self._cache:
             return self._cache[index]
         config, row = self.config, self._row(index)

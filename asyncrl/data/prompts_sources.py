@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 ITERATED_ROWS = 100_000  # limit for a source without rows by number
 _NO_FILE = "there is no file or directory {} (looked from {}), and as a data set of the hub"
-_LOCAL = "on a machine without the hub give a directory of its parquet files, or one that save_to_disk wrote elsewhere"
+_LOCAL = "on a machine without the hub give a directory of its parquet files, or a directory of save_to_disk"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+){0,2}")
 
 
@@ -108,17 +108,17 @@ def as_rows(data: Any, source: str) -> PromptRows:
         names = ", ".join(map(str, list(data)[:8]))
         raise DataError(f"{source} gave {type(data).__name__} with {names}; expected rows: return one of its splits")
     if (table := _as_table(data, source)) is not None:
-        return TableRows(table, source) if hasattr(table, "column_names") else _listed(table, source)
+        return TableRows(table, source) if hasattr(table, "column_names") else _check_list(table, source)
     if not isinstance(data, (str, bytes)):
         if isinstance(data, Sequence):
-            return _listed(_run(lambda: list(data), source), source)
+            return _check_list(_run(lambda: list(data), source), source)
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             return IndexedRows(data, source)
         if hasattr(data, "__iter__"):
             rows = _read_all(data, source)
             if type(data).__module__.partition(".")[0] == "datasets":
                 rows = [{name: without_nulls(value) for name, value in row.items()} for row in rows]
-            return _listed(rows, source)
+            return _check_list(rows, source)
     if inspect.iscoroutine(data):
         data.close()  # else Python warns that it was never awaited
     raise DataError(
@@ -138,7 +138,7 @@ def _read_all(iterable: Any, source: str) -> list[Any]:
     return rows
 
 
-def _listed(rows: Sequence[Any], source: str) -> PromptRows:
+def _check_list(rows: Sequence[Any], source: str) -> PromptRows:
     for index, row in enumerate(rows):
         _check_row(row, index, source)
     return ListRows(rows, source)

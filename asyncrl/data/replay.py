@@ -1,4 +1,4 @@
-"""The replay buffer keeps groups with a strong learning signal. They replace groups without a signal in later steps.
+"""The replay buffer keeps groups with a strong learning signal, to replace groups without a signal in later steps.
 
     priority of a group = sum |advantage| x sum over reward components of std(component)
 
@@ -11,7 +11,7 @@ Guarantees
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-All methods are for the thread of the event loop, and none awaits. `encode(snapshot())` is slow: call it in a worker thread.
+All methods are for the thread of the event loop, and none awaits. Only `encode`, which is slow, belongs into a worker thread.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ReplayBuffer:
         return tuple(self._stored.values())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replace the content by an `encode`d one. If the buffer is smaller now, low priorities are dropped. Errors: DataError."""
+        """Set the content to the result of `encode`. A smaller buffer keeps the highest priorities. Errors: DataError."""
         stored = decode(state)
         strongest = sorted(range(len(stored)), key=lambda index: -stored[index].priority)[: self._max_groups]
         self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}

@@ -44,7 +44,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """One shard per rank. Row i of the batch is row `inverse[i]` ([N]) of the concatenated shards."""
+    """One shard per rank. Row i of the batch is row `inverse[i]` ([N]) of the concatenated shards.
+
+    `pad_to`: length in tokens to which every rank pads its rows."""
 
     shards: tuple[Shard, ...]
     inverse: Int64Array
@@ -132,7 +134,7 @@ def _first_fit(sizes: list[int], capacity: int) -> Bins:
 
 
 def _level(sizes: list[int], capacity: int, count: int) -> Bins | None:
-    """Put sequences, longest first, into the emptiest of `count` bins (ties: the fewest sequences). None if one is too long."""
+    """Put each sequence, longest first, into the emptiest of `count` bins (ties: fewest sequences). None if the bins are full."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0] * count
     for index in _longest_first(sizes):
@@ -147,7 +149,7 @@ def _level(sizes: list[int], capacity: int, count: int) -> Bins | None:
 def _raise_count(bins: Bins, sizes: list[int], count: int) -> Bins:
     """Add bins. Each new bin gets the shortest sequence of the fullest bin with two sequences, or stays empty without one."""
     while len(bins) < count:
-        candidates = [i for i, members in enumerate(bins) if len(members) > 1]
+        candidates = [i for i, indices in enumerate(bins) if len(indices) > 1]
         if not candidates:
             bins.append([])
             continue
@@ -186,7 +188,7 @@ def shard_packed(
         bins_multiple=ranks,
         allow_empty=allow_empty,
     )
-    loads = [sum(-(-lengths[i] // round_to) * round_to for i in members) for members in bins]
+    loads = [sum(-(-lengths[i] // round_to) * round_to for i in indices) for indices in bins]
     order = list(range(len(bins)))
     if packer != "in_order":
         order.sort(key=lambda i: -loads[i])
@@ -254,8 +256,8 @@ def _build(meta: BatchMeta, bins: list[Bins], loads: list[list[int]], round_to: 
     # Rows of the batch, in the order of the concatenated shards.
     order: list[int] = []
     for rank_bins, tokens in zip(bins, loads, strict=True):
-        rows = [index for members in rank_bins for index in members]
-        ends = np.cumsum([0, *(len(members) for members in rank_bins)]).tolist()
+        rows = [index for indices in rank_bins for index in indices]
+        ends = np.cumsum([0, *(len(indices) for indices in rank_bins)]).tolist()
         shards.append(Shard(meta.subset(rows), tuple(itertools.pairwise(ends)), tuple(tokens)))
         order += rows
     inverse: Int64Array = np.empty(len(order), np.int64)

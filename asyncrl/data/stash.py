@@ -191,7 +191,7 @@ class Stash(Generic[C]):
             if len(self._waiting) >= self._max_groups:
                 name = _name(key)
                 self._refuse(
-                    Refusal.GROUPS, f"{name} is one more than the {self._max_groups} groups that may wait; retry later"
+                    Refusal.GROUPS, f"{name} exceeds the limit of {self._max_groups} waiting groups; retry later"
                 )
             entry = self._waiting[key] = _Entry(context, trajectory.group_size)
         entry.members[member] = (trajectory, lease)

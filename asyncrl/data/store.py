@@ -180,17 +180,16 @@ class Store:
             self._update_ready(rows)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
-        """Write or replace a column. `values`: one value per member. They are not copied, so the caller must not change them.
+        """Write or replace a column. `values`: one per member. The store does not copy `values`, so do not change them later.
 
         Errors: KeyError for a group that is not stored, DataError for another number of values.
         """
         with self._observed("write", group_id) as set_event_sizes:
             rows = self.rows(group_id)
-            if len(values) != len(rows.group.trajectories):
-                members = len(rows.group.trajectories)
-                raise DataError(
-                    f"group {group_id}: {len(values)} values of {column} for {members} members; write one each"
-                )
+            members = len(rows.group.trajectories)
+            if len(values) != members:
+                found = f"{len(values)} values of {column} for {members} members"
+                raise DataError(f"group {group_id}: {found}; give one value per member")
             with self._updating_bytes(rows):
                 rows.columns[column] = values
             set_event_sizes(rows)
@@ -223,7 +222,7 @@ class Store:
     def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
         """Remove the rows of these groups and release their leases. Returns the number of removed rows.
 
-        Groups that are not stored are skipped. With `release=False` the lenders keep the data: nobody trained the groups.
+        Groups that are not stored are skipped. `release=False` releases no leases: lenders must keep groups that were not trained.
         """
         cleared = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
         if not cleared:

@@ -99,8 +99,7 @@ class PromptEncoder:
         self._control: re.Pattern[str] | None = None  # matches the tokens of `_control_tokens`
         # Whether the template prints content that is (a text, a list of parts).
         self._printed_content: tuple[bool, bool] | None = None
-        # First texts of rendered conversations: BOS, and the first text behind BOS.
-        self._openings: set[str] | None = None
+        self._openings: set[str] | None = None  # of `_find_openings`
         self._leading_ids: list[int] | None = None  # the tokenizer adds these before a text
 
     @property
@@ -144,11 +143,8 @@ class PromptEncoder:
             if not self._is_rendered(prompt):
                 return False
             self.notes["rendered"] += 1
-        for name, value in (
-            ("system_prompt", config.system_prompt),
-            ("chat_template_kwargs", config.chat_template_kwargs),
-        ):
-            if value is not None and value != {}:
+        for name in ("system_prompt", "chat_template_kwargs"):
+            if getattr(config, name) not in (None, {}):
                 raise DataError(
                     f"data.{name} is set but the prompt is plain text without a chat template, or was rendered before; "
                     f"remove data.{name}, or use prompts of messages, data.template=chat and a tokenizer with a template"
@@ -156,34 +152,41 @@ class PromptEncoder:
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """Whether the prompt has control tokens, and begins like a rendered conversation. (Any user's text may end like one.)"""
+        """Whether the prompt has control tokens, and begins like a rendered conversation.
+
+        The end is not compared, because the text of a user may end with a control token."""
         control = self._controls(user=False)
         if not control.search(prompt):
             return False
         if self._openings is None:
-            self._openings = set()
-            user = {"role": "user", "content": self._content(_PROBE)}
-            for messages in ([user], [{**user, "role": "system"}, user]):
-                try:
-                    text = self._render(messages, self.config.chat_template_kwargs)
-                except DataError:  # some templates refuse a system message
-                    continue
-                if self._bos and text.startswith(self._bos):
-                    self._openings.add(self._bos)
-                    text = text.removeprefix(self._bos)
-                first = control.match(text.lstrip())
-                self._openings.add(first[0] if first else (text.partition(_PROBE)[0].split() or [""])[0])
-            self._openings.discard("")
+            self._openings = self._find_openings(control)
         return prompt.lstrip().startswith(tuple(self._openings))
+
+    def _find_openings(self, control: re.Pattern[str]) -> set[str]:
+        """First texts of rendered conversations: BOS, and the first control token or word behind BOS."""
+        openings = set()
+        user = {"role": "user", "content": self._content(_PROBE)}
+        for messages in ([user], [{**user, "role": "system"}, user]):
+            try:
+                text = self._render(messages, self.config.chat_template_kwargs)
+            except DataError:  # some templates refuse a system message
+                continue
+            if self._bos and text.startswith(self._bos):
+                openings.add(self._bos)
+                text = text.removeprefix(self._bos)
+            first_token = control.match(text.lstrip())
+            words = text.partition(_PROBE)[0].split()
+            openings.update([first_token[0]] if first_token else words[:1])
+        return openings - {""}
 
     @property
     def _bos(self) -> str:
         return getattr(self._tokenizer, "bos_token", None) or ""
 
     def _encode_raw(self, text: str) -> list[int]:
-        """Token ids of a text behind BOS (of the template, if the text was rendered; else of the tokenizer), without EOS.
+        """Token ids of a text that the template does not render here, with BOS and without EOS.
 
-        A BOS at the beginning of the text is not added again."""
+        A rendered text gets the template's BOS, any other text that of the tokenizer. A BOS in the text is not repeated."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         if self._openings is not None:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
@@ -240,7 +243,7 @@ class PromptEncoder:
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")
-        row_arguments = _parsed(columns.get("chat_template_kwargs")) or {}
+        row_arguments = _decode_mapping(columns.get("chat_template_kwargs")) or {}
         if not isinstance(row_arguments, Mapping):
             raise DataError(f"the row's chat_template_kwargs are {row_arguments!r:.80}; expected a mapping by name")
         row_arguments = {name: value for name, value in row_arguments.items() if value is not None}
@@ -279,7 +282,7 @@ class PromptEncoder:
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
     def _encode_messages(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation. Control tokens in messages and arguments are hidden from the template by numbers."""
+        """Token ids of a conversation. Control tokens in messages and arguments are numbers while the template is rendered."""
         hidden: list[str] = []
 
         def hide(value: Any, control: re.Pattern[str]) -> Any:
@@ -315,7 +318,7 @@ class PromptEncoder:
         return self._render(as_json, arguments)
 
     def _controls(self, user: bool) -> re.Pattern[str]:
-        """A pattern that matches control tokens in a text of the user or (`user` is false) of the model."""
+        """A pattern for control tokens. `user`: in a user's text; else in a model's text, where only special tokens count."""
         if self._special is None or self._control is None:
             self._special = _pattern(_control_tokens(self._tokenizer, ""))
             self._control = _pattern(_control_tokens(self._tokenizer, self._template))
@@ -363,11 +366,9 @@ def check_prompt(prompt: Any) -> None:
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("role"), str)
-        and ("content" in value or "tool_calls" in value)
-    )
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return "content" in value or "tool_calls" in value
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
@@ -392,11 +393,9 @@ def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without null values, with text parts as mappings, and with JSON arguments of tool calls decoded."""
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(kept.get("content"), list):
-        kept["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "text", "text": part["text"]}
-            for part in kept["content"]
-        ]
-    return _map_call_arguments(kept, _parsed)
+        texts = [part if isinstance(part, str) else part["text"] for part in kept["content"]]
+        kept["content"] = [{"type": "text", "text": text} for text in texts]
+    return _map_call_arguments(kept, _decode_mapping)
 
 
 def _map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -413,11 +412,10 @@ def _map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]
     return {**message, "tool_calls": changed}
 
 
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    value = _json_or_none(arguments)
-    return value if isinstance(value, dict) else arguments
+def _decode_mapping(value: Any) -> Any:
+    """A JSON text of a mapping as the mapping; any other value unchanged."""
+    mapping = _json_or_none(value) if isinstance(value, str) else None
+    return mapping if isinstance(mapping, dict) else value
 
 
 def _to_json(arguments: Any) -> str:
@@ -456,7 +454,7 @@ def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[int]:
             ids += _encode_inside(tokenizer, piece, bool(ids))
             continue
         piece_ids = _encode_inside(tokenizer, piece, bool(ids), split_special_tokens=True)
-        # `split_special_tokens` does not split an added token that is not special.
+        # `split_special_tokens` does not split an added token that is not special, so its first character is encoded alone.
         if tokenizer.convert_tokens_to_ids(piece) in piece_ids:
             piece_ids = _encode_inside(tokenizer, piece[:1], bool(ids)) + _encode_inside(tokenizer, piece[1:], True)
         ids += piece_ids
@@ -487,6 +485,6 @@ def _control_tokens(tokenizer: Any, template: str) -> list[str]:
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
-    # The first alternative that matches wins, so a longer text must precede a shorter one.
+    # The first alternative that matches wins, so longer texts must come first. `(?!)` matches nothing.
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -139,7 +139,7 @@ def test_siblings_that_ask_for_different_rows_are_told() -> None:
     source = Table()
     leader, sibling = siblings(2, lambda g: fetch(source, source.meta if g.leads else source.meta.slice(0, 2), group=g))
     assert isinstance(leader, dict)
-    assert isinstance(sibling, DataError) and "leader for 3 rows of 'p'" in str(sibling) and "for 2" in str(sibling)
+    assert isinstance(sibling, DataError) and "leader asks for 3 rows" in str(sibling) and "for 2" in str(sibling)
 
 
 def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> None:

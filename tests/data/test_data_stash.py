@@ -193,7 +193,7 @@ def test_the_cap_always_holds_and_whoever_entered_leaves_exactly_once(
             arrival = stash.add(record(group, member, 4, tokens=tokens), "")
         except StashRefused as refused:
             if refused.reason is Refusal.GROUPS:
-                assert f"one more than the {max_groups} groups" in str(refused) and waiting(stash) == max_groups
+                assert f"limit of {max_groups} waiting groups" in str(refused) and waiting(stash) == max_groups
             continue
         if arrival.status in (Status.WAITING, Status.WHOLE):
             entered.add((group, member))
