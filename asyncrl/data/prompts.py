@@ -112,8 +112,7 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
-        # Minus 1e-9, because the product may be slightly too large.
-        self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
+        self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)  # rounding
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first

@@ -177,9 +177,8 @@ def _check_arguments(function: Callable[..., Any], source: str) -> None:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
     if required:
-        raise DataError(
-            f"{source} needs arguments ({', '.join(required)}); a data function is called without arguments"
-        )
+        names = ", ".join(required)
+        raise DataError(f"{source} needs arguments ({names}); a data function is called without arguments")
 
 
 def _run(call: Callable[[], T], source: str) -> T:

@@ -18,7 +18,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
 # The beginning of the assistant's turn is searched in so many last tokens of a prompt.
-_TAIL = 512
+_TAIL_TOKENS = 512
 _THINKING_TAG = r"<(?:think|thinking|thought|reasoning)>"
 # Texts that no template writes.
 _QUESTION, _ANSWER, _NEXT_QUESTION = "Qk7", "Qk8", "Qk9"
@@ -32,7 +32,7 @@ def decode(tokenizer: Any, ids: Sequence[int], *, special_tokens: bool = True) -
 
 def find_stop(text: str, before: str, stop: str) -> int:
     """The index in `text` of a stop string that ends in the newest token, or -1. `before`: the text without this token."""
-    # The last characters of `before` may be the beginning of a character that the newest token completes.
+    # U+FFFD at the end of `before` is the beginning of a character that the newest token completes.
     return text.find(stop, max(0, len(before.rstrip("\ufffd")) - len(stop) + 1))
 
 
@@ -67,16 +67,18 @@ class Turn:
                 continue
             if not behind or _QUESTION not in bare:
                 continue
-            before_sampling, before_answer = (
-                text.removeprefix(bare) if text.startswith(bare) else text.partition(_QUESTION)[2]
-                for text in (ready, before)
-            )
-            equal = [a == b for a, b in zip(before_sampling, before_answer, strict=False)]
-            common = before_sampling[: [*equal, False].index(False)]
-            # Some templates write a thinking tag before every answer.
-            head = re.split(_THINKING_TAG, common)[0]
-            return cls(head, before_sampling.removeprefix(head), behind.partition(_NEXT_QUESTION)[0])
+            generation_prompt = _behind_question(ready, bare)
+            equal = [a == b for a, b in zip(generation_prompt, _behind_question(before, bare), strict=False)]
+            common_beginning = generation_prompt[: [*equal, False].index(False)]
+            # A thinking tag is part of the opening, even if the template writes the tag before every answer.
+            head = re.split(_THINKING_TAG, common_beginning)[0]
+            return cls(head, generation_prompt.removeprefix(head), behind.partition(_NEXT_QUESTION)[0])
         return cls()
+
+
+def _behind_question(text: str, bare: str) -> str:
+    """The text behind the question. `bare`: the rendered question alone, with which most texts begin."""
+    return text.removeprefix(bare) if text.startswith(bare) else text.partition(_QUESTION)[2]
 
 
 class CompletionText:
@@ -130,7 +132,7 @@ class CompletionText:
 
     def generation_prompt(self, prompt_ids: Int32Array) -> str:
         """The end of the prompt from the last `Turn.head` on, with a begun answer if there is one. Empty without a head."""
-        return self._cached_generation_prompt(prompt_ids[-_TAIL:].tobytes())
+        return self._cached_generation_prompt(prompt_ids[-_TAIL_TOKENS:].tobytes())
 
     def opening(self, prompt_ids: Int32Array) -> str:
         """The part of `generation_prompt` that belongs to the answer, such as <think>."""
@@ -148,7 +150,7 @@ class CompletionText:
         end = start if start >= 0 else len(text)
         if self._keeps_special:
             return text[:end]
-        # The longest run of first ids whose text ends before the stop string, then the rest of a token that is cut.
+        # Keep the ids before the stop string, and of the token in which the stop string begins, the text before it.
         kept = len(ids)
         while len(before := decode(self._tokenizer, ids[:kept])) > end:
             kept -= 1
@@ -212,9 +214,10 @@ def notes(config: Config, tokenizer: Any, ends: Collection[int], vocabulary: int
     has_text = _has_text(tokenizer)
     unknown = [] if has_text is None else [i for i in range(vocabulary) if i >= has_text.size or not has_text[i]]
     if unknown:
+        has_gaps = unknown[-1] - unknown[0] >= len(unknown)
         missing.append(
-            f"the model's vocabulary has {len(unknown)} rows more than the tokenizer has tokens: ids "
-            f"{'from ' if unknown[-1] - unknown[0] >= len(unknown) else ''}{unknown[0]} to {unknown[-1]} have no text"
+            f"the model's vocabulary has {len(unknown)} rows more than the tokenizer has tokens: "
+            f"{'some ids from' if has_gaps else 'ids'} {unknown[0]} to {unknown[-1]} have no text"
         )
     if turn.opening.strip() and not config.reward.text.opened and config.data.template != "raw":
         missing.append(

@@ -152,9 +152,7 @@ class PromptEncoder:
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """Whether the prompt has control tokens, and begins like a rendered conversation.
-
-        The end is not compared, because the text of a user may end with a control token."""
+        """Whether the prompt has control tokens and begins like a rendered conversation. Its end may be a user's text."""
         control = self._controls(user=False)
         if not control.search(prompt):
             return False

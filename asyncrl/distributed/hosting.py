@@ -41,14 +41,14 @@ _PREFIX = "asyncrl-secret-"
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The rank and the address of the launcher's store. `port`: of this store; 0 without a launcher."""
+    """The number of this rank, and the address of the launcher's store."""
 
     rank: int
     ranks: int
-    one_machine: bool
-    address: str
-    port: int
-    restart: int
+    one_machine: bool  # all ranks run on one machine
+    address: str  # MASTER_ADDR
+    port: int  # MASTER_PORT; 0 without a launcher
+    restart: int  # torchrun's count of restarts
 
 
 @dataclass(slots=True)
@@ -104,10 +104,10 @@ def open_store(info: RankInfo, timeout: timedelta, environ: Mapping[str, str] | 
             f"{VARIABLE} has {len(secret)} characters; give it at least {_MIN_LENGTH} random characters, the same on every node "
             '(python -c "import secrets; print(secrets.token_hex())")'
         )
-    outer = dist.PrefixStore(f"asyncrl/{info.restart}", _launcher_store(info, timeout))
+    launcher_store = dist.PrefixStore(f"asyncrl/{info.restart}", _launcher_store(info, timeout))
     if info.rank == 0:
-        return _host(info, outer, secret, timeout)
-    return _join(info, outer, secret, timeout)
+        return _host(info, launcher_store, secret, timeout)
+    return _join(info, launcher_store, secret, timeout)
 
 
 def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
@@ -120,41 +120,43 @@ def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
     return store  # type: ignore[no-any-return]  # rendezvous is not typed
 
 
-def _host(info: RankInfo, outer: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
+def _host(info: RankInfo, launcher_store: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
     notes, file = [], None
     if secret is not None:
-        outer.set("secret", "environment")
+        launcher_store.set("secret", "environment")
     elif info.one_machine:
         secret = secrets.token_hex()
         file = _write_secret(secret)
-        outer.set("secret", f"file {file}")
+        launcher_store.set("secret", f"file {file}")
     else:
-        outer.set("secret", "none")
+        launcher_store.set("secret", "none")
         notes.append(
             f"note: values in the ranks' store are not authenticated: every program that reaches {info.address} can change "
             f"them; set {VARIABLE} to the same secret on every node"
         )
     nonce = secrets.token_hex(16)
     location: dict[str, object] = {"address": None, "port": 0, "nonce": nonce}
-    inner: dist.Store = outer
+    ranks_store: dist.Store = launcher_store
     try:
         address = _LOOPBACK if info.one_machine else _own_address(info)
         own_store = _listening_store(address, 0, timeout)
         location |= {"address": address, "port": own_store.port}
-        inner = own_store
+        ranks_store = own_store
     except OSError as error:
         notes.append(
             f"note: the ranks' store cannot listen at MASTER_ADDR={info.address} alone ({error}); torchrun's store is used, "
             "which listens on every interface"
         )
-    SealedStore(outer, "", _key(secret, "the ranks' store")).set("store", orjson.dumps(location))
-    return RanksStore(_sealed(inner, info, secret, nonce), inner, info.rank, info.ranks, notes, file, outer)
+    SealedStore(launcher_store, "", _key(secret, "the ranks' store")).set("store", orjson.dumps(location))
+    return RanksStore(
+        _sealed(ranks_store, info, secret, nonce), ranks_store, info.rank, info.ranks, notes, file, launcher_store
+    )
 
 
-def _join(info: RankInfo, outer: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
-    if not SealedStore(outer).poll(["secret", "store"], timeout.total_seconds()):
+def _join(info: RankInfo, launcher_store: dist.Store, secret: str | None, timeout: timedelta) -> RanksStore:
+    if not SealedStore(launcher_store).poll(["secret", "store"], timeout.total_seconds()):
         raise RuntimeError(f"rank 0 did not host the ranks' store within {timeout.total_seconds():g} s; see its output")
-    kind, _, path = outer.get("secret").decode().partition(" ")
+    kind, _, path = launcher_store.get("secret").decode().partition(" ")
     expected = "environment" if secret is not None else "file" if info.one_machine else "none"
     if kind != expected:
         raise PlatformError(
@@ -163,11 +165,11 @@ def _join(info: RankInfo, outer: dist.Store, secret: str | None, timeout: timede
         )
     if kind == "file":
         secret = _read_secret(Path(path))
-    location = orjson.loads(SealedStore(outer, "", _key(secret, "the ranks' store")).get("store"))
-    inner: dist.Store = outer
+    location = orjson.loads(SealedStore(launcher_store, "", _key(secret, "the ranks' store")).get("store"))
+    ranks_store: dist.Store = launcher_store
     if location["address"] is not None:
-        inner = dist.TCPStore(location["address"], location["port"], is_master=False, timeout=timeout)
-    return RanksStore(_sealed(inner, info, secret, location["nonce"]), inner, info.rank, info.ranks)
+        ranks_store = dist.TCPStore(location["address"], location["port"], is_master=False, timeout=timeout)
+    return RanksStore(_sealed(ranks_store, info, secret, location["nonce"]), ranks_store, info.rank, info.ranks)
 
 
 def _sealed(store: dist.Store, info: RankInfo, secret: str | None, nonce: str) -> SealedStore:
@@ -182,7 +184,7 @@ def _own_address(info: RankInfo) -> str:
     """The address of MASTER_ADDR. Errors: OSError for a loopback address if there are several machines."""
     address = str(socket.getaddrinfo(info.address, None, type=socket.SOCK_STREAM)[0][4][0])
     if not info.one_machine and (address.startswith("127.") or address == "::1"):
-        raise OSError(f"it is {address} here, which no other machine can reach")
+        raise OSError(f"its address is {address}, which no other machine can reach")
     return address
 
 

@@ -1,6 +1,6 @@
 """The ledger's books as one value in the ranks' store, and announcements of changes.
 
-    key books        JSON: number of the last change, its rank and time, the books, and [awaited, wrote] for each rank
+    key books        JSON: last change (number, rank, time), first kept announcement, [awaited, wrote] per rank, the books
     key change/41    rank and time of change 41; set after the books have change 41
 
 A transition reads the books, changes a copy and writes the copy with `compare_set`. If another rank wrote in the meantime,
@@ -84,9 +84,7 @@ class SharedBooks:
         for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank"):
             own, other = getattr(books, name), getattr(shared, name)
             if own != other:
-                raise LedgerError(
-                    f"rank {self._rank}: {name} is {own!r} here and {other!r} in the ledger; use one value"
-                )
+                raise LedgerError(f"rank {self._rank}: {name} is {own!r}, but {other!r} in the ledger; use one value")
         self._newest, self._wrote = state["change"], state["ranks"][self._rank][_WROTE]
         return self._newest, shared
 
@@ -131,9 +129,7 @@ class SharedBooks:
                 return result
             # For a missing key `compare_set` returns the expected value.
             if answer == old_value:
-                raise LedgerError(
-                    "the shared ledger was removed: another program deletes keys in the ranks' store; stop it"
-                )
+                raise LedgerError("the shared ledger was removed: another program deletes keys in the store; stop it")
             old_value = answer
             if awake.now() > deadline:
                 raise LedgerError(f"rank {self._rank} lost every race for the shared ledger for {self._timeout_s:g} s")
@@ -153,7 +149,7 @@ class SharedBooks:
         number = state["change"] + 1
         ranks = [*state["ranks"]]
         ranks[self._rank] = [self._awaited(), number]
-        # Minus 1: `_announce` of a slow rank may set the announcement before its own again.
+        # Minus 1, because a slow rank may set the previous announcement again (`_announce`).
         first_needed = min(awaited for awaited, _ in ranks) - 1
         kept = max(state["kept"], min(first_needed, state["kept"] + _MAX_DELETED))
         return {"change": number, "by": self._rank, "at": time.time(), "kept": kept, "ranks": ranks}

@@ -90,7 +90,7 @@ class StoreLedger:
 
     async def __aenter__(self) -> StoreLedger:
         if self._loop is not None or self._closed:
-            raise LifecycleError("the ledger was opened twice")
+            raise LifecycleError("the ledger was opened twice; create a new one")
         self._loop = asyncio.get_running_loop()
         self._watch_ended = self._loop.create_future()
         await self._lane.__aenter__()
@@ -109,7 +109,7 @@ class StoreLedger:
             self._changes.number,
             self._on_books,
             lambda *delay: self._call_soon(self._report_delay, *delay),
-            lambda error: self._call_soon(self._watch_ended_with, error),
+            lambda error: self._call_soon(self._on_watch_end, error),
         )
         self._watch.start()
         return self
@@ -149,7 +149,7 @@ class StoreLedger:
 
     @property
     def finished(self) -> bool:
-        """Every rank called `exhaust`, no group is left to train on any, and this rank committed every step."""
+        """Every rank called `exhaust`, no rank has a group to train, and this rank committed every step."""
         return self._books.finished() and self._turn == self._books.turn
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
@@ -339,7 +339,7 @@ class StoreLedger:
                 rank,
             )
 
-    def _watch_ended_with(self, error: BaseException | None) -> None:
+    def _on_watch_end(self, error: BaseException | None) -> None:
         if self._watch_ended is not None and not self._watch_ended.done():
             self._watch_ended.set_result(None)
         if error is not None and not self._closed:

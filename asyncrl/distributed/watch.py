@@ -1,4 +1,4 @@
-"""A thread that waits for the announcement of the next change of the shared books. It does not poll.
+"""A thread that waits, without polling, for the announcement of the next change of the shared books.
 
     rank 0 --compare_set--> books (change 41 -> 42) --set "change/42"--> watchers of ranks 0, 1, 2 ... --> their event loops
 

@@ -23,7 +23,6 @@ from .sealed import SealedStore
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long rank 0 waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
 _AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
-
 # Timeout of a collective and of a call of the store. torch counts seconds in which the job was suspended, so a short timeout would
 # end a run that was only suspended. The watchdog and the heartbeats end a run that hangs.
 _NO_TIMEOUT = timedelta(days=30)
@@ -62,7 +61,7 @@ class World:
             raise PlatformError(f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}; start with torchrun")
         try:
             rank, size, local_rank, local_size, port = (
-                int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+                int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
             )
         except ValueError as exc:
             raise PlatformError(f"torchrun's variables are not numbers: {exc}; start with torchrun") from exc
@@ -208,6 +207,7 @@ class World:
             sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(value)], device=device))
             lengths = [int(size) for size in sizes]
+            # `frombuffer` needs a writable buffer that is not empty.
             padded = torch.frombuffer(bytearray(value.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8).to(device)
             gathered = [torch.empty_like(padded) for _ in lengths]
             dist.all_gather(gathered, padded)

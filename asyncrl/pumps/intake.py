@@ -24,7 +24,7 @@ from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.resolve import turns_bound, versions_per_batch
 from asyncrl.data.store import REFERENCE, Lease, copy_group
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
-from asyncrl.records.check import MOST_COMPONENTS, Limits, check_trains, check_trajectory
+from asyncrl.records.check import MAX_COMPONENTS, Limits, check_trains, check_trajectory
 from asyncrl.transport.queues.queue import QueueReceiver
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
@@ -151,10 +151,10 @@ class Intake:
                 "each member with a reward, or set reward.functions"
             )
         names = self._components | trajectory.components.keys()
-        if len(names) > MOST_COMPONENTS:
+        if len(names) > MAX_COMPONENTS:
             raise DataError(
                 f"member {trajectory.member}: components has the new name {sorted(names - self._components)[0]!r}; at most "
-                f"{MOST_COMPONENTS} different names may come from outside in a run"
+                f"{MAX_COMPONENTS} different names may come from outside in a run"
             )
         self._components = names
         if OVERLONG in trajectory.components and self._ports.config.reward.overlong.cache is not None:

@@ -20,21 +20,21 @@ from .routes import MISSING, check_routes
 # Nats. A ratio is at most exp(-LOWEST_LOGPROB), which is finite in float32.
 LOWEST_LOGPROB = -87.0
 # Of the absolute value. Without normalisation a reward scales the gradient, and the squared norm of the gradient is float32.
-MOST_REWARD = 1e9
+MAX_REWARD = 1e9
 # Names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
-MOST_COMPONENTS = 128
-MOST_NAME = 128  # characters of the name of a component
+MAX_COMPONENTS = 128
+MAX_NAME_LENGTH = 128  # characters of the name of a component
 # Nats. The rounding of a sampler may make a log-prob slightly positive.
 SLACK = 1e-4
 # Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
-MOST_NESTED = 64
+MAX_NESTED = 64
 # A key of a trajectory's metadata. The advantage of such a member is set to 0, after its reward was used for the advantages of its
 # group. Its tokens are trained and counted. With this key a member needs no trained token.
 SILENT = "set_advantage_to_zero"
 _DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
 _MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # float32 as in records, a little lower
-_MOST_INT32 = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +49,29 @@ class Limits:
 
 def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
     """Errors: DataError with the member and the field, if the trajectory cannot be trained in this run."""
-    t, who = trajectory, f"member {trajectory.member}"
+    t, label = trajectory, f"member {trajectory.member}"
     for name, kind in _DTYPE_KINDS.items():
-        _column(getattr(t, name), kind, t.tokens, f"{who}: {name}")
-    _tokens(t, limits, who)
-    _mask(t, who)
-    check_temperature(t.temperature, who)
+        _check_column(getattr(t, name), kind, t.tokens, f"{label}: {name}")
+    _check_tokens(t, limits, label)
+    _check_mask(t, label)
+    check_temperature(t.temperature, label)
     for name in ("logprobs", "sampled_logprobs"):
-        _logprobs(getattr(t, name), t.mask, f"{who}: {name}")
-    _versions(t, who)
-    _routes(t, limits.routes, who)
-    _rewards(t, who)
+        _check_logprobs(getattr(t, name), t.mask, f"{label}: {name}")
+    _check_versions(t, label)
+    _check_member_routes(t, limits.routes, label)
+    _check_rewards(t, label)
     if not isinstance(t.finish_reason, FinishReason):
-        raise DataError(f"{who}: finish_reason is {t.finish_reason!r}; expected one of {', '.join(FinishReason)}")
+        raise DataError(f"{label}: finish_reason is {t.finish_reason!r}; expected one of {', '.join(FinishReason)}")
     if not isinstance(t.metadata, Mapping):
-        raise DataError(f"{who}: metadata is a {type(t.metadata).__name__}; expected a mapping of names to values")
-    check_json({"completion": t.completion, "metadata": t.metadata, "components": t.components}, who, 1)
+        raise DataError(f"{label}: metadata is a {type(t.metadata).__name__}; expected a mapping of names to values")
+    check_json({"completion": t.completion, "metadata": t.metadata, "components": t.components}, label, 1)
 
 
-def check_temperature(temperature: float, who: str) -> None:
+def check_temperature(temperature: float, label: str) -> None:
     """Errors: DataError unless the temperature is a number in the allowed range, where log-probs can be compared."""
     if not _is_number(temperature) or not _MIN_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:  # also for NaN
         raise DataError(
-            f"{who}: temperature is {temperature}; give the temperature of sampling, a number "
+            f"{label}: temperature is {temperature}; give the temperature of sampling, a number "
             f"from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
         )
 
@@ -86,19 +86,19 @@ def check_trains(trajectory: Trajectory) -> None:
 
 
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
-    """Errors: DataError for text with a lone surrogate, or more than `MOST_NESTED` + `extra` levels.
+    """Errors: DataError for text with a lone surrogate, or more than `MAX_NESTED` + `extra` levels.
 
     `written`: the value will be written into files, so also for keys that are no text and integers of more than 64 bits."""
     level = [value]
-    for _ in range(MOST_NESTED + extra + 1):
+    for _ in range(MAX_NESTED + extra + 1):
         # Items of the next level by id: without ids a list that contains itself twice would double at each level.
         next_level: dict[int, Any] = {}
         for item in level:
             if isinstance(item, str):
-                _text(item, where)
+                _check_text(item, where)
             elif isinstance(item, Mapping):
                 if written:
-                    _keys(item, where)
+                    _check_keys(item, where)
                 next_level |= {id(child): child for child in (*item, *item.values())}
             elif isinstance(item, list | tuple):
                 next_level |= {id(child): child for child in item}
@@ -107,16 +107,16 @@ def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) 
         if not next_level:
             return
         level = list(next_level.values())
-    raise DataError(f"{where}: texts or metadata are nested more than {MOST_NESTED} levels deep; flatten them")
+    raise DataError(f"{where}: texts or metadata are nested more than {MAX_NESTED} levels deep; flatten them")
 
 
-def _keys(mapping: Mapping[Any, Any], where: str) -> None:
+def _check_keys(mapping: Mapping[Any, Any], where: str) -> None:
     for key in mapping:
         if not isinstance(key, str | int | float | None):
             raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; use text as key")
 
 
-def _text(text: str, where: str) -> None:
+def _check_text(text: str, where: str) -> None:
     if text.isascii():
         return
     try:
@@ -128,7 +128,7 @@ def _text(text: str, where: str) -> None:
         ) from None
 
 
-def _column(column: Any, kind: str, tokens: Any, where: str) -> None:
+def _check_column(column: Any, kind: str, tokens: Any, where: str) -> None:
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in kind:
         found = f"{column.dtype} of shape {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
         raise DataError(f"{where} is {found}; expected a one-dimensional numpy array of {_KIND_NAMES[kind]}")
@@ -136,36 +136,36 @@ def _column(column: Any, kind: str, tokens: Any, where: str) -> None:
         raise DataError(f"{where} has {column.size} entries for {tokens.size} tokens; give one each")
 
 
-def _tokens(t: Trajectory, limits: Limits, who: str) -> None:
+def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
     size = t.tokens.size
     if not 0 < size <= (size if limits.longest is None else limits.longest):
         allowed = "at least 1" if limits.longest is None else f"1 to {limits.longest}"
         raise DataError(
-            f"{who}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
+            f"{label}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
         )
     low, high = int(t.tokens.min()), int(t.tokens.max())
-    if low < 0 or high > _MOST_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
+    if low < 0 or high > _MAX_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
         ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
         raise DataError(
-            f"{who}: tokens holds {low if low < 0 else high}; the model's ids are {ids}; use the tokenizer of the model"
+            f"{label}: tokens holds {low if low < 0 else high}; the model's ids are {ids}; use the tokenizer of the model"
         )
 
 
-def _mask(t: Trajectory, who: str) -> None:
+def _check_mask(t: Trajectory, label: str) -> None:
     if not isinstance(t.prompt_length, int | np.integer) or not 1 <= t.prompt_length <= t.tokens.size:
         raise DataError(
-            f"{who}: prompt_length is {t.prompt_length} of {t.tokens.size} tokens; expected 1 to {t.tokens.size}, because the "
+            f"{label}: prompt_length is {t.prompt_length} of {t.tokens.size} tokens; expected 1 to {t.tokens.size}, because the "
             "last prompt token predicts the first trained token"
         )
     if t.mask[: t.prompt_length].any():
         first = int(t.mask.argmax())
         raise DataError(
-            f"{who}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens behind the "
+            f"{label}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens behind the "
             "prompt can be trained: set the mask of the prompt to false"
         )
 
 
-def _logprobs(column: Any, mask: Any, where: str) -> None:
+def _check_logprobs(column: Any, mask: Any, where: str) -> None:
     """NaN at all trained tokens is allowed: the source does not know its log-probs, and the ratio counts as 1."""
     trained = column[mask]
     if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) >= LOWEST_LOGPROB:  # false with a NaN
@@ -180,60 +180,62 @@ def _logprobs(column: Any, mask: Any, where: str) -> None:
     )
 
 
-def _versions(t: Trajectory, who: str) -> None:
+def _check_versions(t: Trajectory, label: str) -> None:
     trained = t.versions[t.mask]
-    if trained.size and not (trained.min() >= -1 and trained.max() <= _MOST_INT32):
+    if trained.size and not (trained.min() >= -1 and trained.max() <= _MAX_INT32):
         raise DataError(
-            f"{who}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
+            f"{label}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
             "policy version that sampled the token, 0 or more (-1: not known)"
         )
 
 
-def _routes(t: Trajectory, expected: tuple[int, int, int] | None, who: str) -> None:
+def _check_member_routes(t: Trajectory, expected: tuple[int, int, int] | None, label: str) -> None:
     routes = t.routed_experts
     if expected is None:
         if routes is not None:
             raise DataError(
-                f"{who}: routed_experts is given, but this run replays no routes; remove it, or set algorithm.router_replay"
+                f"{label}: routed_experts is given, but this run replays no routes; remove it, or set algorithm.router_replay"
             )
         return
     layers, k, experts = expected
     if routes is None:
         raise DataError(
-            f"{who}: routed_experts is missing, but this run replays routes; give [tokens, {layers}, {k}] from the sampler's "
+            f"{label}: routed_experts is missing, but this run replays routes; give [tokens, {layers}, {k}] from the sampler's "
             "`Generation` (-1: not known), or set algorithm.router_replay to false"
         )
     if not isinstance(routes, np.ndarray) or routes.dtype.kind != "i" or routes.shape != (t.tokens.size, layers, k):
         found = f"{routes.dtype} {list(routes.shape)}" if isinstance(routes, np.ndarray) else type(routes).__name__
         raise DataError(
-            f"{who}: routed_experts is {found}; expected signed integers [{t.tokens.size}, {layers}, {k}]: tokens, layers with "
+            f"{label}: routed_experts is {found}; expected signed integers [{t.tokens.size}, {layers}, {k}]: tokens, layers with "
             "experts, experts per token"
         )
     try:
         check_routes(routes, experts)
     except DataError as error:
-        raise DataError(f"{who}: routed_experts: {error}") from None
+        raise DataError(f"{label}: routed_experts: {error}") from None
     # The forward pass needs the tokens before the last trained token.
     forward = int(t.mask.size - t.mask[::-1].argmax()) - 1 if t.mask.any() else 0
     if forward and (routes[:forward] == MISSING).all():
         raise DataError(
-            f"{who}: routed_experts is -1 at every token of the forward pass, so no route would be replayed; record the routes "
+            f"{label}: routed_experts is -1 at every token of the forward pass, so no route would be replayed; record the routes "
             "of the sampler, or set algorithm.router_replay to false"
         )
 
 
-def _rewards(t: Trajectory, who: str) -> None:
+def _check_rewards(t: Trajectory, label: str) -> None:
     if not isinstance(t.components, Mapping):
-        raise DataError(f"{who}: components is a {type(t.components).__name__}; expected a mapping of names to numbers")
+        raise DataError(
+            f"{label}: components is a {type(t.components).__name__}; expected a mapping of names to numbers"
+        )
     for name in t.components:
-        if not isinstance(name, str) or len(name) > MOST_NAME:
+        if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
             raise DataError(
-                f"{who}: components holds the name {name!r:.40}; the name of a component is text, {MOST_NAME} characters at most"
+                f"{label}: components holds the name {name!r:.40}; use text, {MAX_NAME_LENGTH} characters at most"
             )
     for name, value in (("reward", t.reward), *t.components.items()):
-        if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also for NaN
+        if value is not None and not (_is_number(value) and abs(value) <= MAX_REWARD):  # also for NaN
             raise DataError(
-                f"{who}: {name} is {value}; expected a finite number from -{MOST_REWARD:g} to {MOST_REWARD:g}, or None if "
+                f"{label}: {name} is {value}; expected a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or None if "
                 "it does not apply; scale the rewards"
             )
 

@@ -1,6 +1,6 @@
-"""Record schema v1, the bytes: a header, a section table, sections. Little-endian, explicit offsets, never pickle.
+"""The bytes of record schema v1: a header, a section table and sections. All numbers are little-endian.
 
-A record holds `n >= 1` members (trajectories) of one group; most producers put a whole group at once.
+A record holds `n >= 1` members (trajectories) of one group. Most producers put a whole group into one record.
 
     0                 header, `header_bytes` long (128 in version 1)
     header_bytes      section table: `sections` entries of `entry_bytes` (32 in version 1)
@@ -29,8 +29,8 @@ A record holds `n >= 1` members (trajectories) of one group; most producers put 
     112 16 B zero
 
 A reader of version 1 can read records of a newer writer. The newer writer may lengthen the header and the entries, because the
-header has their sizes. It may use the zero bytes, and may add sections. A reader skips unknown sections, unless their flag says
-that a reader must know them. A reader refuses a record whose "oldest reader" is newer than itself.
+header has their sizes. The newer writer may also use the zero bytes and add sections. A reader skips unknown sections, unless
+their flag says that a reader must know them. A reader refuses a record if the "oldest reader" is newer than the reader.
 """
 
 from __future__ import annotations

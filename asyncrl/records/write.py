@@ -75,7 +75,7 @@ class Plan:
     def __post_init__(self) -> None:
         size = _first_offset(len(self.parts))
         for part in self.parts:
-            size += (part[5] + ALIGNMENT - 1) & -ALIGNMENT
+            size += (part[5] + ALIGNMENT - 1) & -ALIGNMENT  # part[5]: size of the section
         self.size = size
 
     def write(

@@ -14,7 +14,7 @@ from pumps_plan import Lease, Plan, ScriptedReward, make_prompt, make_trajectory
 
 from asyncrl.errors import DataError, HookError, LedgerError, LifecycleError, RewardError
 from asyncrl.pumps.hooks import Hooks
-from asyncrl.records.check import MOST_COMPONENTS, Limits
+from asyncrl.records.check import MAX_COMPONENTS, Limits
 from asyncrl.types import Group, Prompt, Trajectory
 
 
@@ -480,10 +480,10 @@ def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
     async def body(house: House, supervisor: Any) -> None:
         intake = house.graph.open_intake()
         [good, _] = members(0, 0, reward=1.0)
-        for number in range(MOST_COMPONENTS - 1):
+        for number in range(MAX_COMPONENTS - 1):
             intake.check(replace(good, components={"known": 1.0, f"n{number}": 2.0}), Limits())
         for names in (["n1", "one more"], ["another"], [f"m{number}" for number in range(1000)]):
-            with pytest.raises(DataError, match=f"at most {MOST_COMPONENTS} different names") as raised:
+            with pytest.raises(DataError, match=f"at most {MAX_COMPONENTS} different names") as raised:
                 intake.check(replace(good, components=dict.fromkeys(names, 1.0)), Limits())
             refusals.append(str(raised.value))
         intake.check(replace(good, components={"known": 1.0, "n5": None}), Limits())

@@ -13,7 +13,7 @@ import pytest
 from support.trajectories import trajectory
 
 from asyncrl.errors import DataError
-from asyncrl.records.check import MOST_NAME, Limits, check_json, check_trajectory
+from asyncrl.records.check import MAX_NAME_LENGTH, Limits, check_json, check_trajectory
 
 GOOD = trajectory(0, 2, 3, [4, 5, 6], prompt_length=1, logprob=[0, -1, -2], reward=0.5)
 LOOP: list[Any] = []
@@ -40,10 +40,10 @@ def nested(levels: int) -> Any:
         ({"sampled_logprobs": np.array([0, -1e300, -1])}, r"sampled_logprobs\[1\] is -1e\+300"),
         *(({"reward": r}, "reward is .* scale the rewards") for r in (1.1e9, -1e308, math.nan, math.inf, "1")),
         ({"components": {"a": 1e10}}, "a is 1.*scale the rewards"),
-        ({"components": {1: 1.0}}, "components holds the name 1; the name of a component is text"),
+        ({"components": {1: 1.0}}, "components holds the name 1; use text"),
         (
-            {"components": {"n" * (MOST_NAME + 1): 1.0}},
-            f"components holds the name 'n+; .* {MOST_NAME} characters at most",
+            {"components": {"n" * (MAX_NAME_LENGTH + 1): 1.0}},
+            f"components holds the name 'n+; .* {MAX_NAME_LENGTH} characters at most",
         ),
         ({"components": [1.0]}, "components is a list"),
         ({"metadata": None}, "metadata is a NoneType"),
@@ -69,7 +69,7 @@ def test_what_a_step_cannot_take_is_refused_by_member_and_field(changes: dict[st
         {"temperature": float(np.float32(1e-6))},  # as a record holds it
         {"temperature": np.float32(0.7)},
         {"temperature": 1e6},
-        {"reward": None, "components": {"a": None, "b": 1, "n" * MOST_NAME: 0.0}},
+        {"reward": None, "components": {"a": None, "b": 1, "n" * MAX_NAME_LENGTH: 0.0}},
         {"reward": np.float64(-1e9)},
         {"logprobs": np.array([math.nan, -87.0, 0], np.float32)},
         {"logprobs": np.full(3, math.nan, np.float32)},
