@@ -5,10 +5,10 @@ All estimators but `gdpo` use the weighted sum of the reward components (TRL's
 statistics of the whole *step* are refused where groups are trained as they arrive, because the advantages of a group would depend
 on the order of arrival.
 
-A reward of None or NaN is *unscorable*: no reward function applied to the completion. Its advantage is 0, and no statistic includes
-it. A group with fewer than two scorable members has no baseline, so all its advantages are 0, except with estimators that are
-`alone`. The tokens and sequences of such a group still count in N. Equal rewards give advantages of exactly 0 and not a rounding
-error, so code can test for "no signal" with `== 0`.
+A member with a reward of None or NaN is *unscorable*: no reward function applied to the completion. The member has advantage 0, and
+no statistic includes its reward. A group with fewer than two scorable members has no baseline, so its advantages are 0, except with
+estimators that are `alone`. The tokens and sequences of such a group still count in N. Equal rewards give advantages of exactly 0
+and not a rounding error, so code can test for "no signal" with `== 0`.
 
 To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 
@@ -95,7 +95,7 @@ class Estimator:
         return [self(group.rewards) for group in groups]
 
     def has_signal(self, group: GroupRewards) -> bool:
-        """Whether an advantage of the group can has_different_values from 0, and so change the policy."""
+        """Whether an advantage of the group can differ from 0, and so change the policy."""
         if self.group is not None:
             return bool(self.group(group.rewards).any())
         return any(has_different_values(values) for values in (group.rewards, *group.components.values()))
@@ -121,7 +121,7 @@ def as_rewards(rewards_G: Rewards) -> Float64Array:
 
 
 def has_different_values(values: Rewards) -> bool:
-    """Whether two scorable values has_different_values."""
+    """Whether two scorable values differ."""
     scored = as_rewards(values)
     scored = scored[~np.isnan(scored)]
     return scored.size >= 2 and not bool((scored == scored[0]).all())
@@ -162,7 +162,7 @@ def grpo_atropos(rewards_G: Rewards) -> Float64Array:
 def grpo_nemo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: mean and std of the *other* members, `(r - mean_others) / (std_others + 1e-6)`.
 
-    The std is unbiased. If it is 0, or there is only one other member, the difference is not divided by anything.
+    The std is unbiased. If the std is 0, or there is only one other member, the difference is not divided.
     NeMo-RL's default (leave-one-out baseline, normalised rewards), with groups by id instead of by prompt text.
     """
     advantage_G = rloo(rewards_G)
@@ -274,7 +274,7 @@ def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
 def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """`reinforce_pp` of `r - mean(group)`, for several completions of a prompt (same paper, section 3.2).
 
-    The advantage of a group of one is 0. In verl it is the reward.
+    The advantage of a group of one is 0. (verl uses the reward.)
     """
     values = []
     for group in groups:

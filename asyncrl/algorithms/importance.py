@@ -1,7 +1,7 @@
 """Importance correction: detached weights for tokens whose sampler log-probs differ from the trainer's.
 
-The log-probs differ if the tokens are of an older policy, or if the engine uses other kernels. The weight multiplies the surrogate
-of a token. It is computed from a ratio old / sampler at one of three levels:
+The log-probs differ if the tokens are of an older policy, or if the engine uses other kernels. A weight multiplies the surrogate of
+its token. The weight is computed from a ratio old / sampler at one of three levels:
 
     token      exp(d_t)                         d_t = old_t - sampler_t
     sequence   exp(sum_t d_t)                   a weight for all tokens of a sequence
@@ -23,8 +23,8 @@ Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` 
 `log_clamp`: bound of |d_t| in nats (verl: 20). The truncation is from Ionides, "Truncated Importance Sampling" (2008). A masked
 token still counts in N.
 
-A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer is kept: it reaches the loss, and
-ends the run. With `old_logprobs: sampler` the clip is context the sampler's log-probs, and no importance weights are applied.
+A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer reaches the loss and ends the
+run. With `old_logprobs: sampler` the clip is around the sampler's log-probs, and there are no importance weights.
 
 Shape legend: S scored tokens of a microbatch, B sequences of the microbatch. Log-probs are in nats.
 """

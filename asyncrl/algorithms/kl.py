@@ -162,7 +162,7 @@ class Kl(Method):
 
 @dataclass(frozen=True, slots=True)
 class RewardPenalty:
-    """The penalty on rewards for the setting `place: reward`."""
+    """Computes the penalty on the reward of each sequence, for the setting `place: reward`."""
 
     coefficient: float
     estimator: str

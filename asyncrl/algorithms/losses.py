@@ -217,8 +217,8 @@ class Dapo(Clipped):
 
     Paper: Yu et al., "DAPO" (arXiv:2503.14476), eq. 8 (the paper uses epsilon 0.2, epsilon_high 0.28, no KL).
     Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio.
-    The denominator is the number of tokens of the whole step; with those of the microbatch the loss would be `bnpo`.
-    Dynamic sampling and overlong shaping of the paper are not part of the loss: they have their own settings.
+    The denominator is the number of tokens of the whole step. With the tokens of a microbatch the loss would be `bnpo`.
+    Dynamic sampling and overlong shaping of the paper are not part of the loss, but have their own settings.
     """
 
     name: ClassVar[str] = "dapo"

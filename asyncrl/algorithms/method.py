@@ -71,7 +71,7 @@ class CheckContext:
 class Conflict:
     """A setting that a loss or an advantage cannot be combined with.
 
-    The message is `{name} is {value} but {method}, {reason}`, so `reason` begins with "which". It ends with what to do.
+    The message is `{name} is {value} but {method}, {reason}`. So `reason` begins with "which", and ends with what to do.
     """
 
     name: str  # dotted name of the setting

@@ -93,7 +93,7 @@ class Toy(Base):
     def factor(self, inputs, ratio_S):
         return self.strength * ratio_S
 
-    def problems(self, around):
+    def problems(self, context):
         if self.kind == "fancy" and self.strength > 4:
             yield f"algorithm.toy.strength is {self.strength}; too fancy"
 

@@ -53,8 +53,8 @@ def choose_head_kernel(
 ) -> HeadKernel | None:
     """The kernel for the setting `model.head_kernel` (`kind`: auto, liger or torch). None: torch's passes are used.
 
-    Errors: ConfigError if `liger` is asked for and cannot be used. The kernels do not compute a soft cap. They work for a model
-    that scales its logits, because a scale is a temperature, and for a head with a bias."""
+    Errors: ConfigError if `liger` is asked for and cannot be used. The kernels do not compute a soft cap. A scale of the logits is
+    passed to the kernels as a temperature. A bias of the head is already in the logits."""
     require_head_kernel(kind, device, dtype)
     if transform.softcap is not None:
         if kind == "liger":
@@ -125,7 +125,7 @@ def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, v
 
 
 class LigerHead:
-    """Errors: ImportError and AttributeError if Liger or Triton is not installed or has other kernels."""
+    """Liger's and our Triton kernels. Errors: ImportError or AttributeError if one is not installed or has other kernels."""
 
     def __init__(self) -> None:
         # Both imports take seconds.

@@ -91,7 +91,7 @@ class JoinedLinear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [N, O], a new tensor."""
-        # `renew` compares too, but this runs for every product, and a call of `renew` costs more.
+        # `renew` makes the same comparison, but a call for every product would cost more.
         if self.flat.stamp(self._parameters) != self._stamp:
             self.renew()
         if self._packed is None:
@@ -99,7 +99,7 @@ class JoinedLinear:
         return product(x_NI, self._packed, self._bias)
 
     def renew(self) -> None:
-        """Copies the weights and biases again if they have changed. Every product calls this first."""
+        """Copies the weights and biases again if a stamp shows that they have changed."""
         stamp = self.flat.stamp(self._parameters)
         if stamp == self._stamp:
             return
