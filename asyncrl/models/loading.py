@@ -37,7 +37,14 @@ from asyncrl.errors import ConfigError, first_line
 from .head.liger import require_head_kernel
 from .head.output import linear_head
 from .parameters.lora import find_targets, require_peft
-from .parameters.source import call_builder, is_builder, load_builder, model_source, require_unread, tokenizer_source
+from .parameters.source import (
+    call_builder,
+    is_builder,
+    load_builder,
+    model_source,
+    refuse_unread_settings,
+    tokenizer_source,
+)
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 from .rotary import hold_frequencies, not_held
@@ -160,7 +167,7 @@ def load_reader(
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """The model in float32 on the host, and the tokenizer of a builder function, otherwise None. Errors: ConfigError."""
-    require_unread(config)
+    refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:

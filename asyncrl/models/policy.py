@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal language model whose weights the trainer and the embedded engine share.
 
 Only the thread that owns the device may call functions here. Each caller sets train/eval mode and gradient mode itself.
-`inference_mode` is forbidden: its tensors cannot be used in training, which shares the modules.
+`inference_mode` is forbidden, since training shares the modules and cannot use inference tensors.
 
 Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabulary.
 """
@@ -51,8 +51,7 @@ class PolicyModel:
     weights: FlatWeights
     flat: FlatParameters
     lora: LoraParameters | None = None
-    # All matrix products that read packed weights.
-    products: list[JoinedLinear]
+    products: list[JoinedLinear]  # all that read packed weights
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class PolicyModel:
         transform: the scale and cap of the logits. None: found by a run of the model.
         Errors: ConfigError if the model is not supported or `head_kernel` is not available."""
         refuse_unsupported(module)
-        # Must come first: it runs the model's own modules.
+        # `head_transform` runs the model's own modules, so it must come before `prepare` replaces some of them.
         self.transform = transform or head_transform(module)
         adapted = lora is not None and bool(lora.rank)
         frozen = require_trained(module, frozen_names(module)) if not (served or adapted) else frozenset[str]()
@@ -107,7 +106,7 @@ class PolicyModel:
         self.path = path or (PACKED if self.fused is None else FUSED)
         self.products = [self._head_product] + (self.fused.products() if self.fused else [])
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
-        # Records and replays the choices of routers. The plain path does not support it.
+        # Records and replays the choices of routers, which the plain path does not support.
         self.routing = Routing.of(module) if self.path in (FUSED, PACKED) else None
         if self.fused is not None:
             self.fused.routing = self.routing
@@ -127,7 +126,7 @@ class PolicyModel:
 
     @property
     def head_gradient(self) -> Tensor | None:
-        """View [V, E] of the head's gradient, float32 or wider. None if the model has no gradients. Tied embeddings share it."""
+        """View [V, E] of the head's gradient (also a tied embedding's), float32 or wider. None if the model has no gradients."""
         return None if self.weights.grad is None else self.weights.view(self.weights.grad, self._head_index)
 
     @property
@@ -168,9 +167,8 @@ class PolicyModel:
             self._checkpointed = enable_checkpointing(self.module)
 
     def set_training(self, training: bool) -> None:
-        """Switches checkpointing on or off for the next forward: transformers checkpoints a layer if its `training` is true.
-
-        Modules inside a layer stay in eval mode. In train mode routers add noise, and trainer and sampler would differ."""
+        """Switches checkpointing on or off for the next forward: transformers checkpoints layers whose `training` is true. Modules
+        inside a layer stay in eval mode. In train mode routers add noise, and trainer and sampler would differ."""
         if self._training != training:
             for layer in self._checkpointed:
                 layer.training = training
@@ -192,11 +190,8 @@ class PolicyModel:
         return self.version
 
     def host_state(self) -> dict[str, Tensor]:
-        """The state dict of the model, copied to the CPU in the matmul dtype. Must run on the device's thread.
-
-        Each tensor gets its own storage, since safetensors refuses tensors that share one. Tied parameters share one copy, which
-        transformers writes once.
-        """
+        """The state dict of the model, copied to the CPU in the matmul dtype. Must run on the device's thread. Each tensor gets its
+        own storage, as safetensors needs it. Tied parameters share one copy, which transformers writes once."""
         copies: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, tensor in self.module.state_dict().items():
@@ -231,9 +226,8 @@ def decoder_hidden(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan
 
 
 def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
-    """Makes all parameters trainable, and installs our attention and norms unless the path is plain. `dtype`: of matrix products.
-
-    The weights must be float32 or wider. Errors: ConfigError if the model is not supported."""
+    """Makes all parameters trainable, and installs our attention and norms unless the path is plain. The weights must be float32 or
+    wider. `dtype`: of matrix products. Errors: ConfigError if the model is not supported."""
     refuse_unsupported(module)
     if dtype == torch.float64 and has_experts(module):
         # torch's grouped products do not support float64.
@@ -250,7 +244,7 @@ def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtyp
 
 
 def set_attention(module: PreTrainedModel, implementation: str) -> None:
-    """Sets the attention of all modules. Errors: ConfigError if one keeps another attention; transformers would only warn."""
+    """Sets the attention of all modules. Errors: ConfigError if a module keeps another one, which transformers would only log."""
     try:
         module.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:
@@ -266,8 +260,7 @@ def set_attention(module: PreTrainedModel, implementation: str) -> None:
 
 
 def enable_checkpointing(module: PreTrainedModel) -> list[nn.Module]:
-    """Turns non-reentrant checkpointing on. Returns the layers: each is checkpointed while its `training` is true.
-
+    """Turns non-reentrant checkpointing on. Returns the layers, each of which is checkpointed while its `training` is true.
     Errors: ConfigError if the model does not support checkpointing."""
     options = {"use_reentrant": False}
     layers: list[nn.Module] = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -275,7 +268,7 @@ def enable_checkpointing(module: PreTrainedModel) -> list[nn.Module]:
         raise ConfigError(
             f"train.gradient_checkpointing: {type(module).__name__} has no layers that can be checkpointed; set it to false"
         )
-    # The name since a version of transformers 5; the old name logs a warning there.
+    # transformers renamed this method during 5.x. The old name then logs a warning.
     if hasattr(module, "activation_checkpointing_enable"):
         module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:

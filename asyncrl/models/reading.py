@@ -1,7 +1,7 @@
 """Opens the policy of a process that only generates, without loading its weights from files.
 
 The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
-sends the buffers and the transform of the logits. A module with other tensors is loaded from its files instead.
+sends the buffers and the transform of the logits. A model with any other tensors is loaded from its files instead.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelSkeleton:
         if not dict(self.module.named_buffers(remove_duplicate=False)).keys() <= buffers.keys():
             return None
         _set_parameters(self.module, dict(self.layout.views(half)))
-        # Twice: `hold_rotary` skips modules on the meta device, and changes buffers of the others.
+        # `hold_rotary` needs real buffers, and overwrites some of them. So the buffers are set before and after.
         _set_buffers(self.module, buffers)
         hold_rotary(self.module, longest)
         _set_buffers(self.module, buffers)

@@ -38,7 +38,7 @@ from asyncrl.models.parameters.source import (
     is_import_path,
     load_builder,
     model_source,
-    require_unread,
+    refuse_unread_settings,
     reward_model_name,
     tokenizer_source,
 )
@@ -221,7 +221,7 @@ def _check_names(
 def check_model_source(model: ModelConfig) -> None:
     """What `model.path` and `model.tokenizer` name. Errors: as `check_inputs`."""
     with Checks() as check:
-        check(require_unread, model)
+        check(refuse_unread_settings, model)
         if is_builder(model):
             check(check_address, str(model.path), of="model.path")
             return

@@ -65,7 +65,7 @@ class Counts:
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
     # Microbatches with ids that the model lacks. If there is one, the step fails.
-    outside: float = 0.0
+    unknown_ids: float = 0.0
 
     def measured(self) -> Counts:
         """The counts without the skipped parts. Means of metrics use these."""
@@ -87,7 +87,7 @@ class Counts:
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
-        row += [self.skipped_sequences, self.skipped_tokens, self.outside]
+        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 
@@ -136,8 +136,8 @@ class Metrics:
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
     ) -> None:
-        """Adds the differences between trainer and sampler log-probs, which are ignored where the sampler's is NaN. All tensors are
-        [S]. `age_S`: int64, current version minus the version of the token."""
+        """Adds the differences between trainer and sampler log-probs. A NaN sampler log-prob is ignored. All tensors are [S].
+        `age_S`: int64, current version minus the version of the token."""
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
         k3 = torch.expm1(difference) - difference
@@ -166,7 +166,7 @@ class Metrics:
     def reduce(
         self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float]
     ) -> dict[str, float]:
-        """The metrics of all ranks, by one all-reduce of [ranks, columns], which also serves minimum and maximum."""
+        """The metrics of all ranks. One all-reduce of [ranks, columns], since minimum and maximum cannot be summed."""
         row = self.table()
         rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
         rows[reducer.rank] = row

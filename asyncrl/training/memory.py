@@ -100,14 +100,14 @@ def predict_memory(
     widths = _measure_widths(described)
     path = path or _guess_path(text, widths)
     # A sharded model trains through its own modules.
-    training = PACKED if shards is not None and path == FUSED else path
+    training_path = PACKED if shards is not None and path == FUSED else path
     itemsize, tokens = DTYPES[model.dtype].itemsize, train.tokens_per_microbatch
     vocabulary = int(text.vocab_size)
     kept_rows = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     head_rows = _HEAD_ROWS_FLOAT32 if model.dtype == "float32" else _HEAD_ROWS
     product_rows = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
-    saved, temporary = _activation_bytes(text, widths, training, train, lengths, itemsize)
-    temporary += 0 if model.lora.rank else _largest_weight(described, training) * itemsize
+    saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize)
+    temporary += 0 if model.lora.rank else _largest_weight(described, training_path) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
     positions = kv_positions or max_sequences * lengths.context
     return weights | {

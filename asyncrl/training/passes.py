@@ -34,7 +34,7 @@ class PolicyForward:
         self._plain = plain
         self._spare = SpareMemory()
         # Whether the newest call had ids that the model lacks (bool, 0-d); see `clamped_ids`.
-        self.outside = torch.tensor(False)
+        self.has_unknown_ids = torch.tensor(False)
         if checkpointing:
             policy.enable_checkpointing()
 
@@ -47,11 +47,11 @@ class PolicyForward:
         hidden = policy.plain_hidden if self._plain else policy.hidden
         plan = TreePlan.of(batch)
         plan.routes = routes
-        tokens_T, target_S, self.outside = clamped_ids(batch, policy.head.weight.shape[0], policy.device)
+        tokens_T, target_S, self.has_unknown_ids = clamped_ids(batch, policy.head.weight.shape[0], policy.device)
         hidden_TE = hidden(tokens_T, to_device(batch.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
-            self.outside = self.outside | routes.outside.to(self.outside.device)
+            self.has_unknown_ids = self.has_unknown_ids | routes.outside.to(self.has_unknown_ids.device)
         return token_logprobs(
             hidden_TE.index_select(0, to_device(batch.source, policy.device)),
             policy.head.weight,
@@ -72,7 +72,7 @@ def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tup
     """(tokens [T], targets [S], 0-d bool) on the device. Ids are clamped to the vocabulary; the bool is true if some id changed.
 
     Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would end the context of a GPU, so
-    a valid id takes its place. A caller that reads the bool as true must discard the results of the step."""
+    a valid id takes its place. If the bool is true, the caller must discard all results of the step."""
     tokens_T, target_S = to_device(batch.tokens, device), to_device(batch.target, device)
     valid_T, valid_S = tokens_T.clamp(0, vocabulary - 1), target_S.clamp(0, vocabulary - 1)
     return valid_T, valid_S, (valid_T != tokens_T).any() | (valid_S != target_S).any()

@@ -110,7 +110,7 @@ class ShardedForward:
             layer.training = True
         self._scoring = _Scoring(model, transform, kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.outside = torch.tensor(False)  # of the newest call: see `clamped_ids`
+        self.has_unknown_ids = torch.tensor(False)  # of the newest call: see `clamped_ids`
         self.device = device
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
@@ -119,7 +119,7 @@ class ShardedForward:
         """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
         device, plan = self.device, TreePlan.of(batch)
         plan.routes = routes
-        tokens_T, target_S, self.outside = clamped_ids(batch, self._vocabulary, device)
+        tokens_T, target_S, self.has_unknown_ids = clamped_ids(batch, self._vocabulary, device)
         result: tuple[Tensor, Tensor] = self._scoring(
             tokens_T,
             to_device(batch.positions, device),
@@ -131,7 +131,7 @@ class ShardedForward:
         )
         if routes is not None:
             routes.require_all()
-            self.outside = self.outside | routes.outside.to(device)
+            self.has_unknown_ids = self.has_unknown_ids | routes.outside.to(device)
         return result
 
     def run_empty(self, entropy_grad: bool) -> None:
@@ -290,7 +290,7 @@ class ShardedTrainer(TorchTrainer):
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
         routes = forward_routes(batch, self.sharded.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad, routes)
-        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.outside
+        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         """Does nothing: each backward has summed the gradients over ranks."""

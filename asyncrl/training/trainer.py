@@ -13,7 +13,7 @@ the commit point, the step is *committed*: the weights have changed, and abort i
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
 ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip the
-rescaled gradients; (8) optimizer step; (9) version; (10) learning rate of this step; (11) schedule; (12) close.
+rescaled gradients; (8) optimizer step; (9) new version; (10) report the learning rate; (11) set the next one; (12) close.
 
 Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 """
@@ -69,7 +69,7 @@ class TrainStep:
     microbatches: int = 0
     zeroed: bool = False  # whether the previous step's gradients are zeroed
     # Of each microbatch that ran: the loss, whether it has ids that the model lacks, and the microbatch without its routes.
-    ran: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
+    results: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
     state: StepState = StepState.OPEN
 
 
@@ -110,12 +110,12 @@ class TorchTrainer:
         self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing)
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
-        self.second = SecondBuffer(policy.flat) if second_buffer else None
+        self.second_buffer = SecondBuffer(policy.flat) if second_buffer else None
         # Controls the coefficient of the entropy bonus. Set by the first step whose loss needs it.
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
-        self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
+        self._normalisers: tuple[Loss, dict[str, Normaliser]] | None = None
 
     @property
     def version(self) -> int:
@@ -129,20 +129,20 @@ class TorchTrainer:
         surveyed and there is no second gradient buffer."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
-        loss = self._controlled(loss)
-        if loss.extra_normaliser is not None and self.second is None:
+        loss = self._with_entropy_control(loss)
+        if loss.extra_normaliser is not None and self.second_buffer is None:
             raise TrainStepError(
                 f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by {loss.extra_normaliser.value}: "
                 "survey the whole step first, or build the trainer with a second gradient buffer"
             )
-        if self._empty is None or self._empty[0] is not loss:
+        if self._normalisers is None or self._normalisers[0] is not loss:
             normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
             if self.balance is not None:
                 normalisers[METRIC] = loss.normaliser
             if self.policy.routing is not None:
                 normalisers[UNREPLAYED] = Normaliser.NONE
-            self._empty = loss, normalisers
-        self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
+            self._normalisers = loss, normalisers
+        self._step = TrainStep(loss, Metrics(dict(self._normalisers[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
         """Runs forward and backward, and adds to gradients and sums. Errors: TrainStepError; errors of the loss."""
@@ -167,18 +167,18 @@ class TorchTrainer:
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
         """Runs forward and backward with gradients enabled, and adds the metrics."""
         self._zero_once(step)
-        inputs, sums, outside = self._evaluate(step.loss, batch)
+        inputs, sums, unknown_ids = self._evaluate(step.loss, batch)
         sums.total.backward()
         if sums.extra is not None:
-            assert self.second is not None  # checked by `begin_train_step`
+            assert self.second_buffer is not None  # checked by `begin_train_step`
             # A second forward, since backward overwrites tensors that the layers saved.
-            _, again, _ = self._evaluate(step.loss, batch)
-            assert again.extra is not None
-            with self.second.in_place():
-                again.extra.backward()
+            _, second_sums, _ = self._evaluate(step.loss, batch)
+            assert second_sums.extra is not None
+            with self.second_buffer.in_place():
+                second_sums.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
-        step.ran.append((sums.total.detach(), outside, replace(batch, routes=None)))
+        step.results.append((sums.total.detach(), unknown_ids, replace(batch, routes=None)))
         age_S = self.version - to_device(batch.versions, inputs.logp_S.device).to(torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
@@ -187,7 +187,7 @@ class TorchTrainer:
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
         routes = forward_routes(batch, self.policy.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad, routes=routes)
-        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.forward.outside
+        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.forward.has_unknown_ids
 
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
@@ -221,8 +221,8 @@ class TorchTrainer:
         self._zero_once(step)
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
-        if step.loss.extra_normaliser is not None and self.second is not None:
-            self.second.join_(1.0 / extra_denominator)
+        if step.loss.extra_normaliser is not None and self.second_buffer is not None:
+            self.second_buffer.join_(1.0 / extra_denominator)
         self.parameters.zero_frozen()
         self._reduce_gradients(gradient)
         if device.type == "cuda":
@@ -286,7 +286,7 @@ class TorchTrainer:
     def _on_host(self, values_S: Tensor, batch: Microbatch) -> Float32Array:
         """`values_S`, a result of the newest forward, on the CPU. Errors: DataError if `batch` has ids that the model lacks."""
         result: Float32Array = values_S.float().cpu().numpy()
-        if self.forward.outside:
+        if self.forward.has_unknown_ids:
             raise unknown_id_error([batch], self.policy.head.weight.shape[0])
         return result
 
@@ -294,7 +294,7 @@ class TorchTrainer:
         self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
     ) -> tuple[Loss, list[Microbatch]]:
         """See survey.py. A collective, which every rank calls before `begin_train_step`."""
-        loss = self._controlled(loss)
+        loss = self._with_entropy_control(loss)
         return survey(loss, batches, entropies, self.reducer, self.policy.device, self.max_completion_length)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class TorchTrainer:
             )
         return self._step
 
-    def _controlled(self, loss: Loss) -> Loss:
+    def _with_entropy_control(self, loss: Loss) -> Loss:
         """The loss with the present coefficient of the entropy bonus, if it is controlled. A resume restores the coefficient, but
         target and step size come from the configuration."""
         if loss.control is None:
@@ -364,15 +364,15 @@ class TorchTrainer:
     def _totals(self, step: TrainStep) -> Counts:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
         step.counts.loss, step.counts.extra = step.metrics.loss_sums()
-        step.counts.outside = float(sum(outside for _, outside, _ in step.ran))
+        step.counts.unknown_ids = float(sum(unknown_ids for _, unknown_ids, _ in step.results))
         totals = step.counts.over_ranks(self.reducer, self.policy.device)
         if totals.sequences == 0:
             raise TrainStepError(
                 "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
                 "abort the step"
             )
-        if totals.outside:
-            invalid = [batch for _, outside, batch in step.ran if outside]
+        if totals.unknown_ids:
+            invalid = [batch for _, unknown_ids, batch in step.results if unknown_ids]
             raise unknown_id_error(invalid, self.policy.head.weight.shape[0])
         return totals
 
@@ -384,8 +384,8 @@ class TorchTrainer:
 
     def _zero_grad(self) -> None:
         self.parameters.zero_grad()
-        if self.second is not None:
-            self.second.zero_()
+        if self.second_buffer is not None:
+            self.second_buffer.zero_()
 
     def _check_mismatch(self, mismatch: float | None) -> None:
         gate = self.mismatch_gate
@@ -422,7 +422,7 @@ class TorchTrainer:
 
 def _divergence(step: TrainStep, problem: str) -> DivergenceError:
     """An error whose `groups` are those of all microbatches with a loss that is not finite."""
-    bad = [batch for total, _, batch in step.ran if not math.isfinite(float(total))]
+    bad = [batch for total, _, batch in step.results if not math.isfinite(float(total))]
     error = DivergenceError(f"{problem}; the weights are unchanged")
     error.groups = tuple(dict.fromkeys(group for batch in bad for group in batch.group_ids.tolist()))
     return error

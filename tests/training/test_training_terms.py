@@ -280,7 +280,7 @@ def test_a_failure_in_the_second_backward_swaps_the_buffers_back() -> None:
     trainer.begin_train_step(replace(loss, fn=failing))
     with pytest.raises(KeyboardInterrupt):
         trainer.train_microbatch(pieces[0])
-    assert trainer._step is not None and trainer.second is not None
+    assert trainer._step is not None and trainer.second_buffer is not None
     before = trainer.policy.flat.grad.clone()
     assert before.abs().sum() > 0  # the first term's gradient is back where it belongs
     trainer.abort_train_step()

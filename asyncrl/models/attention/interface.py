@@ -1,4 +1,4 @@
-"""Our attention, registered through transformers' own interfaces for attention and for masks.
+"""Registers asyncrl's attention and its mask with transformers, so that the attention layers of a model call `AttentionPlan`s.
 
 A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes its rotated
 queries, keys and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: a packed prefix tree, or a
@@ -84,12 +84,11 @@ class AttentionPlan(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Training plans are differentiable."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Returned instead of a mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if used as a tensor."""
+    """Replaces the mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if a model uses it as a tensor."""
 
     window: int | None
 
@@ -128,7 +127,7 @@ def _attention(
     if s_aux is None and getattr(module, "sinks", None) is not None:
         raise ConfigError(f"{layer} has `sinks` but does not pass them to its attention; such a model is not supported")
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise ConfigError(f"{layer} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; they must be equal")
+        raise ConfigError(f"{layer} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; it needs one per head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
         module.layer_idx,  # type: ignore[arg-type]  # declared as Tensor or Module

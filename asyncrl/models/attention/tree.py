@@ -1,4 +1,4 @@
-"""Attention over packed prefix trees: training microbatches, and the prefill of prompts (trees without suffixes).
+"""Attention over packed prefix trees. A tree is a prompt (prefix) with its completions (suffixes). Prefill has no suffixes.
 
 Each prefix and each suffix is a causal block. All suffix tokens of a tree are adjacent, and form one more block, unmasked,
 against their prefix. So no block needs a mask or padding. The two partial results of a suffix token are merged by their
@@ -39,6 +39,7 @@ from .interface import PLAIN, AttentionTerms, PlanWithRoutes
 from .ragged import RaggedTree, RaggedWindow, kernel_for
 from .rows import Row, RowAttention, fits
 
+# CPU kernels. The arguments after the tensors are dropout and causal.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -47,7 +48,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _ROW_ATTENTION_DTYPES = {torch.bfloat16} | ({torch.float32} if native.available() else set())
 # Below this a kernel call costs more than its arithmetic, so spans are padded and share one call.
 _SMALL_SPAN_FLOP = 1.5e6
-_MAX_PADDED_PER_REAL = 1.25
+_MAX_PADDED_PER_REAL = 1.25  # tokens of a bin, with and without padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class TreePlan(PlanWithRoutes):
         self.tokens = sum(span.length for span in self.spans)
         # Pairs of spans: all suffix tokens of a tree, and the prefix of the tree.
         self.cross = self._cross_blocks()
-        self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
+        self.longest = max((prefix.length + own.length for prefix, own in self.rows()), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_SpanBin]] = {}
@@ -188,11 +189,8 @@ class TreePlan(PlanWithRoutes):
         terms: AttentionTerms = PLAIN,
         sinks_gradient: Tensor | None = None,
     ) -> None:
-        """Writes the gradients of query, key and value into `gradients`.
-
-        saved: query, key, value and the two results of `forward` for the same `terms`.
-        sinks_gradient: [H], float32 or wider; backward adds the gradient of the sinks. None: it is not computed.
-        """
+        """Writes the gradients of query, key and value into `gradients`. `saved`: query, key, value and the two results of
+        `forward` for the same `terms`. `sinks_gradient`: [H], float32 or wider, to which the gradient of the sinks is added."""
         query, key, value, out, lse = saved
         terms = terms.simplified_for(self.longest)
         ragged = self._ragged_plan(query, terms)
@@ -207,8 +205,8 @@ class TreePlan(PlanWithRoutes):
         if query.device.type != "cpu":
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-                again = self.attend_masked(leaves[0], leaves[1], leaves[2], scaling)
-            for target, part in zip(gradients, torch.autograd.grad(again, leaves, grad), strict=True):
+                recomputed = self.attend_masked(leaves[0], leaves[1], leaves[2], scaling)
+            for target, part in zip(gradients, torch.autograd.grad(recomputed, leaves, grad), strict=True):
                 target.copy_(part)
             return
         short = self._short_row_plan(query)

@@ -1,9 +1,9 @@
 """The decoder of a Llama-like model as few large operations, forward and backward written out.
 
-    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) + x
-      -> norm -> [gate up] -> silu or gelu of gate * up -> down -> (norm) +
-                 experts: the model's own module, through autograd
+    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) -> add x = middle
+    middle -> norm -> [gate up] -> silu or gelu of gate, times up -> down -> (norm) -> add middle
 
+Brackets: weights that are used as one matrix. Parentheses: norms of some models. Experts replace [gate up] to down.
 transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
 autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of both halves, q/k/v, the output of
 attention and gate/up. Its backward computes cheap values again, and adds weight gradients directly to the flat buffer. In a
@@ -92,7 +92,7 @@ class FusedDecoder:
                     layers.append(replace(layer, rotation=rotation))
                     break
             else:
-                return None
+                return None  # neither rotation reproduces the recorded call
         return cls(layers, norm, rotary, calls.multiplier)
 
     def products(self) -> list[JoinedLinear]:

@@ -8,8 +8,8 @@ backward computes them again, so memory is bounded by one chunk of [chunk, V] fo
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
 Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). On a CPU the
-torch softmax computes a few rows at a time. These rows stay in cache, so it is two to three times faster. The native kernels
-read each row twice. A scale of the logits is merged with the temperature. Soft-capping uses scratch memory for a few rows.
+torch softmax computes a few rows at a time, which stay in cache. This is two to three times faster. The native kernels read
+each row twice. A scale of the logits is merged with the temperature. Soft-capping uses scratch memory for a few rows.
 
 Where Liger's kernels are usable (liger.py) they replace `own_passes` and give the same results.
 
@@ -61,7 +61,7 @@ class SpareMemory:
         return spare[:size].view(like.dtype).view(rows, columns)
 
     def put_back(self, tensor: Tensor) -> None:
-        """Makes the memory of `tensor`, a result of `take`, available again. No other tensor may use it any more."""
+        """Makes the memory of `tensor`, a result of `take`, available again. The caller must not use `tensor` any more."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -135,7 +135,7 @@ def token_logprobs(
     target_S: int64, must lie in [0, V). The native passes do not check the bounds: another id corrupts memory.
     Results are float32, or float64 for float64 inputs. The entropy is differentiable only with `entropy_grad`.
     grad_buffer: [V, E]. Backward adds the weight gradient to this buffer, in its dtype, and autograd gets None.
-    bias_grad: [V], the same for the bias.
+    bias_grad: [V], such a buffer for the bias.
     keep_logits: the largest number of logits that forward keeps for backward, in memory of `spare`.
     project: a faster `hidden @ weight.T + bias`. kernel: replaces torch's passes over logits that are not soft-capped; it reads the
     temperatures on the CPU, so a CPU tensor avoids a synchronisation.

@@ -43,7 +43,7 @@ def add_wider_(target: Tensor, source: Tensor) -> None:
 
 
 class FlatWeights:
-    """Weights without gradients in one buffer of one dtype: the frozen weights of a LoRA run."""
+    """Weights without gradients, in one buffer of one dtype, such as the frozen weights of a LoRA run."""
 
     grad: Tensor | None = None
 
@@ -73,7 +73,7 @@ class FlatWeights:
         return buffer[start : start + torch.Size(shape).numel()].view(shape)
 
     def stamp(self, indices: Iterable[int]) -> tuple[int, int, int]:
-        """A value that changes when the parameters number `indices` may have changed. Owners of copies compare stamps.
+        """A value that changes when one of the parameters with these indices may have changed. Owners of copies compare stamps.
 
         `refresh`, `bind` and writes to a parameter change the stamp; a write through `.data` does not. The caller names its
         parameters, since every matrix product of a decode step calls `stamp`: reading all parameters each time would be slow.

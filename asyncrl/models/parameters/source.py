@@ -18,7 +18,7 @@ def is_builder(config: ModelConfig) -> bool:
     return is_import_path(config.path or "")
 
 
-def require_unread(config: ModelConfig) -> None:
+def refuse_unread_settings(config: ModelConfig) -> None:
     """Errors: ConfigError if a setting is given that a model from a function ignores."""
     unread = [name for name in ("tokenizer", "gguf_file", "random_init") if getattr(config, name)]
     if is_builder(config) and unread:
@@ -40,7 +40,7 @@ def reward_model_name(config: RewardModelConfig) -> str:
 
 
 def load_builder(path: str, setting: str) -> Callable[[int], Any]:
-    """Imports the function at `path`. Errors: ConfigError, naming `setting`, if a seed alone is no valid argument list."""
+    """Imports the function at `path`. Errors: ConfigError, naming `setting`, for a function that does not take one seed."""
     builder = load_object(path)
     expected = "expected a function that takes a seed and returns (model, tokenizer)"
     if not callable(builder):
@@ -76,7 +76,7 @@ def model_source(config: ModelConfig) -> str:
         names = sorted(path.name for path in directory.glob("*.gguf"))
         raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; its GGUF files are {names}")
     if not config.gguf_file and directory.is_dir() and not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path: no model configuration in {config.path!r}: it holds no config.json")
+        raise ConfigError(f"model.path: no model configuration in {config.path!r}: config.json is missing")
     return source
 
 
@@ -86,8 +86,8 @@ def tokenizer_source(config: ModelConfig) -> str:
 
 
 def directory_or_hub(source: str, setting: str) -> str:
-    """Returns `source`, a directory or a hub id. Errors: ConfigError if `source` looks like a local path and is no directory:
-    a misspelled path must not become a request to the hub."""
+    """Returns `source`, a directory or a hub id. Errors: ConfigError if `source` looks like a local path and is no directory,
+    since a misspelled path must not become a request to the hub."""
     path = Path(source)
     if path.is_dir():
         return source
