@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: `state/manifest.json`. It is written last, and a load compares every file with it first.
+"""The manifest of a checkpoint: `state/manifest.json`. A save writes it last. A load first compares every file with it.
 
     {
       "files": {"config.json": {"bytes": 812, "sha256": "..."}, "state/trainer.pt": ...},

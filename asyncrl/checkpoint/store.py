@@ -11,9 +11,9 @@
 
 Guarantees
 - A directory named `step_N` is complete at every moment, also after a kill or a power cut.
-- A save that fails (full disk, no permission, a writer that raises) changes no checkpoint and removes its temporary directory.
-  It raises `CheckpointError` with the path and the cause.
-- A load uses no file of a damaged checkpoint. Its error names the damaged files and the newest earlier intact checkpoint.
+- A save that fails (full disk, no permission, a writer that raises) leaves earlier checkpoints unchanged, removes its temporary
+  directory, and raises `CheckpointError` with the path and the cause.
+- A load uses no file of a damaged checkpoint. The error names the damaged files and the newest earlier intact checkpoint.
 - A checkpoint is removed only after a newer checkpoint is in place. The checkpoint that `latest` names is never removed.
 
 Only one process may write into a store. A lock runs the saves of that process one after another.
@@ -109,7 +109,7 @@ class CheckpointStore:
 
     def save(self, version: int, *writers: Writer) -> SaveResult:
         """Write a checkpoint. Each of `writers` gets a temporary directory and writes its files there. Blocks.
-        An older checkpoint of the same version is replaced. Errors: `CheckpointError`; then no checkpoint has changed."""
+        An older checkpoint of the same version is replaced. Errors: `CheckpointError`; earlier checkpoints are unchanged."""
         with self._save_lock:
             token = f"{os.getpid()}-{os.urandom(4).hex()}"
             temporary = self.directory / f"{_TEMPORARY}step_{version}-{token}"

@@ -65,7 +65,7 @@ class Access:
             self._names.add(socket.gethostname().lower())
 
     def add(self, addresses: Iterable[str]) -> None:
-        """Accept these addresses as Host. The server calls it with the addresses of its sockets."""
+        """Accept these addresses as Host. The server calls `add` with the addresses of its sockets."""
         self._names.update(addresses)
 
     def url(self, port: int) -> str:
@@ -74,7 +74,7 @@ class Access:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{f'/{self.key}' if self.key else ''}"
 
     def check(self, request: web.BaseRequest) -> None:
-        """Check Host, Origin and key of the request. Errors: Refused."""
+        """Check Host, Origin, key and Content-Type of the request. Errors: Refused."""
         host = self._check_host(request.headers.getall("Host", []))
         for origin in request.headers.getall("Origin", []):
             if origin.lower() != f"http://{host}".lower():

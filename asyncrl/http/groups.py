@@ -27,14 +27,13 @@ MAX_BODY_BYTES = 1 << 27
 MAX_BODIES = 16
 # Bytes of all bodies, before decompression, that are being received or are complete.
 MAX_HELD_BYTES = 1 << 31
-# Of one body, because a list, object or text takes about 100 bytes of memory, and a number 40.
+# Limits of one body. A list, an object or a text takes about 100 bytes of memory, a number 40.
 MAX_OBJECTS = 1 << 20
 MAX_VALUES = 1 << 24
 MAX_GROUPS = 1024  # of one request
 MAX_MEMBERS = 4096  # of one group
 MAX_INTERRUPTED = 1024  # interrupted requests that may be repeated
-# A reason may quote the request, so it is cut to so many characters.
-MAX_REASON_CHARACTERS = 1000
+MAX_REASON_CHARACTERS = 1000  # because a reason may quote the request
 _EXAMPLE_TOKENS = 1 << 14  # the approximate length of `/latest_example`
 _EXAMPLE_FIELDS = ("tokens", "masks", "scores", "inference_logprobs", "messages")
 

@@ -3,7 +3,7 @@
     tokens              [n][L]  ids
     masks               [n][L]  -100: not trained; otherwise the id of the token
     scores              [n]     rewards
-    inference_logprobs  [n][L]  of the sampler, in nats; 1.0 for tokens that are not trained. If missing, the ratio is 1
+    inference_logprobs  [n][L]  of the sampler, in nats; 1.0 if not trained. Without this field the importance ratio is 1
     messages            [n]     the conversation, stored with the member
     overrides           [n]     temperature, policy_version, set_advantage_to_zero
     group_overrides             temperature, policy_version
@@ -31,7 +31,7 @@ from asyncrl.records.check import SILENT, Limits, check_json, check_trains, chec
 from asyncrl.types import FinishReason, Trajectory
 
 NOT_TRAINED = -100
-COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # become arrays
+COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # checked as arrays, not as JSON
 UNUSABLE = {
     "advantages": "this run computes advantages from the scores",
     "ref_logprobs": "this run computes log-probs under its own reference",
@@ -86,7 +86,7 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
 class _Settings:
     temperature: float
     version: int
-    silent: bool
+    silent: bool  # set_advantage_to_zero
 
 
 def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _Settings:
@@ -125,7 +125,7 @@ def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
 
 
 def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """(ids [L], loss mask [L])"""
+    """Returns (ids [L], loss mask [L])."""
     ids = _integers(tokens, f"tokens[{i}]")
     labels = _integers(mask, f"masks[{i}]")
     if labels.size != ids.size:

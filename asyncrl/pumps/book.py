@@ -1,11 +1,11 @@
 """The live groups of this rank: their tickets, and their rows in the store.
 
-    add ──▶ Store.put ──▶ mark_ready ──▶ claim ──▶ in the open step ──▶ mark_trained: rows are cleared
-     │                        │            ▲                │
-     └───── end (dropped, failed) ──▶ cleared └── unclaim (step aborted)
+    add --> Store.put --> mark_ready --> claim --> mark_trained, after which the rows are cleared
+    end        before `claim`: the group is dropped or failed, and its rows are cleared
+    unclaim    after `claim`: the step was aborted, and the group can be claimed again
 
 Only `GroupBook.end` gives a slot back before training. So every admitted group ends exactly once, even if several pumps find
-at the same time that the group cannot be trained. Call it from the thread of the event loop only.
+at the same time that the group cannot be trained. A `GroupBook` may be used only on the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupBook:
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
         self.end_count = 0  # ended groups, plus trained steps
-        self.reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()  # "outcome: reason" -> ended groups
         self.failed = 0
 
     def on_ready(self, callback: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class Claims:
         return self.stopping or (limit is not None and self._ports.ledger.turn >= limit)
 
     def stop_at(self, turn: int) -> None:
-        """Begin no step of this turn or a later one."""
+        """Begin no step of this turn or a later turn."""
         self._stop_turn = turn
 
     def stop_after_step(self) -> None:
@@ -61,7 +61,7 @@ class Claims:
 
     @property
     def has_too_few_groups(self) -> bool:
-        """Whether a full step has fewer groups, over all ranks, than a step needs: groups ran out at the end of the run."""
+        """Whether the claimed groups, over all ranks, are too few for a step. Ask when no group can follow."""
         config = self._ports.config
         needed = 1 if config.train.partial_final_step else config.rollout.groups_per_step
         # Each minibatch needs a group, because every step must advance the version by the same number.

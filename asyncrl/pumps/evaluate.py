@@ -38,8 +38,8 @@ from .rollout import EpisodeFailed, Episodes
 
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
-# Priorities: a lower value is served first, and rollouts have their deadline. Without a pin the next optimizer step waits for the
-# evaluation. With a pin the training waits for the earlier rollouts of the pinned worker.
+# The engine serves the request with the lowest priority first. The priority of a rollout is its deadline. Without a pin the next
+# optimizer step waits for the evaluation. With a pin the training waits for the earlier rollouts of the pinned worker.
 _BEFORE_ROLLOUTS = -1
 _AFTER_ROLLOUTS = 1 << 30
 
@@ -65,9 +65,9 @@ class EvaluatePump:
 
     async def run(self, version: int, pin: PinnedVersion | None = None) -> dict[str, float]:
         """Evaluate a version. With `pin` the pinned worker samples, and the engine may get later versions. Without `pin` the
-        engine samples, and the caller keeps its weights unchanged. Returns `eval/{name}/avg@k`, `eval/{name}/pass@k`, the mean of
-        each reward component, and the mean length in tokens. If episodes failed, `eval/{name}/missing` is their number; the other
-        metrics leave them out."""
+        engine samples, and the caller keeps its weights unchanged. Returns `eval/{name}/avg@k` and `eval/{name}/pass@k` with k
+        samples per prompt, the mean of each reward component, and the mean length in tokens. If episodes failed,
+        `eval/{name}/missing` is their number; the other metrics leave failed episodes out."""
         ports, samples, recorder = self._ports, self._settings.samples, self._ports.recorder
         sampler = ports.engine if pin is None else pin
         priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
@@ -137,7 +137,7 @@ class EvaluatePump:
         pass_by = self._settings.pass_by
         names = {name for trajectory in scored.values() for name in trajectory.components}
         if scored and pass_by != "reward" and pass_by not in names:
-            raise ConfigError(f"evaluate.pass_by is {pass_by!r}; the rewards have: reward, {', '.join(sorted(names))}")
+            raise ConfigError(f"evaluate.pass_by is {pass_by!r}; expected one of: reward, {', '.join(sorted(names))}")
         components: dict[str, list[float]] = {}
         # Sorted, so that the rounding of the sums does not depend on the order of arrival.
         for (row, sample), trajectory in sorted(scored.items(), key=lambda item: item[0]):

@@ -63,7 +63,7 @@ class Graph:
         evaluated: int = -1,
     ) -> None:
         """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `evaluated`: `newest` of `EvaluatePump`. `catch_up(last)`
-        makes the missing evaluation before the first step (`last` is False) or after the last step (`last` is True)."""
+        does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True)."""
         self._ports = ports
         self._prompts = prompts
         reroll = Reroll(ports, prompts)
@@ -96,7 +96,7 @@ class Graph:
         supervisor.start("training", self._run_training)
 
     def _accept_groups(self, accepts: bool) -> None:
-        """While groups may come from outside and nothing is sampled here, idle time is counted as caused by the program."""
+        """Set whether groups may come from outside. Then idle time of the device is time in which the program must act."""
         self._ports.recorder.change_actor(
             "the program" if self._accepts_groups else "", "the program" if accepts else ""
         )

@@ -1,8 +1,8 @@
 """The intake: groups from every source pass through the same stages before they can be trained.
 
     own rollouts:    slot, play                    ─┐
-    Runtime.submit:  limits, slot                  ─┼─▶ rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, or dropped
-    other processes: limits, gather members, slot  ─┘
+    Runtime.submit:  check, slot                   ─┼─▶ rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, or dropped
+    other processes: check, gather members, slot   ─┘
     (pumps/gathering.py)
 
 * A group has the same id from its first trajectory to its end (`GroupIds`).
@@ -48,9 +48,9 @@ class Intake:
         needs_reference = ports.loss.needs_reference or ports.reward_penalty is not None
         # Compute the reference log-probs on the lane while other processes score the rewards.
         self._reference_ahead = needs_reference and algorithm.kl.reference_ahead and ports.score_groups
-        self._members: dict[int, dict[int, Trajectory]] = {}  # scored, of own groups that are not whole
+        self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
-        self._components: set[str] = set()  # their names, from outside
+        self._components: set[str] = set()  # names of reward components from outside
         self._closed = ""  # the reason why `submit` is refused
         self._waiting: set[anyio.CancelScope] = set()
         # Leases of groups that were refused because live groups hold the places. They are released when a group ends.
@@ -122,7 +122,7 @@ class Intake:
         if ticket is None:
             ports.counters["staleness/dropped"] += 1
             assert oldest is not None, "a group without versions is never too old"
-            # If a group ended during the wait, it may have held the place, and no later end is certain to come.
+            # A group that ended during the wait may have held the place. Then no later end may come to release the leases.
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
                 _release(leases)
             else:

@@ -196,7 +196,7 @@ def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version
 
 def merge_results(results: Sequence[StepResult]) -> StepResult:
     """One result for a pass over a batch. Counts are summed over the optimizer steps of the pass. Each other metric is the mean,
-    minimum or maximum over these steps, by its kind. The version and the learning rate are those of the last step."""
+    minimum or maximum over these steps (`reduction_of`). The version and the learning rate are those of the last step."""
     if len(results) == 1:
         return results[0]
     metrics: dict[str, float] = {}

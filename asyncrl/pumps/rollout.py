@@ -80,8 +80,8 @@ class RolloutPump:
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """Wait for a slot for the next group. None: no more groups are needed, or there are no more prompts.
 
-        The caller must play the group at once, because the open step may wait for this group. Only groups that are `due` may be
-        collected first, because they get their slots without waiting. If the slots of a whole step are released together, the
+        The caller must play the group at once, because the open step may wait for this group. Only the groups of `Ledger.due` may
+        be collected first, because they get their slots without waiting. If the slots of a whole step are released together, the
         admissions after the first do not yield to other tasks, so the groups of that step still start together.
         """
         if self._playing is not None:
@@ -199,7 +199,7 @@ def request_seed(seed: int, number: int) -> int:
 
 
 class Episodes:
-    """Plays episodes of the environment, with a time limit, retries, and a sign of life for the watchdog.
+    """Plays episodes of the environment, with a time limit and retries. The watchdog sees the episodes that run.
 
     Every exception of the environment, also SystemExit, fails only its episode. A failed episode is played again up to
     `rollout.retries` times, by a new call of `Environment.run`. All attempts have the same random numbers. So a repeated run with

@@ -4,7 +4,7 @@
         one rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
         otherwise                       ──▶ the run ends with an error that names the groups
 
-In both cases the records of the failed groups are removed from their ring, so that the next run does not fail on them again.
+In both cases the records of the failed groups are removed from the ring of their producer, so the next run does not get them.
 The other groups of the step become claimable again, or wait for the next run. A step is committed once its optimizer step was
 applied, even if something fails later.
 
@@ -27,8 +27,7 @@ from asyncrl.types import Group, Microbatch, StepResult
 
 from .pipeline import Ports
 
-# An error in a message about failed groups is cut to so many characters.
-MAX_ERROR_CHARACTERS = 300
+MAX_ERROR_CHARACTERS = 300  # of the error in a message about failed groups
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class Step:
     rows: list[Rows] = field(default_factory=list)
     # Replayed groups. The key is the id of the claimed group that the replayed group replaces in this step.
     replayed: dict[int, Group] = field(default_factory=dict)
-    # The microbatches of each minibatch. Empty if a step is one optimizer step: then microbatches are trained at once.
+    # The microbatches of each minibatch. Not used if the step is one optimizer step, which trains microbatches as they come.
     parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
     results: list[StepResult] = field(default_factory=list)  # of the applied optimizer steps
     # The result of `Trainer.survey`, for a loss that needs sums over the whole step.
@@ -99,8 +98,8 @@ class FailedGroups:
         self._first_failure: str | None = None
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """Call it after the step was aborted. It returns if the run can continue. Errors: TrainStepError or DivergenceError with
-        the names of the groups; the cause itself if no group of the step caused it."""
+        """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError or DivergenceError
+        with the names of the groups; the original error if no group of the step caused that error."""
         ports, cause = self._ports, error.cause if isinstance(error, GroupsFailed) else error
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
         names = ", ".join(map(_name, failed))

@@ -7,7 +7,7 @@ for a group while the score pump waits for a reward: the cause is `reward`. The 
 
 1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late. These intervals name their lane.
 2. `start`: the run starts or ends, and nothing can run.
-3. `reward`: user code, for which other waits are waiting.
+3. `reward`: the reward functions run, and the other waits wait for their result.
 4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.
 5. `environment`: an environment, a tool, the program or a producer must act next, and the engine has no request.
 6. `group`: training waits for a group, and none of the causes above is active.
@@ -101,8 +101,8 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
         return LaneBudget(lane, 0.0)
     idle = [interval for interval in window.idle if interval.lane is None or interval.lane == lane]
     busy = [interval for interval in window.busy if interval.lane == lane]
-    # Later intervals overwrite earlier ones in `_seconds_by_code`: the deepest cause, the inner of two nested closures, and busy
-    # over idle.
+    # In `_seconds_by_code` a later interval overwrites an earlier interval. So busy wins over idle, the cause that is earliest in
+    # `DEPTH` over other causes, and the inner of two nested closures over the outer.
     idle.sort(key=lambda interval: _DEPTH_OF[interval.label], reverse=True)
     busy.sort(key=lambda interval: interval.start)
     labels = [*((False, interval.label) for interval in idle), *((True, kind_of(i.label)) for i in busy)]

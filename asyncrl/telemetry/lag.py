@@ -108,8 +108,8 @@ class BlockSampler:
         self._thread.join()
 
     def tick(self) -> tuple[str | None, bool]:
-        """Call it when the event loop runs. Returns the most frequent frame since the last call (None without a sample), and
-        whether the thread slept in a call meanwhile."""
+        """Call this method when the event loop runs. Returns the most frequent frame since the last call (None without a sample),
+        and whether the thread slept in a call meanwhile."""
         with self._lock:
             self._last_tick = self._clock()
             frames, self._frames = self._frames, Counter()
@@ -187,9 +187,9 @@ async def monitor(
     reported: dict[str, float] = {}  # place in the code -> time of the last report
     with BlockSampler(time.perf_counter, interval + blocked_s) as sampler:
         while True:
-            expected, used = clock() + interval, time.thread_time()
+            expected, processor_start = clock() + interval, time.thread_time()
             await anyio.sleep(interval)
-            now, used = clock(), time.thread_time() - used
+            now, processor_s = clock(), time.thread_time() - processor_start
             late = now - expected
             frame, asleep = sampler.tick()
             recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
@@ -199,7 +199,7 @@ async def monitor(
                 recorder.idle("loop", expected, now)
             if late > blocked_s:
                 recorder.count("loop/blocked")
-                if asleep or used > late / 2:
+                if asleep or processor_s > late / 2:
                     place = frame or "code that held the GIL or has no Python frame"
                     text = f"event loop blocked {late:.2f} s in {place}"
                     recorder.instant(text, track="event loop")

@@ -37,7 +37,7 @@ def describe(metrics: Metrics) -> list[str]:
     if "perf/tokens_per_s" in metrics:
         parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tok/s")
     # Names with two slashes belong to one lane.
-    idle = {name[5:]: value for name, value in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
+    idle = {name[5:]: share for name, share in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
     if idle:
         cause = max(idle, key=lambda name: idle[name])
         largest = f" ({cause} {100 * idle[cause]:.0f} %)" if idle[cause] >= 0.005 else ""

@@ -47,7 +47,7 @@ def free_cores() -> int:
     """The number of cores that this process may use (affinity, cgroup quota) and that no other program uses; at least 1."""
     cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # The fourth field of /proc/loadavg is "running threads/all threads". The running threads include this one.
+    # The fourth field of /proc/loadavg is "running threads/all threads", this thread included. Without the file: infinite.
     running = (_text(Path("/proc/loadavg")).split()[3:] or ["inf/"])[0].partition("/")[0]
     # The minimum of the last minute and of this moment ignores programs that have just ended, and short bursts.
     busy = min(os.getloadavg()[0], float(running) - 1)

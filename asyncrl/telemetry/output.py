@@ -28,7 +28,7 @@ class LossyStream:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            self._handle(error)
+            self._drop_if_reader_gone(error)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -40,7 +40,7 @@ class LossyStream:
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._handle(error)
+            self._drop_if_reader_gone(error)
 
     def flush_last(self) -> None:
         """Flush, or drop the buffered text after any error. Otherwise the interpreter's flush at exit fails with exit code 120."""
@@ -50,7 +50,7 @@ class LossyStream:
             self._redirect_to_null()
             self.flush()
 
-    def _handle(self, error: Exception) -> None:
+    def _drop_if_reader_gone(self, error: Exception) -> None:
         if isinstance(error, OSError) and error.errno in _READER_GONE:
             self._redirect_to_null()
 

@@ -25,7 +25,7 @@ from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# Records of another process arrive later than they happened, but by less than this.
+# Records of another process arrive at most so much later.
 REMOTE_DELAY_S = 0.25
 # Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
 _USER_CODE = ("the environment", "the program", "hook ")
@@ -166,7 +166,7 @@ class Recorder:
         # How many activities wait for user code and for the engine; and the wait with the cause `environment`, if one is open.
         self._waits_for_user = self._waits_for_engine = 0
         self._user_wait: WaitSpan | None = None
-        self._lane_end: dict[str, float] = {}
+        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure
         self._window_start = self.started
         self._reset_metrics()
         self._ranges = NvtxRanges(nvtx)
@@ -191,7 +191,7 @@ class Recorder:
         return Span(self, name, LANE_PREFIX + lane, None, lane, None)
 
     def lane_resumed(self, lane: str, ended: float) -> None:
-        """Call it when the caller of a closure resumes. The time since the closure `ended` is recorded with the cause `loop`."""
+        """Call this when the caller of a closure resumes. The time since the closure `ended` is recorded with the cause `loop`."""
         now = self.clock()
         self._add_idle("loop", lane, ended, now)
         self.observe("lane/resume_ms", 1e3 * max(0.0, now - ended))
@@ -323,7 +323,7 @@ class Recorder:
             self._lane_end.setdefault(lane, self.clock())
 
     def take_window(self) -> Window:
-        """Take the intervals since the last call. An interval that is still open ends with this window, and is in the next, too."""
+        """Take the intervals since the last call. An open interval ends with this window, and is in the next window, too."""
         with self._lock:
             start, end = self._window_start, self.clock()
             busy, idle = self._busy, self._idle

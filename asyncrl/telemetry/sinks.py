@@ -59,14 +59,14 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self.path, self.id, self.after, self._last = path, "", -1, resume_step
+        self.path, self.id, self.after, self._last_step = path, "", -1, resume_step
         if resume_step is not None:
             discard_after(path, resume_step)
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line. A second write of the same step adds its metrics to the line. Errors: OSError if the disk is full."""
-        if step == self._last:
+        if step == self._last_step:
             with self.path.open("r+b") as file:
                 # Read the last 16 MiB, which contain the last line.
                 file.seek(-min(file.seek(0, os.SEEK_END), 1 << 24), os.SEEK_END)
@@ -75,7 +75,7 @@ class JsonlSink:
                     file.seek(-len(line), os.SEEK_END)
                     file.write(dump({**orjson.loads(line), **metrics}).ljust(len(line) - 1) + b"\n")
                     return
-        self._last = step
+        self._last_step = step
         self._file.write(dump({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n")
         self._file.flush()
 
@@ -200,7 +200,7 @@ class TensorBoardSink:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
         if run.resume_step is not None:
-            # TensorBoard hides earlier points from this step on.
+            # Makes TensorBoard hide the points of this step and of later steps that were written before the resume.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=run.resume_step + 1, session_log=start))
         self._closed = False
@@ -306,7 +306,7 @@ class MlflowSink:
         with suppress(queue.Full):
             self._queue.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
         thread.join(max(0.0, deadline - time.monotonic()))
-        # The end marker in the queue is no step, but the step that the thread is sending is not in the queue.
+        # The queue contains the end marker, but not the step that is being sent. So its size is the number of unsent steps.
         left_out = self._left_out + (self._queue.qsize() if thread.is_alive() else 0)
         if left_out:
             logger.warning("mlflow lacks %d steps, for which its store was too slow", left_out)

@@ -205,7 +205,7 @@ def test_pass_looks_at_the_component_that_is_named(by: str, passed: float) -> No
 
 def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
     house = live(Plan(max_steps=1, held_out=1, evaluate_every=1, evaluate={"pass_by": "gone"}))
-    assert "evaluate.pass_by is 'gone'; the rewards have: reward, scripted" in str(house.error)
+    assert "evaluate.pass_by is 'gone'; expected one of: reward, scripted" in str(house.error)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
