@@ -50,7 +50,7 @@ class Answer:
 class LoadedFunction:
     """A function as described by the worker that loaded it."""
 
-    # Its number in the worker.
+    # The function's number in the worker.
     index: int
     name: str
     # Names of the arguments. None: every column (`**kwargs`).

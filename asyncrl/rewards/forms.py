@@ -77,7 +77,7 @@ def is_async(call: Callable[..., Any]) -> bool:
     """Whether `call` returns a coroutine: an `async def` function or method, or an object with an async `__call__`."""
     if isinstance(call, _AdaptedFunction):
         return call.asynchronous
-    # B004 is about tests whether an object is callable, and this is none.
+    # ruff's B004 is meant for `hasattr(x, "__call__")` as a test for callables. Here the method itself is needed.
     return any(inspect.iscoroutinefunction(method) for method in (call, getattr(call, "__call__", None)))  # noqa: B004
 
 

@@ -5,8 +5,8 @@
 Every batch is one closure on the device's thread, so decoding and training can run between two batches. A batch holds texts of
 one call of `score`: the completions of a group, or a single one (`reward.batch`).
 
-`reward.on_error` also applies to models. If a text is too long or has no finite score, it applies to this text. If the model
-raises, it applies to all texts of the call. The metric `reward/{name}/errors` counts both.
+A text that is too long or has no finite score gets the score that `reward.on_error` names. If the model raises, all texts of the
+call get this score. The metric `reward/{name}/errors` counts both cases.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextModel(Protocol):
 
 
 class ModelRewards:
-    """Implements `ports.Reward`: the functions of `pool`, then the models. The pool must stay open while it is used."""
+    """Implements `ports.Reward` by the functions of `pool`, then the models. `pool` must stay open while `score` is called."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ModelRewards:
 
     async def _column(self, model: TextModel, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float | None]:
         """The scores of one model, after `on_error`. Errors: RewardError."""
-        where = f"reward model {model.name!r} (group {prompt.group_id})"
+        label = f"reward model {model.name!r} (group {prompt.group_id})"
         scores: list[float | None] = [None] * len(trajectories)
         try:
             texts = await self._run(
@@ -107,11 +107,11 @@ class ModelRewards:
             if isinstance(error, LifecycleError):
                 raise
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-            return [self._default(model, f"{where} failed: {reason}", error)] * len(trajectories)
+            return [self._default(model, f"{label} failed: {reason}", error)] * len(trajectories)
         for index, text in enumerate(texts):
             score = scores[index]
             if score is None or not math.isfinite(score):
-                scores[index] = self._default(model, _problem(where, model, text, score))
+                scores[index] = self._default(model, _problem(label, model, text, score))
         return scores
 
     def _default(self, model: TextModel, reason: str, cause: Exception | None = None) -> float | None:
@@ -127,12 +127,12 @@ class ModelRewards:
             return await self._lane.run(work, name=f"reward/{stage}/{model.name}")
 
 
-def _problem(where: str, model: TextModel, text: TokenIds, score: float | None) -> str:
+def _problem(label: str, model: TextModel, text: TokenIds, score: float | None) -> str:
     if score is not None:
-        return f"{where} gave {score}; expected a finite number"
+        return f"{label} gave {score}; expected a finite number"
     if not text:
-        return f"{where} was given a text without a token; check its tokenizer and the completion"
+        return f"{label} was given a text without a token; check its tokenizer and the completion"
     return (
-        f"{where}: a text has {len(text)} tokens, but the model takes at most {model.longest}, and texts are never cut; lower "
+        f"{label}: a text has {len(text)} tokens, but the model takes at most {model.longest}, and texts are never cut; lower "
         "rollout.max_tokens, raise `max_tokens` of the reward model if it allows more, or set reward.on_error=none"
     )

@@ -141,11 +141,12 @@ def _measure_widths(described: PreTrainedModel) -> _Widths:
                 widths.choices += uses / 2  # an expert has two weights
             widths.experts_numel += sum(p.numel() for p in module.parameters(recurse=False))
         elif module is not head:
+            # transformers' Conv1D calls its output width `nf`.
             widths.dense += int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
         if isinstance(module, nn.Conv1d):
             widths.state += module.out_channels * (module.kernel_size[0] + state)
         widths.sinks |= hasattr(module, "sinks")
-        matrix = getattr(module, "A_log", None)
+        matrix = getattr(module, "A_log", None)  # of a selective scan (Mamba)
         widths.scan += matrix.numel() if matrix is not None and matrix.ndim == 2 else 0
     return widths
 
@@ -154,8 +155,8 @@ def _guess_path(text: PretrainedConfig, widths: _Widths) -> ModelPath:
     """A guess from the configuration. The real path is known after the model is loaded (runtime/gate.py)."""
     if widths.state or _latent_width(text):
         return PLAIN[0]
-    act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    return FUSED if act in ("silu", "gelu_pytorch_tanh") and hasattr(text, "num_key_value_heads") else PACKED
+    activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    return FUSED if activation in ("silu", "gelu_pytorch_tanh") and hasattr(text, "num_key_value_heads") else PACKED
 
 
 def _latent_width(text: PretrainedConfig) -> int:
@@ -210,8 +211,8 @@ def _activation_bytes(
 def _largest_weight(described: PreTrainedModel, path: ModelPath) -> int:
     """Elements of the largest weight whose gradient is a temporary tensor. Only the plain path has one for embedding and head."""
     embeddings = (described.get_input_embeddings(), described.get_output_embeddings())
-    ends = {id(module.weight) for module in embeddings if module}
-    return max((p.numel() for p in described.parameters() if path.name == "plain" or id(p) not in ends), default=0)
+    excluded = set() if path.name == "plain" else {id(module.weight) for module in embeddings if module}
+    return max((p.numel() for p in described.parameters() if id(p) not in excluded), default=0)
 
 
 def _weight_bytes(
@@ -255,7 +256,7 @@ def _kernel_bytes(dtype: str, path: ModelPath, device: str, head_rows: int) -> i
 def _cache_bytes(
     text: PretrainedConfig, widths: _Widths, path: ModelPath, itemsize: int, max_sequences: int, positions: int
 ) -> int:
-    """Bytes of keys and values, and of recurrent states. The plain path uses the caches of transformers, which cut to windows."""
+    """Bytes of keys and values, and of recurrent states. Only the plain path keeps no more than the window of sliding layers."""
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)

@@ -73,7 +73,8 @@ def non_finite_tensor(value: Any, name: str = "") -> str | None:
         if not value.is_floating_point() or not value.numel():
             return None
         # Minimum and maximum are NaN if any value is NaN.
-        return None if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value)) else name
+        is_finite = all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(value))
+        return None if is_finite else name
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     items = value.items() if isinstance(value, dict) else ()

@@ -4,7 +4,7 @@
 * The entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
 So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step.
 
-These functions are collectives. Every rank must call them between two steps in the same order, also a rank without microbatches.
+Every rank must call these collective functions between two steps in the same order, also a rank without microbatches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def survey(
     ).over_ranks(reducer, device)
     denominators = counts.denominators(max_length)
     extra_denominator = denominators[loss.extra_normaliser]
-    # A mean over the tokens of the term itself.
+    # With TOKENS the extra term is a mean over its own tokens, which `keep` selects.
     if loss.extra_normaliser is Normaliser.TOKENS:
         extra_denominator = max(counts.extra, 1.0)
     return loss.with_counts(denominators[loss.normaliser] / extra_denominator), selected

@@ -197,14 +197,14 @@ class _TokenLogprobs(torch.autograd.Function):
             bias_total = torch.zeros_like(bias, dtype=lse.dtype)
         entropy_slope = grad_entropy if options.entropy_grad else None
         kept, ctx.kept = ctx.kept, None
-        fresh = None
+        scratch = None
         if kept is None:
-            fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)
+            scratch = options.spare.take(min(options.chunk, rows), vocabulary, weight)
         passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
-            chunk = kept[first:last] if fresh is None else fresh[: last - first]
-            if fresh is not None:
+            chunk = kept[first:last] if scratch is None else scratch[: last - first]
+            if scratch is not None:
                 for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
                     chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight, bias))
             passes.gradient_(chunk, first, columns, grad_logp, entropy_slope)
@@ -214,7 +214,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _accumulate(buffer, chunk, hidden[first:last])
             if need_bias and bias_total is not None:
                 bias_total.add_(chunk.sum(0, dtype=bias_total.dtype))
-        options.spare.put_back(kept if fresh is None else fresh)
+        options.spare.put_back(kept if scratch is None else scratch)
         grad_weight = grad_bias = None
         # Sums in the caller's buffers are not returned: autograd would add them a second time.
         if need_weight and buffer is not None and options.grad_buffer is None:

@@ -193,7 +193,7 @@ class FlatParameters(FlatWeights):
 
     def zero_frozen(self) -> None:
         """Zeros the gradients of frozen weights. A fused product writes them if any of its weights (q, k, v) is trained."""
-        for index, name in enumerate(self.names) if self.frozen else ():
+        for index, name in enumerate(self.names):
             if name in self.frozen:
                 self.view(self.grad, index).zero_()
 
