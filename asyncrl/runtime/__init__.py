@@ -1,7 +1,7 @@
-"""The Runtime: opens a run in order, drives the pumps, keeps the run directory, closes everything again.
+"""The Runtime: opens the parts of a run in order, runs the pumps, writes the run directory, and closes all parts.
 
-Start reading in `runtime.py`, the facade. `decided.py` decides what a run is, `opening.py` opens it in order, and `opened.py` is
-the open run. `build.py` opens what stands behind the ports, `real.py` the model, its trainer and the engine; `gate.py` decides how
-the model is run, and `memory.py` estimates what it takes. `embedding.py` and `door.py` let groups in from outside, `journal.py` and
-`saving.py` write the run directory.
+Start reading in `runtime.py`, the facade. `decided.py` resolves the settings, `opening.py` opens the parts, and `opened.py` is the
+open run. `build.py` opens the implementations of the ports, `real.py` those with a model. `gate.py` chooses how the model is
+computed, and `memory.py` estimates its memory. `embedding.py` and `door.py` take groups of the program and of other processes.
+`journal.py` and `saving.py` write the run directory.
 """

@@ -51,7 +51,7 @@ async def open_ports(run: OpenRun) -> None:
     ledger = await stack.enter_async_context(_ledger(run))
     # Before the model, which may take minutes to load: a failed import ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
-    run.stages.say(f"starting reward workers: {config.reward.workers}")
+    run.stages.show(f"starting reward workers: {config.reward.workers}")
     functions = await stack.enter_async_context(_reward_functions(run))
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     reward = _with_models(run, functions, trainer)
@@ -193,7 +193,7 @@ def _environment(run: OpenRun, functions: RewardPool) -> Environment:
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
     # Importing transformers takes seconds: a dry run does without, and the import runs in a thread, not on the loop.
-    run.stages.say("importing transformers")
+    run.stages.show("importing transformers")
     real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
     return await real.open_real(run)  # type: ignore[no-any-return]  # loaded by name
 

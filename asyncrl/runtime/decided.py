@@ -1,17 +1,17 @@
-"""What a run is, decided before anything of it is opened: device and dtype, resolved settings, and the objects of the program.
+"""The decisions of a run before any part is opened: device and dtype, resolved settings, and the objects of the program.
 
-What `model.dtype: auto` is:
+`model.dtype: auto` means:
 
     CUDA, compute capability 8 or more     bfloat16
     CPU with AVX512-BF16 or AMX            bfloat16
-    anything else                          float32
+    other devices                          float32
 
-Measured on SmolLM2-135M, bfloat16 takes so many times the CPU seconds of float32 in training (decoding 32 sequences): 0.56 (0.59)
-with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
+The reason is the CPU time of bfloat16 divided by that of float32, measured on SmolLM2-135M in training (in decoding 32 sequences):
+0.56 (0.59) with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
 
-By instructions and not by a measurement, so that every start on a machine, and `--dry-run`, choose the same. A run that is resumed
-keeps the dtype it was started with, wherever it goes on: weights, bounds and the saved state belong to it. It also keeps the day
-that a chat template writes into its prompts.
+The choice depends on the instruction set and not on a measurement, so every start on a machine makes the same choice. A resumed
+run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run also keeps
+the date that a chat template writes into prompts.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .progress import Stages
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """See the module docstring. Nothing of it is open: `directory` is not locked, and the ranks of `world` have not met."""
+    """The decisions about a run. `directory` is not locked yet, and the ranks of `world` have not met."""
 
-    config: Config  # resolved: nothing in it is left to be derived
+    config: Config  # resolved
     world: World
     device: torch.device
-    lines: tuple[str, ...] = ()  # for people: which dtype and why
-    directory: RunDirectory | None = None  # None: the run writes nothing
-    # What the program brings, in the place of what the configuration would name.
+    lines: tuple[str, ...] = ()  # for the terminal: the dtype and its reason
+    directory: RunDirectory | None = None  # None: no files are written
+    # Objects of the program, used instead of those that the configuration names.
     rewards: Sequence[RewardSpec] = ()
     environment: Environment | None = None
     hooks: Hooks | None = None
@@ -68,13 +68,14 @@ async def decide(
     write: bool = True,
     checked: bool = False,
 ) -> Decided:
-    """The arguments are those of a Runtime. Files and code that the settings name are checked here. Errors: ConfigError,
-    DataError."""
-    stages.begin("looking at the device, the settings and the files they name")
+    """Decide about a run. The arguments are those of `Runtime`. Errors: ConfigError and DataError for the settings, and for the
+    files and code that the settings name."""
+    stages.begin("checking the device, the settings and the files that they name")
     world = World.from_env()
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
+    # Without any source of prompts the program itself submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     resolved = resolve(
         config,
@@ -83,8 +84,8 @@ async def decide(
         submitted=submitted,
         own_environment=environment is not None,
     )
-    brought = prompts is not None, bool(rewards), environment is not None, hooks is not None
-    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *brought), "inputs")
+    passed = prompts is not None, bool(rewards), environment is not None, hooks is not None
+    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
@@ -92,49 +93,53 @@ async def decide(
 
 
 def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """(the configuration with `model.dtype` and `data.date` filled in, the device, lines for people), before `resolve`, for one of
-    the `ranks` of this machine. Blocks for milliseconds. Errors: ConfigError for a device that is not here."""
+    """Call before `resolve`. `ranks`: the number of ranks on this machine. Blocks for milliseconds.
+    Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
+    Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
     device = choose_device(config.model.device, local_rank, ranks)
     dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
     if config.model.dtype == "auto":
         dtype, reason = best_dtype(device)
-        started = "auto" if saved is None else saved.model.dtype
-        if started not in ("auto", dtype):
-            dtype, reason = started, f"the run was started with it, though this machine would take {dtype}: {reason}"
+        saved_dtype = "auto" if saved is None else saved.model.dtype
+        if saved_dtype not in ("auto", dtype):
+            new_run = f"a new run on this machine would use {dtype}: {reason}"
+            dtype, reason = saved_dtype, f"the dtype at the start of the run; {new_run}"
     lines = [f"products in {dtype} on {device.type} ({reason})"]
     if dtype == "bfloat16" and best_dtype(device)[0] != dtype:
         lines.append(
-            f"note: this {device.type.upper()} has no instructions for bfloat16 and emulates it, which takes 2 to 17 times as "
-            "long as float32: set model.dtype to float32, or to auto, in a new run"
+            f"note: this {device.type.upper()} has no instructions for bfloat16: the emulation takes 2 to 17 times as long as "
+            "float32; set model.dtype to float32 or auto in a new run"
         )
     model = config.model.model_copy(update={"dtype": dtype})
-    day = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
-    data = config.data.model_copy(update={"date": day})
+    date = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
+    data = config.data.model_copy(update={"date": date})
     return config.model_copy(update={"model": model, "data": data}), device, tuple(lines)
 
 
 def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
-    """`auto`: the GPU of this rank where there is one, else the CPU. `cuda`: that GPU. A GPU has its number, always: torch's own
-    calls ask for it. Errors: ConfigError where there is no such GPU, or not one for each of the `ranks` of this machine."""
+    """The device for `model.device`: `auto` is the GPU of this rank, or the CPU without a GPU; `cuda` is the GPU of this rank.
+    A GPU is returned with its index, since some calls of torch need the index. `ranks`: the number of ranks on this machine.
+    Errors: ConfigError if there is no such GPU, or fewer GPUs than ranks."""
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name}, and torch finds no CUDA device here; use cpu or auto")
+        raise ConfigError(f"model.device is {name}, and torch finds no CUDA device on this machine; use cpu or auto")
     count = torch.cuda.device_count()
     if device.index is not None:
         if ranks > 1:
             raise ConfigError(
-                f"model.device is {name}, and {ranks} ranks of this machine would share it; use cuda, and each takes its own"
+                f"model.device is {name}, and {ranks} ranks of this machine would share that GPU; use cuda: each rank then takes "
+                "its own GPU"
             )
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank one GPU alone; `meet` finds ranks that share it.
+    # A launcher may show each rank a single GPU. If ranks share this GPU, `meet` refuses the run.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
@@ -146,7 +151,7 @@ def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
 
 
 def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
-    """What `auto` is there, and why."""
+    """(the dtype that `model.dtype: auto` means on this device, the reason)."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         reason = f"auto: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
@@ -157,8 +162,8 @@ def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
 
 
 def meet(world: World, config: Config, device: torch.device) -> None:
-    """Open the world; every rank must have the same dtype, and no two the same GPU. Blocks until the others are there.
-    Errors: ConfigError, and those of `World.open`."""
+    """Open the world. Blocks until all ranks have called this function.
+    Errors: ConfigError for ranks with different dtypes or with the same GPU; the errors of `World.open`."""
     world.open(device, alone=config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return
@@ -168,22 +173,22 @@ def meet(world: World, config: Config, device: torch.device) -> None:
         store.set("rank 0", dtype)
     elif (first := store.get("rank 0").decode()) != dtype:
         raise ConfigError(
-            f"model.dtype is auto, which is {first} on the machine of rank 0 and {dtype} on that of rank {world.rank}; set it "
-            "to one of them"
+            f"model.dtype is auto, which means {first} on the machine of rank 0 and {dtype} on the machine of rank {world.rank}; "
+            f"set model.dtype to {first} or {dtype}"
         )
     if device.type != "cuda":
         return
-    card = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"card of rank {world.rank}", card)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"GPU of rank {world.rank}", uuid)
     for other in range(world.rank):
-        if store.get(f"card of rank {other}").decode() == card:
+        if store.get(f"GPU of rank {other}").decode() == uuid:
             raise ConfigError(
-                f"ranks {other} and {world.rank} have the same GPU ({device}, {card}): start as many ranks as there are "
-                "GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
+                f"ranks {other} and {world.rank} have the same GPU ({device}, {uuid}): start as many ranks as there are "
+                "GPUs, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
             )
 
 
 def _saved(config: Config) -> Config | None:
-    """What the run that goes on was started with."""
+    """The configuration of the run that is resumed, or None for a new run."""
     directory = RunDirectory(config)
-    return load_config([directory.config_file]) if directory.goes_on and directory.config_file.exists() else None
+    return load_config([directory.config_file]) if directory.resumes and directory.config_file.exists() else None

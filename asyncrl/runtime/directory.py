@@ -1,20 +1,20 @@
-"""The run directory: what a run leaves behind, and what a new run may do with an old one.
+"""The run directory: the files that a run writes, and the rules for a new run that finds an old run there.
 
 runs/<name>/
-  config.yaml          as resolved
-  .lock                while a run is alive: whose it is (lock.py)
-  job.json             which start of which job runs here: under `resume: auto` a restart of the job goes on
-  metrics.jsonl        one line a policy version
+  config.yaml          the resolved configuration
+  .lock                while a run is alive: its process (lock.py)
+  job.json             the job and the number of its start, so that `resume: auto` recognises a restart of the same job
+  metrics.jsonl        one line per policy version
   rollouts/step_N.jsonl
   trace.json           opens in Perfetto
-  profile/rank_N.json  where telemetry.profile asks for it on a CPU
+  profile/rank_N.json  under telemetry.profile, on a CPU
   report.html
-  workers/worker-N.log what they print, where generation has processes of its own; rank_R/ of each rank, where there are several
-  checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
-runs/<name>.<when>/    a run that `run.overwrite` moved aside; the newest two are kept
+  workers/worker-N.log output of generation workers; in a folder rank_R/ per rank if there are several ranks
+  checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
+runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantees: what no run of this name wrote is never overwritten, moved or removed. Where `runs/<name>` is a link to a directory, the
-link stays; the old run lies beside the directory that it names.
+Guarantee: a file that no run of this name wrote is never overwritten, moved or removed. If `runs/<name>` is a link to a directory,
+the link is kept, and an old run is moved aside within the parent of the linked directory.
 """
 
 from __future__ import annotations
@@ -43,37 +43,40 @@ from asyncrl.telemetry.sinks import each_row
 
 from .lock import DirectoryLock
 
-# Runs that `run.overwrite` moved aside and keeps: one with checkpoints of a real model takes gigabytes.
+# Old runs that `run.overwrite` keeps. With checkpoints of a real model each takes gigabytes.
 KEPT_ASIDE = 2
-# A file in such a run, with its name: a directory without that file is never removed.
+# A file that `run.overwrite` writes into an old run. It holds the new name. A directory without the file is never removed.
 MARK = ".moved-aside"
 FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}  # of a run
 
 
 class RunDirectory:
-    """The paths of one run's files, and the lock on them. Made without writing anything."""
+    """The paths of one run's files, and the lock on the directory. The constructor writes nothing."""
 
     def __init__(self, config: Config) -> None:
-        self._at(Path(config.run.dir) / config.run.name)
-        # Where it really lies: a link to a larger disk stays one.
+        self._set_path(Path(config.run.dir) / config.run.name)
+        # The target if `path` is a link, for example to a larger disk.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
-        # What happened to the directory while the run was alive; the last checkpoint then goes to `path`.
-        self.lost = ""
+        # Why the directory is no longer this run's; empty while it is. `path` is then the directory of the last checkpoint.
+        self.lost_reason = ""
         self._config = config
         self._lock = DirectoryLock(self.real)
+        # On ranks other than the first: the content of `.lock` that rank 0 wrote.
         self._owner: bytes | None = None
-        self._beside: Path | None = None
+        self._beside: Path | None = None  # a folder that is removed at the end
         self.reserve = Reserve()
-        # A line for people where a launcher starts its job again.
+        # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
-        # Whether the run goes on from a checkpoint. Of several ranks the first one decides (opening.py).
-        self.goes_on = config.resume is True
+        # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (opening.py).
+        self.resumes = config.resume is True
         if config.resume == "auto" and (restart := restarted(next(each_row(self.path / "job.json"), {}), this_start())):
-            self.goes_on = bool(CheckpointStore(self.checkpoints).versions())
-            where = "its newest checkpoint" if self.goes_on else "version 0: no checkpoint was written"
-            self.restart = f"{restart}: the run in {self.path} goes on from {where}; run.overwrite is for first starts"
+            self.resumes = bool(CheckpointStore(self.checkpoints).versions())
+            start = "its newest checkpoint" if self.resumes else "version 0: no checkpoint was written"
+            self.restart = (
+                f"{restart}: the run in {self.path} goes on from {start}; run.overwrite applies to first starts only"
+            )
 
-    def _at(self, path: Path) -> None:
+    def _set_path(self, path: Path) -> None:
         self.path = path
         self.config_file = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
@@ -84,91 +87,94 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
 
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
-        """Lock it and make it ready. Returns lines for people: what a resume changes, where an old run lies now. Blocks.
-
-        ConfigError: another run is alive in it; it holds a run and neither `resume` nor `run.overwrite` is set;
-        nothing to resume from; it cannot be made or written. Only the leader (rank 0) locks and writes.
-        """
+        """Lock and prepare the directory. Only the leader (rank 0) locks and writes. Blocks.
+        Returns sentences for the terminal: settings that a resume changes, and the new place of an old run.
+        ConfigError: another run is alive in the directory; the directory holds a run and neither `resume` nor `run.overwrite` is
+        set; there is nothing to resume from; the directory cannot be made or written."""
         try:
-            if self.goes_on and not self.config_file.exists():
+            if self.resumes and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.reserve.keep()
-            # The leader checks and writes; reading what it may be writing now proves nothing.
+            # The other ranks check nothing: the leader may be writing the files at this moment.
             return self._open(config) if leader else []
         except OSError as error:
             raise ConfigError(unusable(self.path, error)) from error
 
     def close(self) -> None:
-        """Unlock it for the next run, after all ranks have ended. May be called twice."""
+        """Unlock the directory for the next run, after all ranks have ended. May be called twice."""
         self.reserve.spend()
         if self._beside is not None:
             shutil.rmtree(self._beside, ignore_errors=True)
         self._lock.release()
 
-    def look(self) -> None:
-        """Before a write: check that the directory is still this run's. Blocks. Errors: DirectoryLost, once. From then on the
-        directory of another run is left alone: the last checkpoint goes to where this one lies now, or into a new one."""
-        if self.lost or (found := self._lock.lost()) is None:
+    def check_still_ours(self) -> None:
+        """Call before each write. Blocks. Errors: DirectoryLost, once, if the directory was moved, removed or taken by another run.
+        After the error `path` is the moved directory, or a new one, so that the last checkpoint harms no other run."""
+        if self.lost_reason or (loss := self._lock.find_loss()) is None:
             return
-        before, (self.lost, now) = self.path, found
-        self._at(now or self.real.with_name(f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
-        if now is None:
+        old_path, (self.lost_reason, moved_to) = self.path, loss
+        new_name = f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._set_path(moved_to or self.real.with_name(new_name))
+        if moved_to is None:
             self.path.mkdir()
             self.config_file.write_text(to_yaml(self._config), encoding="utf-8")
         raise DirectoryLost(
-            f"{before} is no longer this run's: {self.lost}. The last checkpoint goes to {self.path}: go on there with "
+            f"{old_path} is no longer this run's: {self.lost_reason}. The last checkpoint is written to {self.path}: resume with "
             f"run.dir={self.path.parent} run.name={self.path.name} resume=true"
         )
 
     def join(self) -> None:
-        """On rank > 0, once rank 0 has opened the directory: remember whose it is. Blocks."""
-        with contextlib.suppress(OSError):  # Only with fsdp must all ranks see the directory.
+        """Call on ranks other than the first, after rank 0 has opened the directory: remember the content of `.lock`. Blocks."""
+        with contextlib.suppress(OSError):  # only fsdp needs a shared directory
             self._owner = self._lock.path.read_bytes()
 
     def shards(self, rank: int) -> Path:
-        """Where rank > 0 writes its part of a checkpoint: into this run's directory, or beside the directory of another run."""
+        """The folder for the checkpoint part of rank > 0: in the run's directory, or beside the directory if another run has it."""
         with contextlib.suppress(OSError):
             if self._owner is None or self._lock.path.read_bytes() == self._owner:
                 return self.checkpoints / SHARDS
         self._beside = self.real.with_name(f"{self.real.name}.rank_{rank}-{os.getpid()}")
         return self._beside
 
-    def require_own(self) -> None:
-        """Errors: ConfigError where no run wrote what would be written over, and for a link to nothing."""
+    def refuse_foreign(self) -> None:
+        """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to a missing target."""
         if self.path.is_symlink() and not self.path.is_dir():
             raise ConfigError(
-                f"{self.path} is a link to {self.real}, which is no directory; make that, or remove the link"
+                f"{self.path} is a link to {self.real}, which is no directory; make that directory, or remove the link"
             )
         if _name_in(self.config_file) is not None and self.checkpoints.is_dir():
             return
-        for each in (self.config_file, self.metrics, self.rollouts, self.trace, self.report):
-            if each.exists():
+        for path in (self.config_file, self.metrics, self.rollouts, self.trace, self.report):
+            if path.exists():
                 raise ConfigError(
                     f"{self.path} is not the directory of a run (config.yaml and checkpoints/), and a run would write over its "
-                    f"{each.name}; choose another run.name or run.dir"
+                    f"{path.name}; choose another run.name or run.dir"
                 )
 
     def _open(self, config: Config) -> list[str]:
         if self.path.is_symlink():
-            self.require_own()  # a link to nothing would be filled
-        unlocked = self._lock.acquire()
-        lines = [line for line in (unlocked, self.restart) if line is not None]
-        self.require_own()
-        if self.goes_on:
+            # The lock would make the missing target of a link.
+            self.refuse_foreign()
+        warning = self._lock.acquire()
+        lines = [line for line in (warning, self.restart) if line is not None]
+        self.refuse_foreign()
+        if self.resumes:
             lines += [f"resume: {change}" for change in check_resume(load_config([self.config_file]), config)]
         elif self.restart is None and self.holds_run():
             if not config.run.overwrite:
                 raise ConfigError(
-                    f"{self.path} holds a run already; go on from it with resume=true, move it aside with "
+                    f"{self.path} already holds a run; resume the run with resume=true, move the run aside with "
                     "run.overwrite=true, or choose another run.name"
                 )
             lines += self._move_aside(config.run.name)
-        elif self.restart is None:  # what a run leaves that ended before its first step
-            for left in (self.metrics, self.trace, self.report):
-                left.unlink(missing_ok=True)
+        elif self.restart is None:
+            # Files of a run that ended before its first step.
+            for path in (self.metrics, self.trace, self.report):
+                path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        (self.path / MARK).unlink(missing_ok=True)  # a run that was moved aside, and that somebody goes on with
-        # Else the first checkpoint would fail.
+        # A run that was moved aside may be resumed. It must not be removed any more.
+        (self.path / MARK).unlink(missing_ok=True)
+        # Fail now, and not at the first checkpoint.
         for folder in (self.checkpoints, self.rollouts):
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -180,62 +186,61 @@ class RunDirectory:
         return lines
 
     def holds_run(self) -> bool:
-        """Whether a step was committed here: what ended before is no run, and does not stand in the way of one."""
+        """Whether a step was committed here. A run that ended before its first step may be overwritten."""
         if CheckpointStore(self.checkpoints).versions() or any(self.rollouts.glob("step_*.jsonl")):
             return True
         return any(line.get("step") != 0 for line in each_row(self.metrics))
 
     def _move_aside(self, name: str) -> list[str]:
-        """The old run is renamed; of those that were renamed before, the oldest are removed. Errors: ConfigError for a run of
-        another name, and where a directory lies in it that is not the run's."""
-        if (held := _name_in(self.config_file)) != name:
+        """Rename the old run, and remove the oldest runs that were renamed before. Returns sentences for the terminal.
+        Errors: ConfigError if the directory holds a run of another name, or a directory that the run did not make."""
+        if (old_name := _name_in(self.config_file)) != name:
             raise ConfigError(
-                f"{self.path} holds the run {held!r}, not {name!r}: run.overwrite does not move it; do that yourself"
+                f"{self.path} holds the run {old_name!r}, not {name!r}: run.overwrite does not move it; do that yourself"
             )
-        if others := _others(self.real):
+        if foreign := _foreign_directories(self.real):
             raise ConfigError(
-                f"{self.path} holds {others}, which is another run or a directory or link that no run made: "
+                f"{self.path} holds {foreign}, which is another run or a directory or link that no run made: "
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
             )
-        before = self._aside()
+        moved_before = self._moved_aside()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        names = (f"{self.real.name}.{stamp}" + (f"-{again}" if again > 1 else "") for again in count(1))
+        names = (f"{self.real.name}.{stamp}" + (f"-{number}" if number > 1 else "") for number in count(1))
         target = next(path for path in map(self.real.with_name, names) if not os.path.lexists(path))
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
         self._lock.release()
-        self._lock.acquire()  # of a new directory; whoever was faster has it
+        # Locks a new directory. Another run that started at this moment may be faster: ConfigError.
+        self._lock.acquire()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
-        for _, old in before[: max(len(before) + 1 - KEPT_ASIDE, 0)]:
-            if others := _others(old):
-                lines.append(f"run.overwrite: {old}, an older one, stays: no run made its {others}")
+        for old in moved_before[: max(len(moved_before) + 1 - KEPT_ASIDE, 0)]:
+            if foreign := _foreign_directories(old):
+                lines.append(f"run.overwrite: the older run {old} is kept: no run made its {foreign}")
                 continue
             shutil.rmtree(old)
-            lines.append(f"run.overwrite: removed {old}, an older one")
+            lines.append(f"run.overwrite: removed the older run {old}")
         return lines
 
-    def _aside(self) -> list[tuple[tuple[str, int], Path]]:
-        """Runs that `_move_aside` renamed, and nobody else, oldest first, each with its time and number."""
-        name = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
-        found = [(match, each) for each in self.real.parent.iterdir() if (match := name.fullmatch(each.name))]
-        ours = [(match, each) for match, each in found if not each.is_symlink() and _text(each / MARK) == each.name]
-        return sorted(((match[1], int(match[2] or 1)), each) for match, each in ours)
+    def _moved_aside(self) -> list[Path]:
+        """The directories that `_move_aside` renamed, oldest first. MARK excludes directories that a person named alike."""
+        pattern = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
+        ages: dict[Path, tuple[str, int]] = {}
+        for path in self.real.parent.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match and not path.is_symlink() and _text(path / MARK) == path.name:
+                ages[path] = match[1], int(match[2] or 1)
+        return sorted(ages, key=lambda path: ages[path])
 
 
-def _others(folder: Path) -> str:
-    """Directories in that of a run which are not its own: other runs, links, and what somebody put there."""
-    found = (each for each in folder.iterdir() if each.is_dir())
-    return ", ".join(
-        sorted(
-            each.name
-            for each in found
-            if each.name not in FOLDERS or each.is_symlink() or (each / "config.yaml").exists()
-        )
-    )
+def _foreign_directories(run: Path) -> str:
+    """Names of the directories in `run` that the run did not make: other runs, links, and directories of people."""
+    paths = (path for path in run.iterdir() if path.is_dir())
+    foreign = (p for p in paths if p.name not in FOLDERS or p.is_symlink() or (p / "config.yaml").exists())
+    return ", ".join(sorted(path.name for path in foreign))
 
 
 def _text(file: Path) -> str | None:
-    """The text of a small file; None where there is no file, or no text in it."""
+    """The text of a small file, or None if there is no file or the bytes are no UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
@@ -243,7 +248,7 @@ def _text(file: Path) -> str | None:
 
 
 def _name_in(config_file: Path) -> str | None:
-    """The name of the run that wrote this configuration; None where no run can have written it."""
+    """The run.name in a run's config.yaml, or None if no run can have written this file."""
     try:
         tree, _ = parse_file(_text(config_file) or "", str(config_file))
         name = tree["run"]["name"]
@@ -253,12 +258,12 @@ def _name_in(config_file: Path) -> str | None:
 
 
 def unusable(path: Path, error: OSError) -> str:
-    """Why a run directory cannot be made or written, and what to do."""
+    """The error message for a run directory that cannot be made or written."""
     if none_left(error):
         return way_out()
     reason = error.strerror or str(error)
     if isinstance(error, (FileExistsError, NotADirectoryError)):
-        reason = "a file stands where a directory is needed"
+        reason = "there is a file where a directory is needed"
     return (
         f"the run directory {path} cannot be used: {reason} ({error.filename or path}); make room or give permission there, "
         "or choose another run.dir or run.name"

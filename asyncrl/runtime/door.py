@@ -1,6 +1,6 @@
 """The shared-memory door: groups that other processes push (`asyncrl.client`) become groups of a Runtime.
 
-    door: {ring: my-run}                    # in the configuration of `asyncrl run`; or inside a program of your own:
+`asyncrl run` opens the door with the setting `door: {ring: my-run}`. A program of your own opens the door so:
 
     async with RecordRing("my-run") as ring, Runtime(config) as runtime:
         await serve(runtime, ring)          # until the training ends or the ring is closed
@@ -9,14 +9,14 @@
      ▲                                                (pumps/gathering.py)   (pumps/intake.py)      │ trained, or dropped
      └──────────────── the lease ends: the producer's bytes are free again ◀───────────────────────┘
 
-* A full ring stops its producer; nothing is dropped for want of room. What lies in the rings is read at once, so that the
-  time of an incomplete group is the producers' and never the training's.
-* A record is released in the very step of the loop that commits or drops its group: a checkpoint of that step finds it gone,
-  and a run that goes on from there does not train it again.
-* What cannot be trained is refused by name and leaves the ring (`records/check.py`), and so does a group that a step, or the run's
-  reward function, fails on all the same: dropped by name, once; a second one ends the run (`pumps/step.py`).
-* What else was not trained when the run ends stays in the ring for the next run of this name. The ring is opened before the
-  Runtime and closed after it: what is trained once the ring is closed cannot be released, and would come again.
+* If the ring is full, its producers wait; no group is dropped for lack of room. Records are read at once, even if the training is
+  busy. So the time-out of an incomplete group measures the producers and not the training.
+* A record is released without an await between the commit (or drop) of its group and the release. So a checkpoint of that step
+  never finds the record in the ring, and a resumed run does not train the record twice.
+* A record that cannot be trained is refused with its group's name, and released (`records/check.py`). If a step or the reward
+  function fails on a group all the same, that group is dropped with its name. A second failure ends the run (`pumps/step.py`).
+* All other records that were not trained at the end of the run stay in the ring for the next run of this name. The ring must be
+  opened before the Runtime and closed after it: a closed ring cannot release a record, so the next run would train it again.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
+# Section of a record that a run ignores -> the reason.
 REFUSED = {
     Section.ADVANTAGES: "the run computes advantages from the rewards",
-    Section.REFERENCE_LOGPROBS: "the run computes them under its own reference",
+    Section.REFERENCE_LOGPROBS: "the run computes reference log-probs under its own reference weights",
 }
 
 
 def limits_of(runtime: Runtime) -> Limits:
-    """What a trajectory from outside may be: as for `Runtime.submit`, and no longer than prompts and completions of the run."""
+    """The limits of a trajectory from another process: those of `Runtime.submit`, and the longest row of the run's own rollouts."""
     return replace(runtime.limits, longest=row_limit(runtime.config))
 
 
 class _Door:
-    """Hears every step (`push`) and the end of the training (`close`) in the step of the loop in which they happen."""
+    """A listener of the Runtime: `push` is called at each commit of a step, and `close` at the end of the training."""
 
     def __init__(self, runtime: Runtime, ring: RecordRing, statistics: DoorStatistics) -> None:
         self._ring = ring
@@ -70,13 +71,13 @@ class _Door:
         self.scope = anyio.CancelScope()
 
     def push(self, report: StepReport) -> None:
-        """A step was committed."""
-        with contextlib.suppress(anyio.ClosedResourceError):  # the ring may be closed before the Runtime is
+        """Publish the new version to the producers, and drop groups that are now too old."""
+        with contextlib.suppress(anyio.ClosedResourceError):  # the ring may be closed first
             self._ring.publish_version(report.version)
         self._gathering.end_stale(report.version, self._bound)
 
     def close(self) -> None:
-        """No step can come any more."""
+        """End `run`: no further step can use a group."""
         self.scope.cancel()
 
     def producer_gone(self, producer: bytes) -> None:
@@ -89,7 +90,7 @@ class _Door:
                     tasks.start_soon(task)
                 async for delivery in self._ring:
                     self._take(delivery)
-                    await anyio.lowlevel.checkpoint()  # a ring that is full of records must not hold the loop
+                    await anyio.lowlevel.checkpoint()  # a full ring must not block the loop
                 tasks.cancel_scope.cancel()
 
     def _take(self, delivery: Delivery) -> None:
@@ -98,28 +99,29 @@ class _Door:
         try:
             refuse_sections(record)
             members = trajectories_of(record, copy=False, group=gathering.own_id(record.epoch, record.group))
-            fresh = [members[position] for position in delivery.fresh]
-            for trajectory in fresh:
+            # `delivery.fresh` omits members that arrived in an earlier record.
+            new_members = [members[position] for position in delivery.fresh]
+            for trajectory in new_members:
                 self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
-            check_json(columns, "the group's metadata", written=False)  # for the reward functions alone
-        except (RecordError, DataError) as error:  # such a group can never be whole
+            check_json(columns, "the group's metadata", written=False)  # for reward functions only
+        except (RecordError, DataError) as error:
             gathering.discard(error, record.epoch, record.group)
             delivery.release()
             return
-        if not gathering.add(record.epoch, record.group, fresh, columns, delivery):
+        if not gathering.add(record.epoch, record.group, new_members, columns, delivery):
             delivery.release()
 
 
 def refuse_sections(record: Record) -> None:
-    """Errors: DataError for what a record may hold and this run would not use."""
+    """Errors: DataError if the record has a section that the run would ignore."""
     for section, reason in REFUSED.items():
         if section in record.arrays:
             raise DataError(f"it holds {section.name.lower()}, which this run does not use: {reason}; leave them out")
 
 
 def ring_name(config: Config, rank: int) -> str:
-    """Each rank trains what comes through a ring of its own. Errors: ConfigError."""
+    """The name of the rank's own ring. Errors: ConfigError if `door.ring` is not set."""
     ring = config.door.ring
     if ring is None:
         raise ConfigError("door.ring is not set: name the ring that producers attach to")
@@ -127,13 +129,13 @@ def ring_name(config: Config, rank: int) -> str:
 
 
 def rings_here(config: Config, world: World) -> list[str]:
-    """The rings of all ranks of this machine, that of its first rank first. Errors: ConfigError."""
+    """The names of the rings of this machine's ranks, in the order of the ranks. Errors: ConfigError."""
     first = world.rank - world.local_rank
     return [ring_name(config, rank) for rank in range(first, first + world.local_world_size)]
 
 
 def ring_of(config: Config) -> RecordRing:
-    """The ring that `door.*` asks this rank for; open it with `async with`. Errors: ConfigError."""
+    """The ring of this rank with the sizes of `door.*`. It is not open yet: use `async with`. Errors: ConfigError."""
     settings = config.door
     return RecordRing(
         ring_name(config, World.from_env().rank),
@@ -144,23 +146,21 @@ def ring_of(config: Config) -> RecordRing:
 
 
 async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics | None = None) -> DoorStatistics:
-    """Feed `runtime` from `ring` until the training ends or the ring is closed. Cancel it to stop earlier.
-
-    Both stay open; what waits in the stash is not released. A `statistics` that is given is kept up to date.
-    Errors: StallError with `door.on_timeout: error`.
-    """
+    """Feed `runtime` from `ring` until the training ends or the ring is closed. To stop earlier, cancel the call.
+    `runtime` and `ring` stay open. Records of incomplete groups are not released, so the next run gets them.
+    `statistics`: is updated during the call and returned. Errors: StallError under `door.on_timeout: error`."""
     counts = statistics or DoorStatistics()
     door = _Door(runtime, ring, counts)
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
-    # The ring keeps the door alive, which publishes later versions in it.
+    # The Runtime has only a weak reference to the door. This reference keeps the door alive.
     ring.on_producer_end = door.producer_gone
-    for line in ring.damage.lines:  # found when it was opened
+    for line in ring.damage.lines:  # found at the opening
         runtime.note(line)
     ring.damage.listener = runtime.note
     runtime.listen(door)
     try:
         await door.run()
     finally:
-        ring.damage.listener = None  # the ring may be closed after the Runtime
+        ring.damage.listener = None  # the ring may outlive the Runtime
     return counts

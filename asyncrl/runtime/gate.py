@@ -1,11 +1,10 @@
-"""The gate: no model trains before it was compared with itself, untouched, and it is run in the first way that agrees.
+"""The gate compares each path on which this runtime can compute a model with eager transformers. The first that agrees is used.
 
     probe       a few layers of the same class with the model's own weights (models/probe.py)
     comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
     paths       fused, packed, plain (models/paths.py), fastest first; a path that disagrees, or fails, is not used
 
-Where none agrees the model is refused with what was compared and by how much. All in float32: rounding of the run's dtype
-is not what is asked here.
+If no path agrees, the model is refused with all differences. The comparison is in float32, where rounding is far below the bounds.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ from asyncrl.models.rotary import describe, not_held, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
 
-_ROUNDED = 1e-5  # more than this far from float64 is no float32 product
+# Relative error of a product from which on the device does not compute in float32.
+_MAX_PRODUCT_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one path: how far it is from the eager model, or why it does not take the model."""
+    """The result of one path: its distance from the eager model, or the reason why the path cannot compute the model."""
 
     path: ModelPath
     distance: Distance | None
@@ -47,71 +47,68 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether the path computes what the model does, within the bounds."""
+        """Whether log-probs and gradients agree with the eager model within the bounds."""
         return self.distance is not None and self.distance.agrees
 
     def __str__(self) -> str:
         if self.distance is None:
             return f"{self.path}: {self.reason}"
-        where = "" if self.distance.gradients <= RELATIVE else f" ({self.distance.parameter})"
-        return f"{self.path}: {self.distance}{where}"
+        parameter = "" if self.distance.gradients <= RELATIVE else f" ({self.distance.parameter})"
+        return f"{self.path}: {self.distance}{parameter}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was compared, and what came of it. `layers` of the model's `total` were."""
+    """The results of all compared paths."""
 
-    name: str
-    layers: int
-    total: int
+    name: str  # of the model's class
+    layers: int  # of the probe
+    total: int  # layers of the model
     results: tuple[Result, ...]
     seconds: float
-    # A line on the frequencies that were chosen, where the model has several.
+    # A sentence on the chosen frequencies, if the model has several; else empty.
     rotary: str = ""
-    notes: tuple[str, ...] = ()  # on what is not trained
+    notes: tuple[str, ...] = ()  # sentences on frozen weights
 
     @property
     def chosen(self) -> Result | None:
-        """The first path that agrees."""
+        """The result of the first path that agrees, or None."""
         return next((result for result in self.results if result.agrees), None)
 
     @property
     def path(self) -> ModelPath:
-        """Errors: ConfigError where no path agrees."""
+        """The first path that agrees. Errors: ConfigError if no path agrees."""
         if self.chosen is None:
+            differences = "\n".join(f"  {result}" for result in self.results)
             raise ConfigError(
                 f"model.path: {self.name} is refused: this runtime computes something else than the model itself. Compared "
-                f"with its own eager forward and backward, {self._compared()}, where log-probs must agree within {NATS:g} nats "
-                f"and gradients within {RELATIVE:g}:\n{self._listed()}"
+                f"with its own eager forward and backward, {self._extent()}, where log-probs must agree within {NATS:g} nats "
+                f"and gradients within {RELATIVE:g}:\n{differences}"
             )
         return self.chosen.path
 
     def lines(self) -> list[str]:
-        """For a run's first lines."""
+        """Sentences for the start of a run."""
         chosen = self.chosen
         if chosen is None or chosen.distance is None:
             return [f"model: {self.name}, refused", *(f"  {result}" for result in self.results)]
-        found = [
-            f"model: {self.name} on the {chosen.path.name} path; {chosen.distance} from itself, {self._compared()}"
-        ]
+        path = chosen.path
+        lines = [f"model: {self.name} on the {path.name} path; {chosen.distance} from itself, {self._extent()}"]
         if self.rotary:
-            found.append(self.rotary)
-        found += self.notes
-        if chosen.path.name == "plain":
-            found.append(
-                "note: on the plain path nothing is shared in a group, and all caches are rebuilt after an update"
+            lines.append(self.rotary)
+        lines += self.notes
+        if path.name == "plain":
+            lines.append(
+                "note: the plain path computes every prompt once per member, and rebuilds caches after an update"
             )
-        if not chosen.path.cached:
-            found.append(
+        if not path.cached:
+            lines.append(
                 "note: sampled without a cache, which is wrong here: each token costs a forward over its whole row"
             )
-        return found + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
+        return lines + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
 
-    def _compared(self) -> str:
+    def _extent(self) -> str:
         return f"{self.layers} of {self.total} layers, float32"
-
-    def _listed(self) -> str:
-        return "\n".join(f"  {result}" for result in self.results)
 
 
 def check_model(
@@ -125,22 +122,22 @@ def check_model(
     sharded: bool = False,
     paths: Sequence[ModelPath] = PATHS,
     every: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random. `longest`: tokens of the
-    longest row that the run can have; None: its rows stay within the original context. `dtype`: in which a path that agrees in
-    float32 must run at all, where it is transformers' own.
+    """Compare paths on `device` until a path agrees, or all paths if `every` is set.
 
-    `sharded`: trained by transformers' own layers cut over the ranks, which is the packed path; the plain one is not. `every`:
-    go on after the first path that agrees. `say` hears what is compared. Errors: ConfigError where the model cannot be built
-    small, or fails by itself.
+    `module`: as loaded, or on the meta device; then the probe has random weights. `dtype`: the run's dtype; a path of
+    transformers' own layers must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
+    the original context. `sharded`: the layers are sharded over the ranks, so the packed path must agree and the plain path is
+    excluded. `show`: is called with a sentence before each comparison.
+    Errors: ConfigError if no small copy of the model can be built, or the model itself fails.
     """
     started = time.perf_counter()
     name = type(module).__name__
     refuse_unsupported(module)
-    with _quiet(), _one_thread(), _whole_float32(torch.device(device)):
+    with _quiet(), _one_thread(), _full_float32(torch.device(device)):
         try:
-            say("checking the model: its own eager pass")
+            show("checking the model: its own eager pass")
             outgrown = longest is not None and outgrows(module.config, longest)
             trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing, dtype=dtype)
             layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
@@ -156,8 +153,8 @@ def check_model(
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
         except Exception as error:
             raise ConfigError(
-                f"model.path: {name} is refused: it cannot be compared with itself, because a small copy of it fails in "
-                f"transformers ({first_line(error)})"
+                f"model.path: {name} is refused: no path can be compared with the model, because a small copy of the model fails "
+                f"in transformers ({first_line(error)})"
             ) from error
         results: list[Result] = []
         if sharded:
@@ -166,7 +163,7 @@ def check_model(
             if not packed.agrees:
                 return _verdict(module, trial, [packed], started, longest, [])
         for number, path in enumerate(paths, 1):
-            say(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
+            show(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
@@ -175,43 +172,43 @@ def check_model(
 
 
 def _untrained(module: PreTrainedModel, lora: LoraConfig | None) -> list[str]:
-    """Lines for people. Adapters lie beside weights that are frozen anyhow."""
+    """Sentences about weights that are not trained, or about the adapters."""
     if lora is not None and lora.rank:
         return describe_adapted(module, lora)
     return describe_frozen(module, frozen_names(module))
 
 
-def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **given: Any) -> Trial:
-    """On narrow layers, or on whole ones where the class cannot be built narrow."""
+def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **options: Any) -> Trial:
+    """A trial of layers with few columns, or with all columns if the class cannot be built with few."""
     for width in WIDTHS:
         try:
             probe = build_probe(module, device, width=width, outgrown=outgrown)
-            _require_own_parts(module, probe)
-            trial = Trial(probe, outgrown=outgrown, **given)
+            _require_same_parts(module, probe)
+            trial = Trial(probe, outgrown=outgrown, **options)
             trial.eager(alone=False)
             return trial
         except Exception:
             if width == WIDTHS[-1]:
                 raise
-    raise AssertionError("whole layers return or raise")
+    raise AssertionError("the last width returns or raises")
 
 
-def _require_own_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
-    """What is compared was built by the class. Errors: ConfigError for a model into which somebody has put other parts since."""
-    own = dict(module.named_modules())
-    for name, part in probe.named_modules():
-        found, built = (f"{type(each).__module__}.{type(each).__qualname__}" for each in (own.get(name, part), part))
-        if found != built:
+def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
+    """Errors: ConfigError for a model in which parts were replaced after its class built them: the probe has other parts."""
+    parts = dict(module.named_modules())
+    for name, built in probe.named_modules():
+        names = [f"{type(part).__module__}.{type(part).__qualname__}" for part in (parts.get(name, built), built)]
+        if names[0] != names[1]:
             raise ConfigError(
-                f"its {name} is a {found}, where its class builds a {built}, and that is what would be compared; merge adapters "
-                "into their weights first"
+                f"its {name} is a {names[0]}, but its class builds a {names[1]}, so a comparison would prove nothing; merge "
+                "adapters into their weights first"
             )
 
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
-    """As `positions_end`, of narrow layers, or of whole ones; None as well where neither can be asked."""
+    """As `positions_end`, on the first width at which the class can be built; None if there is none."""
     for width in WIDTHS:
-        with contextlib.suppress(Exception):  # whatever the class raises where it cannot be built so
+        with contextlib.suppress(Exception):  # the class may raise anything
             return positions_end(module, longest, width=width)
     return None
 
@@ -220,9 +217,9 @@ def check_for(
     config: Config,
     module: PreTrainedModel,
     device: torch.device | str = "cpu",
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """What the run of `config` needs, asked of `module`. Errors: ConfigError for settings that the path does not serve."""
+    """`check_model` with the settings of a run. Errors: also ConfigError for settings that the chosen path does not support."""
     verdict = check_model(
         module,
         device,
@@ -231,12 +228,12 @@ def check_for(
         lora=config.model.lora,
         checkpointing=config.train.gradient_checkpointing,
         sharded=config.distributed.sharding == "fsdp",
-        say=say,
+        show=show,
     )
     if verdict.path.name == "plain" and config.engine.kv_after_update == "keep":
         raise ConfigError(
             f"engine.kv_after_update is keep, and {verdict.name} runs on the plain path, which rebuilds all caches after an "
-            "update; set it to recompute, or leave it out"
+            "update; set engine.kv_after_update to recompute, or leave the setting out"
         )
     return verdict
 
@@ -246,7 +243,7 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
         return Result(path, trial.run(path, sampler=sampler))
     except ConfigError as error:
         return Result(path, None, str(error).removeprefix("model.path: "))
-    except Exception as error:  # whatever a model's code raises when it is run so
+    except Exception as error:  # the model's code may raise anything
         return Result(path, None, first_line(error))
 
 
@@ -270,8 +267,7 @@ def _layers(module: PreTrainedModel) -> int:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A probe is too small to be shared: threads would wait for each other longer than they compute, on a busy machine
-    for seconds."""
+    """Use one thread: a probe is so small that more threads would mainly wait for each other, for seconds on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -281,32 +277,33 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole_float32(device: torch.device) -> Iterator[None]:
-    """torch's own switch for TF32 is off for the comparison. Errors: ConfigError where products are rounded all the same: every
-    model would be refused, for what is not its doing."""
-    before = torch.get_float32_matmul_precision()
+def _full_float32(device: torch.device) -> Iterator[None]:
+    """Disable TF32 in torch for the comparison. Errors: ConfigError if products are still rounded to TF32. Without this error
+    every model would be refused, because of the rounding."""
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        if (found := _product_error(device)) > _ROUNDED:
+        if (error := _product_error(device)) > _MAX_PRODUCT_ERROR:
+            override = os.environ.get("NVIDIA_TF32_OVERRIDE", "not set")
             raise ConfigError(
-                f"float32 products on {device} are {found:.0e} from float64, which is the rounding of TF32: unset "
-                f"NVIDIA_TF32_OVERRIDE (it is {os.environ.get('NVIDIA_TF32_OVERRIDE', 'not set')}); models are compared in float32"
+                f"float32 products on {device} are {error:.0e} from float64, which is the rounding of TF32, but models are "
+                f"compared in float32; unset NVIDIA_TF32_OVERRIDE (now {override})"
             )
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
 
 
 def _product_error(device: torch.device) -> float:
-    """Of a float32 product, over the largest entry: some 1e-7; in TF32, with 10 bits, some 5e-4."""
-    sides = [torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64) for _ in range(2)]
-    exact = sides[0].double() @ sides[1].double()
-    return float(((sides[0] @ sides[1]) - exact).abs().max() / exact.abs().max())
+    """Error of a float32 product, relative to the largest entry: about 1e-7, or 5e-4 if rounded to TF32 (10 bits)."""
+    matrix = torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64)
+    exact = matrix.double() @ matrix.double()
+    return float((matrix @ matrix - exact).abs().max() / exact.abs().max())
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' advice about a few layers of a model, most of it about kernels that are not installed."""
+    """Suppress warnings of transformers about the probe, most of them about kernels that are not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         previous = logging.root.manager.disable

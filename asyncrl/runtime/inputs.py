@@ -1,8 +1,7 @@
-"""What a run needs beside its model: checked before anything is made, moved or loaded, and its prompts. Everything here blocks:
-call it on a thread.
+"""Checks the files, packages and code that the settings name, before a run makes or loads anything; and reads the prompts.
 
-One error names all that is wrong. The user's code runs only where nothing was wrong before: it may import torch, which takes
-seconds and which nothing imports here. Reward functions, environment and hooks are loaded later, by a run before its model.
+All functions block: call them on a thread. One error lists all problems. User code runs only if the other checks found no problem:
+it may import torch, which takes seconds. A run loads reward functions, environment and hooks later, before its model.
 """
 
 from __future__ import annotations
@@ -53,19 +52,21 @@ if TYPE_CHECKING:
     from asyncrl.distributed.world import World  # imports torch
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
-_FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
-_columns: dict[str, list[str]] = {}  # of what was read
-_read: dict[str, PromptRows] = {}  # what `check_inputs` read, until the run takes it
+_CHECKED_ROWS = 20_000  # takes a fraction of a second
+# Source of prompts -> names of columns, and -> rows. The run takes the rows, so that no source is read twice.
+_columns: dict[str, list[str]] = {}
+_read: dict[str, PromptRows] = {}
 
 
 def check_start(config: Config, code: bool) -> None:
-    """What a program looks at before it imports torch, which takes seconds: names, files, and the columns that rewards need (which
-    a worker tells). `code`: what the user's code does here, too. A run leaves that to `check_code`: it may never end, and only
-    then the watchdog sees it. Errors: as `check_inputs`."""
+    """Call before torch is imported, which takes seconds. Checks names, files, and the columns that reward functions need.
+    `code`: also run the user's code. A run uses `check_code` instead, under its watchdog, since user code may never end.
+    Errors: as `check_inputs`."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     resolved = resolve(config, int(ranks) if ranks.isdecimal() else 1)
-    if os.environ.get("RANK", "0") == "0":  # which may be moving the old run aside while others look
-        RunDirectory(resolved).require_own()
+    # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
+    if os.environ.get("RANK", "0") == "0":
+        RunDirectory(resolved).refuse_foreign()
     forget_rows()
     _check_names(resolved)
     if code:
@@ -78,23 +79,21 @@ def check_start(config: Config, code: bool) -> None:
 def check_inputs(
     config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
 ) -> None:
-    """Files, functions and packages that the configuration names; True for what an embedding program brings itself.
-
-    Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
-    """
-    forget_rows()  # of an earlier attempt in this process
+    """Check the files, functions and packages that the configuration names. A True argument means that the program passes an object
+    instead. Errors: ConfigError or DataError; for several problems one ConfigError with a line each."""
+    forget_rows()
     _check_names(config, prompts, rewards, environment, hooks)
     check_code(config, prompts)
 
 
 def check_code(config: Config, prompts: bool = False) -> None:
-    """The part of `check_inputs` that may import torch, or never end: the user's code in this process, and the hub."""
+    """The part of `check_inputs` that may import torch or never end: the user's code in this process, and the hub."""
     with Checks() as check:
         if config.train.kind == "torch" and is_builder(config.model):
             check(load_builder, str(config.model.path), "model.path")
-        for judge in config.reward.model:
-            if is_import_path(judge.path):
-                check(load_builder, judge.path, "reward.model")
+        for reward_model in config.reward.model:
+            if is_import_path(reward_model.path):
+                check(load_builder, reward_model.path, "reward.model")
         for setting, source in _sources(config, prompts, "code", "hub"):
             check(_read_rows, config, source, of=setting)
         if ":" in config.algorithm.advantage:
@@ -104,7 +103,7 @@ def check_code(config: Config, prompts: bool = False) -> None:
 
 
 def check_prompts(config: Config) -> None:
-    """The model's directory and the rows of `data.train` alone. Errors: as `check_inputs`."""
+    """Check only the model's directory and the rows of `data.train`. Errors: as `check_inputs`."""
     if config.data.train is None:
         raise ConfigError("data.train is not set: there are no prompts to show")
     forget_rows()
@@ -114,31 +113,31 @@ def check_prompts(config: Config) -> None:
 
 
 class Checks:
-    """`with Checks() as check: check(function, argument, ...)`. Every check runs. At the end the first complaint is raised, or one
-    ConfigError with a line for each of several."""
+    """`with Checks() as check: check(function, argument, ...)` runs all checks. At the end of the block a single error is raised as
+    it is; several errors become one ConfigError with a line each."""
 
     def __init__(self) -> None:
-        self._found: list[AsyncrlError] = []
+        self._errors: list[AsyncrlError] = []
 
     def __enter__(self) -> Checks:
         return self
 
     def __call__(self, check: Callable[..., object], *arguments: Any, of: str = "") -> None:
-        """`of`: the setting that a complaint names, where `check` does not know it."""
+        """`of`: a setting that is put in front of the error's message."""
         try:
             check(*arguments)
         except AsyncrlError as error:
-            self._found.append(type(error)(f"{of}: {error}") if of else error)
+            self._errors.append(type(error)(f"{of}: {error}") if of else error)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and len(self._found) == 1:
-            raise self._found[0]
-        if kind is None and self._found:
-            raise ConfigError("\n".join(dict.fromkeys(str(error) for error in self._found)))
+        if kind is None and len(self._errors) == 1:
+            raise self._errors[0]
+        if kind is None and self._errors:
+            raise ConfigError("\n".join(dict.fromkeys(str(error) for error in self._errors)))
 
 
 async def load_rewards(config: Config) -> None:
-    """Load the reward functions as a run does, in a worker. After `check_inputs`. Errors: ConfigError; as `RewardPool`."""
+    """Load the reward functions in a worker, as a run does. Call after `check_inputs`. Errors: ConfigError; as `RewardPool`."""
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
@@ -146,31 +145,31 @@ async def load_rewards(config: Config) -> None:
 
 
 def check_components(config: Config, scored: Collection[str]) -> None:
-    """That the components which settings name exist. `scored`: those of functions and models; an environment of the user's own may
-    give more. Errors: ConfigError."""
+    """Check that the reward components named in settings exist. `scored`: components of functions and models. The user's own
+    environment may add components, so only single_turn is checked. Errors: ConfigError."""
     if config.rollout.environment != "single_turn":
         return
-    filtered = [*scored, OVERLONG] if config.reward.overlong.cache is not None else scored
-    named = {
-        "rollout.filter.by": (config.rollout.filter.by, filtered),
+    filterable = [*scored, OVERLONG] if config.reward.overlong.cache is not None else scored
+    choices = {
+        "rollout.filter.by": (config.rollout.filter.by, filterable),
         "evaluate.pass_by": (config.evaluate.pass_by, scored),
     }
-    for setting, (chosen, known) in named.items():
-        if chosen != "reward" and chosen not in known:
+    for setting, (chosen, components) in choices.items():
+        if chosen != "reward" and chosen not in components:
             raise ConfigError(
-                f"{setting} is {chosen!r}; expected `reward` or one of the components: {', '.join(known) or 'none'}"
+                f"{setting} is {chosen!r}; expected `reward` or one of the components: {', '.join(components) or 'none'}"
             )
 
 
 def known_columns(config: Config) -> list[list[str]]:
-    """The columns that rewards get, for each source of prompts that `check_inputs` has read: names that some of its first rows
-    have. None where a hook may change them."""
+    """The columns of the first rows of each source of prompts that `check_inputs` has read, as reward functions get them. Empty
+    if the configuration has hooks, which may change the columns."""
     sources = (config.data.train, config.data.eval) if config.hooks is None else ()
     return [_columns[source] for source in sources if source in _columns]
 
 
 def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
-    """Import the user's environment and hooks, on this thread; True as in `check_inputs`. Errors: ConfigError."""
+    """Import the user's environment and hooks on this thread. Arguments as for `check_inputs`. Errors: ConfigError."""
     if not environment and config.rollout.environment != "single_turn":
         load_object(config.rollout.environment)
     if not hooks and config.hooks is not None:
@@ -178,12 +177,12 @@ def import_code(config: Config, environment: bool = False, hooks: bool = False) 
 
 
 def rows_of(source: str) -> PromptRows:
-    """As `load_rows`; what `check_inputs` has read is not read again."""
+    """As `load_rows`, but rows that `check_inputs` has read are not read again."""
     return _read[source] if source in _read else load_rows(source)
 
 
 def forget_rows() -> None:
-    """The run has what it needs."""
+    """Free the rows that `check_inputs` has read."""
     _read.clear()
     _columns.clear()
 
@@ -191,15 +190,15 @@ def forget_rows() -> None:
 def _check_names(
     config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
 ) -> None:
-    """Of files, addresses and packages: nothing of the user's runs."""
+    """Check files, addresses of code, and packages, without running user code."""
     with Checks() as check:
         if config.train.kind == "torch":
             check(check_model_source, config.model)
-        for judge in config.reward.model:
-            if is_import_path(judge.path):
-                check(check_address, judge.path, of="reward.model")
+        for path in (reward_model.path for reward_model in config.reward.model):
+            if is_import_path(path):
+                check(check_address, path, of="reward.model")
             else:
-                check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), judge.path)
+                check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), path)
         for setting, source in _sources(config, prompts, "file"):
             check(_read_rows, config, source, of=setting)
         for setting, source in _sources(config, prompts, "code"):
@@ -219,7 +218,7 @@ def _check_names(
 
 
 def check_model_source(model: ModelConfig) -> None:
-    """What `model.path` and `model.tokenizer` name. Errors: as `check_inputs`."""
+    """Check `model.path` and `model.tokenizer`. Errors: as `check_inputs`."""
     with Checks() as check:
         check(refuse_unread_settings, model)
         if is_builder(model):
@@ -231,10 +230,10 @@ def check_model_source(model: ModelConfig) -> None:
 
 
 def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]]:
-    """Settings that name rows of these kinds which the run reads, with their values."""
+    """(setting, value) of the sources of prompts that the run reads and that are of these `kinds` (`kind_of`)."""
     data = config.data
-    named = {"data.train": None if prompts else data.train, "data.eval": data.eval if config.evaluate.every else None}
-    return [(setting, source) for setting, source in named.items() if source is not None and kind_of(source) in kinds]
+    used = {"data.train": None if prompts else data.train, "data.eval": data.eval if config.evaluate.every else None}
+    return [(setting, source) for setting, source in used.items() if source is not None and kind_of(source) in kinds]
 
 
 def _check_model(source: str, setting: str) -> None:
@@ -243,30 +242,32 @@ def _check_model(source: str, setting: str) -> None:
 
 
 def _read_rows(config: Config, source: str) -> None:
-    """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
+    """Read and check the rows of a source, and keep the rows for the run."""
     rows = load_rows(source)
-    cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
-    prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
-    prompts.check_first_rows(_FORM_ROWS if cheap else 1)
+    # IndexedRows call user code for each row.
+    is_cheap = not isinstance(rows, IndexedRows)
+    # The constructor checks that there are rows, and that the first row has a prompt.
+    prompts = PromptSource(rows, None, config.data)
+    prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)
     _read[source], _columns[source] = rows, columns_of(rows, config)
 
 
 def columns_of(rows: PromptRows, config: Config) -> list[str]:
-    """Names that some of the first rows have, apart from the prompt's."""
+    """Names of the columns in the first rows, without the column of the prompt."""
     count = min(len(rows), 1 if isinstance(rows, IndexedRows) else _COLUMN_ROWS)
     names = {str(name): None for index in range(count) for name in rows[index]}
     return [name for name in names if name != config.data.prompt_column]
 
 
 def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(what is asked for, the package that it needs, the extra that brings it)."""
+    """(setting, required package, extra that installs the package)."""
     for sink in config.telemetry.sinks:
         yield f"telemetry.sinks has {sink!r}", sink, sink
     if "mlflow" in config.telemetry.sinks and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
         for package in ("sqlalchemy", "alembic"):
             yield "telemetry.sinks has 'mlflow', whose store is an SQLite file", package, "mlflow"
     if config.train.kind == "torch" and config.model.lora.rank:
-        yield "model.lora.rank is set", "peft", "lora"  # the adapters are written in its form
+        yield "model.lora.rank is set", "peft", "lora"  # writes the adapters
     if config.train.kind == "torch" and config.model.head_kernel == "liger":
         yield "model.head_kernel is liger", "liger_kernel", "liger"
     if config.door.http_port is not None:
@@ -283,26 +284,23 @@ def _check_package(setting: str, package: str, extra: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """What is known of the prompts before a run: tokens of the `longest` one, and how it is known."""
+    """The number of tokens of the longest prompt. `how`: a phrase that says how the number was found."""
 
     longest: int
     how: str
-    notes: tuple[str, ...] = ()  # what people should know of how they are rendered
+    notes: tuple[str, ...] = ()  # sentences about the rendered prompts
 
 
 def measure_prompts(config: Config, given: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
-    """Of the run's prompts, with its tokenizer: rows of files, of functions and of the hub, which a run has read by then
-    (inputs.py). The configured limit where nobody can list them. `given`: rows instead of `data.train`; `own_environment`: the
-    program brings one.
-
-    A prompt that turns out longer is served all the same: its sequence waits for room. Errors: DataError, ConfigError.
-    """
+    """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is `data.max_prompt_tokens`.
+    `given`: rows instead of `data.train`. `own_environment`: the program passes an environment. The result may be too small if
+    only a sample of the prompts is measured: a longer prompt then waits for room in the cache. Errors: DataError, ConfigError."""
     limit = config.data.max_prompt_tokens
     _check_sampling(config)
     if own_environment or config.rollout.environment != "single_turn":
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
     if given is None and config.data.train is None:
-        return PromptLengths(limit, "data.max_prompt_tokens: the prompts come from outside, while the run goes on")
+        return PromptLengths(limit, "data.max_prompt_tokens: the prompts arrive during the run")
     from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
 
     tokenizer = load_tokenizer_of(config.model)
@@ -310,18 +308,18 @@ def measure_prompts(config: Config, given: PromptRows | None = None, own_environ
     for name in (config.data.train if given is None else None, config.data.eval if config.evaluate.every else None):
         if name is not None:
             sources.append(rows_of(name))
-    # `load_prompts` raises the error where over-long prompts are refused.
+    # Under `overlong: refuse` this function cuts: `load_prompts` raises the error.
     cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}
-    found = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
-    longest, seen = zip(*(source.longest() for source in found), strict=True)
-    rows = sum(len(source) for source in found)
-    sampled = "" if sum(seen) == rows else ", a sample; a longer one waits for room"
-    notes = tuple(line for source in found for line in source.notes())
-    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}", notes)
+    prompts = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
+    longest, measured = zip(*(source.longest() for source in prompts), strict=True)
+    total = sum(len(source) for source in prompts)
+    sample = "" if sum(measured) == total else ", a sample; a longer prompt waits for room"
+    notes = tuple(line for source in prompts for line in source.notes())
+    return PromptLengths(max(1, *longest), f"the longest of {sum(measured)} of {total} prompts{sample}", notes)
 
 
 def _check_sampling(config: Config) -> None:
-    """The tokens that are named in `rollout`, without the model's weights. Errors: ConfigError."""
+    """Check the tokens that settings of `rollout` name, without the model's weights. Errors: ConfigError."""
     if not (config.rollout.logit_bias or config.rollout.bad_words or config.rollout.stop_token_ids):
         return
     from asyncrl.models.loading import describe_module, load_tokenizer_of
@@ -337,11 +335,8 @@ def _check_sampling(config: Config) -> None:
 
 
 def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]], list[str]]:
-    """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included; and
-    what people should know of them.
-
-    After `check_prompts`. Errors: ConfigError, DataError.
-    """
+    """(the first `count` prompts of a run, each with the decoded text of its token ids; sentences for the terminal).
+    Call after `check_prompts`. Errors: ConfigError, DataError."""
     assert config.data.train is not None
     from asyncrl.models.loading import load_tokenizer_of
 
@@ -354,11 +349,9 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
 def load_prompts(
     config: Config, tokenizer: Any, world: World, given: PromptRows | None
 ) -> tuple[PromptSource | None, list[Prompt], list[str]]:
-    """(the cursor over the training prompts, the held-out prompts, lines for people). None: groups come from outside (embedding,
-    `door.ring`).
-
-    `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
-    """
+    """(the cursor over the training prompts, the held-out prompts, sentences for the terminal). The cursor is None if groups are
+    submitted by a program or through `door.ring`. `given`: rows instead of `data.train`. Errors: DataError, also for over-long
+    prompts under `overlong: refuse`."""
     rows = given
     if rows is None and config.data.train is not None:
         rows = rows_of(config.data.train)
@@ -389,6 +382,6 @@ def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World) -> P
     if config.data.overlong == "refuse":
         prompts.check_all()
     else:
-        # `PromptSource.notes` counts what this has looked at.
+        # `PromptSource.notes` counts the prompts that this call has measured.
         prompts.longest()
     return prompts

@@ -1,9 +1,9 @@
-"""The journal: every committed step becomes one line of metrics, one file of rollouts, one line on the terminal.
+"""The journal writes one line of metrics, one file of rollouts and one line on the terminal for every committed step.
 
-The line of a version is written once what is due at that version (evaluation, checkpoint) is known. The metrics of the
-telemetry are drained when the step commits, so that they belong to that step.
+The recorder's metrics are drained at the commit of a step, so that they belong to that step. The line is written later, after the
+evaluation and the checkpoint of the new version.
 
-A file that cannot be written (a full disk, a lost permission) is left out with a warning: it ends no run and costs no checkpoint.
+If a file cannot be written (a full disk, a missing permission), the run warns and continues without the file.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from .directory import RunDirectory, unusable
 
 logger = logging.getLogger("asyncrl.runtime")
 
-HISTORY = 2_000  # lines
-_ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
+HISTORY = 2_000  # most lines in Journal.history
+# Metrics that every line has. They are 0 in a step without such a wait.
+_ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")
 
 
 class Journal:
-    """`async with Journal(...) as journal: await journal.open()`; `live` can be used in between. Everything is called on the
-    loop's thread; what opens, writes or renders files goes to threads."""
+    """Used as `async with Journal(...) as journal: await journal.open()`. `live` may be used before `open`.
+    All methods are called on the loop's thread. Files are opened, written and rendered on other threads."""
 
     def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None) -> None:
-        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
-        `since`: lines of earlier lives of the run stay up to this version; None: it had none."""
+        """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
+        `since`: the version from which the run was resumed: later lines are removed. None: a new run."""
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        # Notes of the start on why completions do not end.
+        # Sentences of the start that explain why completions do not end.
         self.known: list[str] = []
-        # Metrics of what texts lack that a warning has named.
-        self._said: set[str] = set()
-        # Free bytes of disk that rollouts must leave for the next checkpoint.
+        # Metrics of omitted text that a warning has already named.
+        self._warned: set[str] = set()
+        # Free bytes that rollouts must leave on the disk for the next checkpoint.
         self.reserve = 0
         self._budget = RunBudget()
         self._signal = SignalWatch(
@@ -64,7 +65,7 @@ class Journal:
         )
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
-        # (version, metrics) of the lines: of a long run every second one, every fourth, and so on, and the last one
+        # (version, metrics) of every `_every`-th line and of the last line.
         self.history: list[tuple[int, dict[str, float]]] = []
         self._added, self._every = 0, 1
         start = max(0, since or 0)
@@ -72,17 +73,15 @@ class Journal:
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
-        self._lost, self._last_lost = 0, ""  # how often something could not be written; what, and why
+        self._failures, self._last_failure = 0, ""
 
     async def open(self, decode: Decode) -> None:
-        """Open the sinks. `decode`: the tokenizer's, for the rendered prompts in the rollouts.
-
-        Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written).
-        """
+        """Open the sinks. `decode`: from token ids to text, for the prompts in the rollouts.
+        Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written)."""
         config, directory = self._config, self._directory
         if directory is not None:
 
-            def files() -> None:
+            def open_files() -> None:
                 self._sinks = open_sinks(
                     config.telemetry.sinks,
                     directory.path,
@@ -93,7 +92,7 @@ class Journal:
                 self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, self._newest, decode)
 
             try:
-                await offload(files, "sinks")
+                await offload(open_files, "sinks")
                 free = await offload(lambda: shutil.disk_usage(directory.path).free, "sinks")
             except OSError as error:
                 raise ConfigError(unusable(directory.path, error)) from error
@@ -102,7 +101,7 @@ class Journal:
                     f"warning: a checkpoint takes about {self.reserve / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free in "
                     f"{directory.path}"
                 )
-        self._recorder.take_window()  # what was before belongs to no step
+        self._recorder.take_window()  # the start belongs to no step
 
     async def __aenter__(self) -> Journal:
         self.live.__enter__()
@@ -112,31 +111,31 @@ class Journal:
         try:
             self.live.__exit__(*exc)
         finally:
-            with self._without("the last lines of the metrics"), anyio.CancelScope(shield=True):
-                await offload(self._sinks.close, "closing the sinks of metrics")  # wandb and MLflow take seconds
-            if self._lost > 1:
-                logger.warning("%d times something could not be written; the last: %s", self._lost, self._last_lost)
+            with self._skip_on_error("the last lines of the metrics"), anyio.CancelScope(shield=True):
+                await offload(self._sinks.close, "closing the sinks of metrics")  # takes seconds for wandb
+            if self._failures > 1:
+                logger.warning("%d writes failed; the last: %s", self._failures, self._last_failure)
 
     @contextlib.contextmanager
-    def _without(self, what: str | Path) -> Iterator[None]:
-        """Go on without `what`. A file that was begun is removed: the room may be a checkpoint's."""
+    def _skip_on_error(self, target: str | Path) -> Iterator[None]:
+        """Warn and continue if `target` cannot be written. A partial file is removed, since a checkpoint may need the space."""
         try:
             yield
         except OSError as error:
-            self._lost, self._last_lost = self._lost + 1, f"{what}: {error.strerror or error}"
-            if self._lost == 1:
-                logger.warning("could not write %s; the run goes on without", self._last_lost)
-            if isinstance(what, Path):
+            self._failures, self._last_failure = self._failures + 1, f"{target}: {error.strerror or error}"
+            if self._failures == 1:
+                logger.warning("could not write %s; the run goes on without", self._last_failure)
+            if isinstance(target, Path):
                 with contextlib.suppress(OSError):
-                    what.with_name(what.name + ".partial").unlink(missing_ok=True)
+                    target.with_name(target.name + ".partial").unlink(missing_ok=True)
 
     def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
-        """Call at the commit of a step. Returns the report with all metrics of the step in it."""
+        """Call at the commit of a step. Returns the report with all metrics of the step. `extra`: metrics of the caller."""
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
             **self._recorder.drain(),
-            # These replace the recorder's: the mean of a reward is that of the trained groups, not of the last scored ones.
+            # The report replaces metrics of the recorder: its mean reward is over trained groups, not over recently scored ones.
             **report.metrics,
             **self._budget.step(window),
             "time/accounted": window.end - window.start,
@@ -148,39 +147,44 @@ class Journal:
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
 
     async def write(self, version: int, extra: Mapping[str, float]) -> None:
-        """Write the line of `version`; `extra` is what was due there (`eval/*`)."""
-        if self._directory is not None and self._directory.lost:
-            return  # the files are another's now, or none's
+        """Write the line of `version`. `extra`: metrics of the evaluation at that version (`eval/*`)."""
+        if self._directory is not None and self._directory.lost_reason:
+            return
         report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
+        # Version 0 has a line only if there is an evaluation before the first step.
         if not line:
-            return  # the start of a run that evaluates nothing there
+            return
+        # Rollouts come first: after a kill every line in the metrics has its rollouts.
         if report is not None:
-            await self._write_rollouts(report)  # before the line: a step that has one has its rollouts too
+            await self._write_rollouts(report)
         self._pending.pop(version, None)
         self._remember(version, line)
-        with self._without(f"the metrics of version {version}"):
+        with self._skip_on_error(f"the metrics of version {version}"):
             if version != self._newest:
                 self._sinks.write(version, line)
-            else:  # a file is opened
+            else:
+                # More metrics of a version that has a line: the sink opens its file again, which blocks.
                 await offload(lambda: self._sinks.write(version, line, more=True), "metrics")
         self._newest = version
         if report is not None:
             self.live.step(version, line)
-            for text in (*warnings(line, self.known), *left_out(line, self._said)):
+            for text in (*warnings(line, self.known), *left_out(line, self._warned)):
                 self.warn(text)
             self.warn(self._waits.step(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
     def _remember(self, version: int, line: dict[str, float]) -> None:
-        """Add to the history. A run of a million steps takes no more memory than one of `HISTORY`."""
-        line = {sys.intern(name): value for name, value in line.items()}  # the names are made anew for each step
+        """Add a line to the history. Beyond `HISTORY` lines, every second line is removed, so memory stays bounded."""
+        # Each step makes new strings for the same names. Interned names share memory.
+        line = {sys.intern(name): value for name, value in line.items()}
         if self.history and self.history[-1][0] == version:
             self.history[-1] = (version, self.history[-1][1] | line)
             return
+        # The last entry stays only if its number is a multiple of `_every`.
         if self._added and (self._added - 1) % self._every:
-            self.history.pop()  # it was kept for being the last
+            self.history.pop()
         self.history.append((version, line))
         self._added += 1
         if len(self.history) > HISTORY:
@@ -188,7 +192,7 @@ class Journal:
             self.history, self._every = self.history[::2] + last, 2 * self._every
 
     def warn(self, text: str | None) -> None:
-        """A line that is seen with the live view and without, where anything is written."""
+        """Print a warning in the live view, or log it if the view is off. Ranks that write no files print nothing."""
         if text is None or self._directory is None:
             return
         if self._config.telemetry.live == "off":
@@ -210,37 +214,39 @@ class Journal:
         def write() -> None:
             free = shutil.disk_usage(writer.directory).free
             if free < self.reserve:
-                raise OSError(errno.ENOSPC, f"the {free / 2**20:.1f} MiB that are free there are kept for a checkpoint")
+                raise OSError(
+                    errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of the disk are reserved for a checkpoint"
+                )
             writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
 
         path = writer.path(version)
-        with self._without(path), self._recorder.watch("publish pump", path.name, on="disk"):
+        with self._skip_on_error(path), self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")
 
     async def write_pending(self) -> None:
-        """The lines of steps that were committed and not written yet, where the run ended in between."""
+        """Write the lines of committed steps whose evaluation or checkpoint did not happen, because the run ended."""
         for version in sorted(self._pending):
             await self.write(version, {})
 
     async def finish(self, outcome: str) -> None:
-        """Trace and report, after the last step; also of a run that failed."""
+        """Write trace and report at the end of a run. `outcome`: a sentence for the report, also about a failure."""
         if self._directory is None:
             return
         telemetry, directory = self._config.telemetry, self._directory
 
         def write() -> None:
             if telemetry.trace:
-                with self._without(directory.trace):
+                with self._skip_on_error(directory.trace):
                     write_trace(self._recorder, directory.trace)
             if telemetry.report:
-                with self._without(directory.report):
+                with self._skip_on_error(directory.report):
                     write_report(directory.path, name=self._config.run.name, result=outcome)
 
         with anyio.CancelScope(shield=True):
             await offload(write, "report")
 
     def idle(self) -> dict[str, float]:
-        """Shares of the whole run so far: `busy/*`, `idle/*`."""
+        """Shares of time of the run so far: `busy/*` and `idle/*`."""
         return self._budget.metrics()
 
 

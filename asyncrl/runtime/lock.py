@@ -1,8 +1,9 @@
-"""One live run per run directory: a lock that the kernel gives back when its process dies, however it dies.
+"""One live run per run directory: a lock that the kernel releases when its process ends or dies.
 
-The lock is `flock` on the directory itself, which no removal of a file undoes, and on `.lock` in it, which machines that share the
-file system see, too, and which says who holds it. A run that ends removes that file; one that was killed leaves it, unlocked.
-Before a run writes it compares (`lost`): for a file system without locks, and for a directory that was moved, removed or replaced.
+The process takes two `flock` locks. The lock on the directory survives the removal of files. The lock on the file `.lock` is also
+seen by other machines on a shared file system, and the file names the holder. A run removes the file at its end; after a kill the
+file remains, unlocked. On a file system without locks, and after a directory is moved, removed or replaced, only `find_loss`
+protects the runs from each other: a run calls it before each write.
 """
 
 from __future__ import annotations
@@ -20,104 +21,104 @@ import orjson
 
 from asyncrl.errors import ConfigError
 
-# The last: an NFS that locks through its server, which wants a descriptor that can be written.
+# EBADF: NFS may lock only descriptors that are open for writing, and a directory cannot be opened for writing.
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """The lock of rank 0 on one run directory. Other ranks read in `path` whether the directory is still their run's."""
+    """The lock of rank 0 on one run directory. Other ranks read `path` to find out whether the directory is still their run's."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.path = directory / ".lock"
         self._descriptors: list[int] = []  # of the directory and of the file
-        self._mark = b""
+        self._content = b""  # of this run's .lock
 
     def acquire(self) -> str | None:
-        """Take it at once or not at all. Returns a sentence where the file system has no locks: then `lost` is all there is.
-
-        Errors: ConfigError that names the holder; OSError where the directory or the file cannot be made.
-        """
-        refused: set[str] = set()
-        # The holder may have moved the directory, or removed the file, between our open and our lock.
-        while not self._in_place():
-            self.forget()
+        """Take the lock without waiting. Returns a warning if the file system has no locks.
+        Errors: ConfigError that names the holder; OSError if the directory or the file cannot be made."""
+        refusals: set[str] = set()
+        # Repeated if the holder moved the directory, or removed the file, between our `open` and our `flock`.
+        while not self._names_open_files():
+            self._close_descriptors()
             self._directory.mkdir(parents=True, exist_ok=True)
-            for place, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
-                self._descriptors.append(os.open(place, flags, 0o666))  # closed by exec: no child keeps it
+            for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
+                self._descriptors.append(os.open(path, flags, 0o666))
                 try:
                     fcntl.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    self.forget()
+                    self._close_descriptors()
                     raise ConfigError(
                         f"{self._directory} is in use by another run: {self._holder()}; wait for its end, stop it, or choose "
                         "another run.name"
                     ) from None
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED:
-                        self.forget()
+                        self._close_descriptors()
                         raise
-                    refused.add(str(error.strerror))
+                    refusals.add(str(error.strerror))
         _held.add(self)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
-        self._mark = orjson.dumps(who)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
+        self._content = orjson.dumps(holder)
         os.ftruncate(self._descriptors[1], 0)
-        os.pwrite(self._descriptors[1], self._mark, 0)
-        if not refused:
+        os.pwrite(self._descriptors[1], self._content, 0)
+        if not refusals:
             return None
-        why = ", ".join(sorted(refused))
-        return f"{self._directory} cannot be locked ({why}): start no second run there; the first one would end"
+        reasons = ", ".join(sorted(refusals))
+        return f"{self._directory} cannot be locked ({reasons}): start no second run there; the first run would end"
 
-    def lost(self) -> tuple[str, Path | None] | None:
-        """What became of the directory, and where it lies now, if anywhere; None while it is this run's. It opens no descriptor."""
-        if not self._descriptors or (self._in_place() and self._is_marked()):
+    def find_loss(self) -> tuple[str, Path | None] | None:
+        """None while the directory is this run's. Otherwise (what happened, the directory's new path or None).
+        Opens no descriptor: the process may have none left."""
+        if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
-        ours, there = os.fstat(self._descriptors[0]), self._directory.stat() if self._directory.exists() else None
-        if there is not None and os.path.samestat(
-            ours, there
-        ):  # else the file alone is gone, and the directory is locked
+        ours, current = os.fstat(self._descriptors[0]), self._directory.stat() if self._directory.exists() else None
+        if current is not None and os.path.samestat(ours, current):
+            # If only the file was removed, the directory is still locked.
             return (f"another run writes there ({self._holder()})", None) if self.path.exists() else None
         with contextlib.suppress(OSError):
-            now = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))
-            if os.path.samestat(ours, now.stat()):
-                return f"it was moved to {now}", now
-        return "it was removed" if there is None else "another one took its place", None
+            new_path = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))
+            if os.path.samestat(ours, new_path.stat()):
+                return f"it was moved to {new_path}", new_path
+        return "it was removed" if current is None else "another directory replaced it", None
 
     def release(self) -> None:
-        """Give it back and remove the file. Twice is fine."""
+        """Remove the file and release the lock. May be called twice."""
         if self._descriptors:
-            with contextlib.suppress(OSError):  # while it is locked, and wherever the directory lies now
-                if self._is_marked():
+            # By descriptor: the directory may have been moved. Before the unlock: afterwards the file may be another run's.
+            with contextlib.suppress(OSError):
+                if self._is_unchanged():
                     os.unlink(self.path.name, dir_fd=self._descriptors[0])
-        self.forget()
+        self._close_descriptors()
 
-    def forget(self) -> None:
-        """In a forked child: the descriptors are copies, and with them the lock would outlive the run."""
+    def _close_descriptors(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _in_place(self) -> bool:
+    def _names_open_files(self) -> bool:
+        """Whether the paths still name the directory and the file that are open."""
         with contextlib.suppress(OSError, ValueError):
-            found = zip(self._descriptors, (self._directory, self.path), strict=True)
-            return all(os.path.samestat(os.fstat(descriptor), place.stat()) for descriptor, place in found)
+            pairs = zip(self._descriptors, (self._directory, self.path), strict=True)
+            return all(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in pairs)
         return False
 
-    def _is_marked(self) -> bool:
-        return os.pread(self._descriptors[-1], 4096, 0) == self._mark
+    def _is_unchanged(self) -> bool:
+        return os.pread(self._descriptors[-1], 4096, 0) == self._content
 
     def _holder(self) -> str:
         try:
-            said = orjson.loads(self.path.read_bytes())
-            return f"process {said['pid']} on {said['host']}, since {said['since']}"
+            holder = orjson.loads(self.path.read_bytes())
+            return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
             return "a process that has only just begun"
 
 
-def _forget_all() -> None:
+def _close_in_child() -> None:
+    """A forked child has copies of the descriptors. With them the lock would outlive the run."""
     for lock in list(_held):
-        lock.forget()
+        lock._close_descriptors()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_in_child)

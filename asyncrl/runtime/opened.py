@@ -1,4 +1,4 @@
-"""A run between its opening and its end: all its parts, what is due at a version, and how it ends."""
+"""The open run: its parts, the work at each version (evaluation, metrics, checkpoint), and its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
-    # transformers takes seconds to import, and a dry run needs none
+    # transformers takes seconds to import, and a dry run does not need it
     from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
 
@@ -46,8 +46,8 @@ _SHOWN_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a run ended. `reasons`: why groups were dropped or failed, counted. `shares`: `busy/*` and `idle/*` of the whole run.
-    `history`: (version, metrics) of the lines written; of more than 2,000 an even part."""
+    """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: reason of a dropped or failed group -> count.
+    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of all lines, or of every n-th line beyond 2,000."""
 
     version: int
     books: LedgerStatistics
@@ -58,25 +58,24 @@ class RunSummary:
 
 
 class OpenRun:
-    """See the module docstring. `opening.open_run` opens its parts; the supervisor is opened and closed around it."""
+    """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # The parts, in the order in which they are opened. A dry run has none of those that may be None.
-    saved: SavedRun | None = None  # the checkpoint that the run goes on from
+    # In the order of the opening. In a dry run all attributes that may be None are None.
+    saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
-    lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane, the trainer's first
+    lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
     tokenizer: Any
     policy: PolicyModel | None = None
     core: TorchTrainer | None = None
     rates: DeviceRates | None = None
     verdict: Verdict | None = None
-    round: Round | None = None  # of a trainer whose microbatches are collectives
+    round: Round | None = None  # under fsdp, where every microbatch is a collective
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
-    # A line for people: where the engine runs, and with how many threads.
-    placed: str = ""
+    placed: str = ""  # a sentence: device and threads of the engine
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
-    prompts: PromptSource | None = None  # None where groups are submitted
+    prompts: PromptSource | None = None  # None if groups are submitted
     graph: Graph
     collect_garbage: Callable[[], None]
 
@@ -88,7 +87,7 @@ class OpenRun:
         stages: Stages,
         stack: AsyncExitStack,
     ) -> None:
-        """`stack`: closes what is opened, in reverse order."""
+        """`stack`: closes the parts in reverse order."""
         self.decided = decided
         self.config, self.world, self.directory = decided.config, decided.world, decided.directory
         self.recorder = recorder
@@ -96,39 +95,38 @@ class OpenRun:
         self.stages = stages
         self.stack = stack
         self.supervisor = Supervisor()
-        self.stopped_by: str | None = None  # a signal
-        self.ended_by: BaseException | None = None  # what ended the pumps
+        self.stopped_by: str | None = None  # the name of a signal
+        self.ended_by: BaseException | None = None  # the error that ended the pumps
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False
-        # Whether evaluation, metrics or checkpoint of a version are under way, also before the first step.
-        self._at_a_version = False
+        # Whether evaluation, metrics or checkpoint of a version are in progress, also before the first step.
+        self._at_version_now = False
 
     def wire(self, held_out: list[Prompt]) -> None:
-        """Make the pumps of what is open. `held_out`: what evaluations play; empty: there are none."""
+        """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         evaluated = self.saved.evaluated if self.saved else -1
-        pumped = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *pumped, evaluated)
+        callbacks = self._at_version, self._on_step, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, *callbacks, evaluated)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
-        """Start what trains; the supervisor is open."""
+        """Start the pumps. The supervisor must be open."""
         if self.ports.store_watch is not None:
             self.ports.store_watch.attach(self.supervisor.fail)
-        self.supervisor.start("event loop lag", monitor, self.recorder)  # for ever: cancelled when the block ends
+        self.supervisor.start("event loop lag", monitor, self.recorder)
         self.graph.start(self.supervisor)
         self.supervisor.start("first step", self._show_first_step)
 
     async def _show_first_step(self) -> None:
-        """Every second until the first step is committed, which on a slow machine is minutes away."""
+        """Update the status line until the first step is committed: on a slow machine this takes minutes."""
         start = self.ports.trainer.version
         while self.ports.trainer.version == start:
-            self.journal.live.status(self._first_step())
+            self.journal.live.status(self._first_step_status())
             await anyio.sleep(_SHOWN_EVERY_S)
 
-    def _first_step(self) -> str:
-        """A stage, a colon and counts, the main one first: a narrow terminal cuts the rest off. Groups are those of all ranks,
-        completions and tokens those of this one."""
+    def _first_step_status(self) -> str:
+        """A stage, a colon and counts. A narrow terminal cuts the end off. Groups are counted over all ranks, the rest on this."""
         tokens = f"{self.ports.engine.statistics().get('tokens', 0.0):,.0f} tokens sampled"
         if self.graph.evaluations.progress is not None:
             done, total = self.graph.evaluations.progress
@@ -138,7 +136,8 @@ class OpenRun:
         return f"first step: {claimed}/{groups} groups in training, {scored}, {tokens}"
 
     async def run(self) -> RunSummary:
-        """Train on the prompts, or on what comes through the ring, to the end. Once."""
+        """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError without either; LifecycleError if
+        called twice; the error that ends the pumps."""
         if self.prompts is None and self.config.door.ring is None:
             raise ConfigError(
                 "Runtime.run needs prompts: set data.train (or door.ring), or pass prompts=[...] to Runtime"
@@ -150,7 +149,7 @@ class OpenRun:
         return self.summary()
 
     def summary(self) -> RunSummary:
-        """How it stands, or, at the end, how it ended."""
+        """The state of the run, or its result after the end."""
         return RunSummary(
             version=self.ports.trainer.version,
             books=self.ports.ledger.statistics(),
@@ -160,21 +159,21 @@ class OpenRun:
             history=self.journal.history[:],
         )
 
-    def standing(self) -> ProgressLimit | None:
-        """Asked by the watchdog, on a thread of its own. Tokens count: an episode that samples for ever has a limit of its
-        own (`rollout.timeout_s`), and a long one is no standstill."""
+    def progress_limit(self) -> ProgressLimit | None:
+        """The watchdog's limit while the pumps run; None if they have no work. Called on the watchdog's thread."""
         limits = self.config.watchdog
         if self.graph.ending or self.supervisor.ending:
-            # What does not let itself be cancelled may generate for ever: nothing counts as progress.
+            # A task that ignores its cancellation may generate tokens for ever, so no counter shows progress.
             error = self.supervisor.failure
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
-            sentence = f"what was cancelled when the training ended{why} has gone on"
+            sentence = f"a task that was cancelled when the training ended{why} has not ended"
             return ProgressLimit((), limits.stage_timeout_s, sentence)
-        if not (self.graph.busy or self._at_a_version or self.graph.evaluations.progress):
+        if not (self.graph.busy or self._at_version_now or self.graph.evaluations.progress):
             return None
         books = self.ports.ledger.statistics()
-        ended = books.admitted, books.trained, books.dropped, books.failed
-        counters = (*ended, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
+        groups = books.admitted, books.trained, books.dropped, books.failed
+        # Tokens count: a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.
+        counters = (*groups, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
@@ -192,29 +191,26 @@ class OpenRun:
         self.collect_garbage()
 
     async def _at_version(self, version: int, first: bool = False) -> None:
-        """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.
-
-        In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
-        checkpoint therefore stand in a later line. Where steps go on beside the evaluation, the lines from its version on wait
-        for its end, and so does the writing of a checkpoint, though not the copy that is written. `first`: of the run.
-        """
-        self._at_a_version = True
+        """Evaluate, write the line of metrics, and save a checkpoint, as far as due. The slots of the step are released afterwards.
+        The checkpoint comes last, so a run that is killed and resumed misses no line. If the evaluation runs beside further steps,
+        later lines and the writing of the checkpoint (not its copy) wait for the end of the evaluation. `first`: of the run."""
+        self._at_version_now = True
         try:
-            await self.checkpointer.look()
+            await self.checkpointer.check_directory()
             await self.profiler.at(version)
             await self._agree_on_time()
             await self.checkpointer.announce(version, self.graph.waiting_prompt)
             last = self.graph.is_last_version()
             await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
-                books = self.checkpointer.books(self.graph.waiting_prompt)
-                await self.checkpointer.at_version(version, books, last, self._start_when_told)
+                state = self.checkpointer.rank_state(self.graph.waiting_prompt)
+                await self.checkpointer.at_version(version, state, last, self._start_after_evaluations)
         finally:
-            self._at_a_version = False
+            self._at_version_now = False
 
     async def _catch_up(self, last: bool) -> None:
-        """Before the first step: what is due at the version that a new run begins with, or the evaluation that the run had not made
-        when it was stopped. After the `last` one, on the first rank: its evaluation, where it was not known to be the last."""
+        """Before the first step: the work at the first version of a new run, or an evaluation that a resumed run has missed.
+        With `last`, after the last step: on rank 0, the evaluation of the last version, if nobody knew that it was the last."""
         version = self.ports.trainer.version
         if not (last or self.saved):
             await self._at_version(version, first=True)
@@ -222,86 +218,87 @@ class OpenRun:
             self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
             await self.graph.evaluate(version, partial(self.journal.write, version), first=True, last=True)
 
-    def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-        async def when_told() -> None:
+    def _start_after_evaluations(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+        async def wait_and_work() -> None:
             await self.graph.evaluations.wait_reported()
             await work(*arguments)
 
-        self.supervisor.start(name, when_told)
+        self.supervisor.start(name, wait_and_work)
 
     async def _agree_on_time(self) -> None:
-        """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
-        cannot have finished anywhere, since its finish waits for this publish."""
+        """If the time limit has passed on any rank, make the next step the last on all ranks.
+        Some ranks may be in that step already. No rank has finished that step: its end waits for this publish."""
         world = self.world
         if world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
-        up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
-        # On the lane of the trainer, whose collectives this one must not cross.
-        if await self.lanes[0].run(lambda: float(world.all_reduce_sum_(up)), name="publish/time", priority=1) > 0:
+        time_is_up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
+        # On the trainer's lane: all ranks must run their collectives in the same order.
+        if (
+            await self.lanes[0].run(lambda: float(world.all_reduce_sum_(time_is_up)), name="publish/time", priority=1)
+            > 0
+        ):
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """A clean end: what was submitted is trained, and every rank has released its last step."""
+        """End without an error: train all submitted groups, and wait until every rank has released its last step."""
         await self.graph.drain()
         self.stages.begin("waiting for the other ranks")
-        await self._other_ranks()
-        self.supervisor.cancel()  # what runs for ever: the lag monitor
+        await self._wait_for_other_ranks()
+        self.supervisor.cancel()  # the lag monitor never ends by itself
 
-    async def _other_ranks(self) -> None:
-        """Until every rank released its last step, so that the shared books can be checked.
-
-        A rank that died instead is noticed by torchrun, whose signal cancels this wait.
-        """
+    async def _wait_for_other_ranks(self) -> None:
+        """Wait until every rank has released its last step, so that the shared books can be checked.
+        If a rank dies, torchrun sends a signal to this rank, which cancels the wait."""
         ledger = self.ports.ledger
         while self.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
             seen = ledger.changes
-            if ledger.statistics() == books:  # else it changed between the two lines
+            # A change before the line above would not end the wait.
+            if ledger.statistics() == books:
                 await ledger.wait_changed(seen)
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
+        """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
         self.ended_by = error
         if self.directory is not None:
             self.directory.reserve.spend()
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the groups in hand")
-            # Before live groups are ended.
-            version, books = self.ports.trainer.version, self.checkpointer.books(self.graph.waiting_prompt)
-            ended = "closed" if error is None else f"run ended: {type(error).__name__}"
+            # `end_all` below ends the live groups, which `rank_state` must contain.
+            version, state = self.ports.trainer.version, self.checkpointer.rank_state(self.graph.waiting_prompt)
+            outcome = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 try:
                     if error is not None and self.world.world_size > 1:
-                        by = await self.checkpointer.leave(version, books, self.stopped_by)
-                        if by is not None and isinstance(error, RankLost):
-                            # All ranks are being stopped, and the signal of this one comes later.
-                            error.stopped_by = by
+                        stop_signal = await self.checkpointer.leave(version, state, self.stopped_by)
+                        if stop_signal is not None and isinstance(error, RankLost):
+                            # All ranks are being stopped. The signal to this rank has not arrived yet.
+                            error.stopped_by = stop_signal
                             stopped = True
-                        # Another rank may wait in a collective that this one will never join. Leaving ends that wait, so it
-                        # comes before this one waits for the others.
+                        # Another rank may wait in a collective that this rank will never join. `leave` ends that wait.
                         await offload(self.world.leave, "leave")
-                    await self.ports.book.end_all(ended)
+                    await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
                     await self.profiler.close(version)
                     await self.journal.write_pending()
                     await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
-                    for missed in self.graph.evaluations.unfinished:
-                        self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
-                finally:  # whatever went wrong there
+                    for skipped in self.graph.evaluations.unfinished:
+                        self.journal.warn(f"warning: version {skipped} was not evaluated: the run ended first")
+                finally:
                     self.stages.begin("writing the last checkpoint")
-                    await self.checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
+                    await self.checkpointer.at_end(version, state, error, stopped, self.journal.live.note)
             finally:
                 self.stages.begin("writing the trace and the report")
-                await self.journal.finish(ended if error is not None else "completed")
+                await self.journal.finish(outcome if error is not None else "completed")
                 self.listeners.close()
             if error is None:
                 self._check_books()
 
     def _check_books(self) -> None:
-        """At the end of a run every admitted group ended exactly once, and took its rows with it. Errors: LedgerError."""
+        """Check that every admitted group has ended exactly once, and that no rows are left. Errors: LedgerError."""
         books, store = self.ports.ledger.statistics(), self.ports.store.statistics()
         ended = books.trained + books.dropped + books.failed
         if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:

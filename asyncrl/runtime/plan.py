@@ -1,4 +1,4 @@
-"""`--dry-run`: what would run, before anything is allocated."""
+"""The text of `--dry-run`, and the first lines of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def plan(config: Config) -> str:
-    """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
+    """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. Errors: ConfigError, DataError."""
     world = World.from_env()
-    config, device, said = choose_dtype(config, world.local_rank, world.local_world_size)
+    config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size)
     config = resolve(config, world.world_size)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
@@ -44,7 +44,7 @@ def plan(config: Config) -> str:
         placement = place(config, device, world, parameter_count(config.model))
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
         lines += [
-            *said,
+            *dtype_lines,
             placement.line,
             *verdict.lines(),
             cache_line(config, prompts),
@@ -67,8 +67,8 @@ def _text_notes(config: Config) -> list[str]:
 
 
 def _verdict(config: Config) -> Verdict:
-    """Which way the model is run, by its class and configuration: the weights are not read, random ones are compared."""
-    # Imported here: transformers takes seconds, and a dry run has no model.
+    """The gate's verdict on the model's class and configuration. The weights are not read: the probe has random weights."""
+    # transformers takes seconds to import, and `train.kind: dry_run` needs no model.
     from asyncrl.models.loading import describe_module, load_tokenizer_of, require_rows, require_saveable
 
     from .gate import check_for
@@ -82,44 +82,41 @@ def _verdict(config: Config) -> Verdict:
 def announcement(
     config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, outside: bool = False
 ) -> list[str]:
-    """A few plain lines on what starts, which way its model is run and where, and the warnings of a resolved configuration.
-    `outside`: somebody else samples."""
-    rollout, where = config.rollout, directory or "no run directory"
+    """The first lines of a run: sizes, placement, the model's path, and warnings about a resolved configuration.
+    `placed`: the sentence about the placement. `outside`: other processes sample the groups."""
+    rollout = config.rollout
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
-        f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
+        f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {directory or 'no run directory'}"
     ]
     lines += [placed, *verdict.lines(), *without_native(config)] if verdict else []
     if outside and verdict and verdict.rotary:
-        lines.append(
-            "note: groups come from outside: their sampler has to turn rows by the rotary frequencies named above"
-        )
+        lines.append("note: other processes sample the groups: they must use the rotary frequencies named above")
     return lines + [f"note: {warning}" for warning in warnings(config)]
 
 
 def without_native(config: Config) -> list[str]:
-    """A line where a model on the CPU is run without the native kernels."""
+    """A note if the model is computed on the CPU without the native kernels; else an empty list."""
     from asyncrl.builds import native_enabled
     from asyncrl.models.native.library import available
 
     if available() or choose_device(config.model.device, 0).type != "cpu":
         return []
     if not native_enabled():
-        return ["note: the native kernels are off (ASYNCRL_NATIVE=0): torch's own run, which is slower"]
+        return ["note: the native kernels are off (ASYNCRL_NATIVE=0): torch's own kernels are used, which are slower"]
     return [
-        "note: there are no native kernels for this machine: torch's own run, which is slower. pip builds them where it finds a "
-        "C++ compiler for x86-64 (AVX2 or AVX-512): install one, and asyncrl again"
+        "note: there are no native kernels for this machine: torch's own kernels are used, which are slower. pip builds native "
+        "kernels if it finds a C++ compiler for x86-64 (AVX2 or AVX-512): install a compiler, then install asyncrl again"
     ]
 
 
 def print_plan(config: Config) -> None:
-    """Print it, and write it where the run directory would be, as `plan.txt`. After `check_start`. Errors: what a run would end
-    with before it has its model."""
-    run = RunDirectory(config)
-    text = plan(config) + (f"\n{run.restart}" if run.restart else "")
+    """Print the plan, and write it to `plan.txt` in the run directory. Call after `check_start`. Errors: as `plan`."""
+    directory = RunDirectory(config)
+    text = plan(config) + (f"\n{directory.restart}" if directory.restart else "")
     print(text)
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        (run.path / "plan.txt").write_text(text + "\n", encoding="utf-8")
+        directory.path.mkdir(parents=True, exist_ok=True)
+        (directory.path / "plan.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(unusable(run.path, error)) from error
+        raise ConfigError(unusable(directory.path, error)) from error

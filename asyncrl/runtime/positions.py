@@ -1,17 +1,16 @@
-"""Where every rank is in its prompts. Ranks exchange this through their store and not by a collective: a run that is being stopped
-may have ranks that will never join one.
+"""The positions of all ranks in their prompts, exchanged through the ranks' store. So rank 0 can write a checkpoint of the last
+committed version alone, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
 
-    every rank   announce(version) at each version     ->  {version}/{rank}        its cursor and its untrained groups
-    rank 0       announce(version, save_next=True)     ->  {version}/save          every rank saves the version after it
-                 gather(version) at a save             ->  {version}/{rank}/whole  its part is written; its replay buffer
-    rank 0       gather(version): the books of all ranks
-    a rank whose run is cut short, before it leaves the others:
-                 leave(version, signal)                ->  ended/{rank}            the version it ends at, and what stopped it
+    who          call                                      key in the store        value
+    every rank   announce(version), at each version        {version}/{rank}        RankState without the replay buffer
+    rank 0       announce(version, save_next=True)         {version}/save          all ranks save the next version
+    every rank   gather(version), at a checkpoint          {version}/{rank}/part   replay buffer; the rank's part is written
+    a rank that ends early
+                 leave(version, signal)                    ended/{rank}            its last version; the signal
 
-So rank 0 can write a checkpoint of the last committed version without anybody's help, whatever became of the others. What they
-announced at that version is exact: what they did since was not trained, and comes again after a resume. Of a rank that died before
-it announced the version, rank 0 has the books of the version before, and the shared ledger has its groups in the step between them
-(`after_step`).
+The announced state is exact for a checkpoint of that version: later groups of the rank were not trained, and a resumed run plays
+them again. If a rank died before it announced the last version, rank 0 has the state at the version before. The rank's groups in
+the step between the two versions are in the shared ledger (`after_step`).
 """
 
 from __future__ import annotations
@@ -29,27 +28,26 @@ from asyncrl.data.prompts import is_prompt, with_handed_out
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 
-Books = dict[str, Any]
+# `Checkpointer.rank_state` makes it: turn, prompts (the cursor), untrained (group ids), next_group, replay.
+RankState = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """What a rank wrote before it left the others."""
+    """The record of a rank that ended early."""
 
     version: int
-    stopped_by: str | None  # a signal's name; None where it was not stopped, but failed
+    stopped_by: str | None  # the name of a signal; None: the rank failed
 
 
-# In which the other ranks end, unless they are in a collective that this rank will never join.
+# Wait for other ranks that end early, too. A rank in a collective that this rank never joins does not end by itself.
 LEAVE_TIMEOUT_S = 2.0
-# Must lie within the 30 s that torchrun leaves to a rank that is stopped.
-GATHER_TIMEOUT_S = 15.0
-# Of a sharded model: the other ranks write their parts first.
-PARTS_TIMEOUT_S = 300.0
+GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
+PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first
 
 
 class Positions:
-    """Used by one thread at a time; every method blocks. `store` is nobody else's connection."""
+    """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone."""
 
     def __init__(self, store: SealedStore, rank: int, ranks: int) -> None:
         self._store = store
@@ -57,159 +55,160 @@ class Positions:
         self._ranks = range(ranks)
         # Versions whose keys of this rank are in the store, oldest first.
         self._announced: list[int] = []
-        # By rank, on rank 0: its books at the newest version of which rank 0 has read them.
-        self._known: dict[int, Books] = {}
-        self._until = math.inf  # nobody is waited for any longer than to this moment
+        # On rank 0: rank -> its newest state that rank 0 has read.
+        self._known: dict[int, RankState] = {}
+        self._stop_deadline = math.inf  # of all waits; set by `hurry`
 
-    def hurry(self, patience_s: float) -> None:
-        """This run is being stopped: from now on every wait for other ranks ends within `patience_s`. From any thread."""
-        self._until = awake.now() + patience_s
+    def hurry(self, timeout_s: float) -> None:
+        """End all waits for other ranks within `timeout_s` from now: this run is being stopped. Thread-safe."""
+        self._stop_deadline = awake.now() + timeout_s
 
-    def start(self, books: Mapping[int, Books]) -> None:
-        """`books`: by rank, of the checkpoint that the run goes on from."""
-        self._known = dict(books)
+    def start(self, states: Mapping[int, RankState]) -> None:
+        """`states`: rank -> its state in the checkpoint that is resumed."""
+        self._known = dict(states)
 
-    def announce(self, version: int, books: Books, *, save_next: bool = False) -> bool:
-        """Once per version, before the next step is finished anywhere. Returns whether this version is to be saved, which
-        rank 0 decides a version ahead (`save_next`): all ranks get the same answer. Errors: RuntimeError, the store is gone."""
+    def announce(self, version: int, state: RankState, *, save_next: bool = False) -> bool:
+        """Call once per version, before any rank can finish the next step. Returns whether to save this version.
+        Rank 0 decides this one version ahead (`save_next`), so all ranks get the same answer. Errors: RuntimeError (no store)."""
         save = bool(self._announced) and self._read(f"{self._announced[-1]}/save") is not None
         if self._rank == 0 and self._announced:
-            # Every rank announced that version before it joined the step after it, and keeps it until the next step is finished.
-            self._learn(self._announced[-1])
-        self._set(version, books)
+            # The keys of the version before are complete, and exist until the next step is finished.
+            self._read_states(self._announced[-1])
+        self._set(version, state)
         if self._rank == 0 and save_next:
             self._store.set(f"{version}/save", "true")
-            # The answer proves that the key is there before this rank joins the next step.
+            # `get` returns after the store has the key. No rank can read the key too early: this rank joins the next step later.
             self._store.get(f"{version}/save")
         while len(self._announced) > 2:
             old = self._announced.pop(0)
-            keys = [self._key(old, self._rank), self._key(old, self._rank, whole=True)]
+            keys = [self._key(old, self._rank), self._part_key(old, self._rank)]
             for key in keys if self._rank else [*keys, f"{old}/save"]:
                 self._store.delete_key(key)
         return save
 
     def leave(self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S) -> dict[int, Departure]:
-        """Write where this rank ends, and wait for the others to do the same: a rank whose connection closes in a collective
-        cannot know whether the others had its part. Returns the departures of those that have ended by then. Blocks for `wait_s`
-        where one of them is in a collective that this rank will not join."""
+        """Write that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
+        Returns the departures of other ranks. They tell a rank whose collective failed whether the others finished the step."""
         try:
             self._store.set(f"ended/{self._rank}", orjson.dumps([version, stopped_by]).decode())
             others = [f"ended/{rank}" for rank in self._ranks if rank != self._rank]
             self._store.poll(others, wait_s)
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # no store
             return {}
         return self._departures()
 
-    def announce_last(self, version: int, books: Books) -> None:
-        """At a version that the others reached without this rank, which announces nothing afterwards."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            self._set(version, books)
+    def announce_last(self, version: int, state: RankState) -> None:
+        """Announce a version that the other ranks reached without this rank, after `leave`."""
+        with contextlib.suppress(RuntimeError):  # no store
+            self._set(version, state)
 
     def _departures(self) -> dict[int, Departure]:
-        found = {rank: self._read(f"ended/{rank}") for rank in self._ranks if rank != self._rank}
-        return {rank: Departure(*each) for rank, each in found.items() if each is not None}
+        records = {rank: self._read(f"ended/{rank}") for rank in self._ranks if rank != self._rank}
+        return {rank: Departure(*record) for rank, record in records.items() if record is not None}
 
     def gather(
-        self, version: int, books: Books, *, sharded: bool, wait_s: float | None = None
-    ) -> tuple[list[Books], list[int]]:
-        """(books by rank, ranks that did not announce this version). Empty on every rank but the first.
-
-        `sharded`: every rank must come here, once its part is written. Otherwise, of a rank that did not announce the version
-        within `wait_s` the newest known books are returned, and of one whose replay buffer is missing no buffer.
-        Errors: CheckpointError.
-        """
-        light = {name: value for name, value in books.items() if name != "replay"}
-        whole = sharded or books["replay"] is not None
-        patience_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
+        self, version: int, state: RankState, *, sharded: bool, wait_s: float | None = None
+    ) -> tuple[list[RankState], list[int]]:
+        """Collect the states of all ranks for a checkpoint. Returns (states by rank, ranks that did not announce this version) on
+        rank 0, and empty lists on other ranks.
+        `sharded`: all ranks must call `gather`, after writing their parts. Otherwise rank 0 waits up to `wait_s`. Then it uses
+        the newest known state of a rank that did not announce the version, and no replay buffer of a rank that sent none.
+        Errors: CheckpointError."""
+        light = {name: value for name, value in state.items() if name != "replay"}
+        has_parts = sharded or state["replay"] is not None
+        timeout_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
         keys = [self._key(version, rank) for rank in self._ranks]
-        keys += [self._key(version, rank, whole=True) for rank in self._ranks if whole]
-        lost = None
+        keys += [self._part_key(version, rank) for rank in self._ranks if has_parts]
+        failure = None
         try:
             self._set(version, light)
-            self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]))
+            self._store.set(self._part_key(version, self._rank), orjson.dumps(state["replay"]))
             if self._rank == 0:
-                self._wait(keys, patience_s, version if sharded else None)
-        except RuntimeError as error:  # DistStoreError and DistNetworkError are
-            lost = error
+                self._wait(keys, timeout_s, version if sharded else None)
+        except RuntimeError as error:  # base class of DistStoreError and DistNetworkError
+            failure = error
         if self._rank != 0:
             return [], []
-        if lost is not None and sharded:
-            raise CheckpointError(self._failure(version, self._without_part(version), lost)) from lost
-        found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
-        missing = [rank for rank, each in found.items() if each is None]
-        # They have written the version before: no rank comes to this one without that.
+        if failure is not None and sharded:
+            raise CheckpointError(self._message(version, self._ranks_without_part(version), failure)) from failure
+        announced = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
+        missing = [rank for rank, own in announced.items() if own is None]
+        # Every rank has announced the version before: it joined the last step afterwards.
         if missing:
-            for earlier in sorted(each for each in self._announced if each < version):
-                self._learn(earlier)
+            for earlier in sorted(number for number in self._announced if number < version):
+                self._read_states(earlier)
         if unknown := [rank for rank in missing if rank not in self._known]:
-            raise CheckpointError(self._failure(version, unknown, lost)) from lost
-        everybody = [books]
-        for rank, own in found.items():
-            replay = self._read(self._key(version, rank, whole=True)) if whole else None
-            everybody.append({**(self._known[rank] if own is None else own), "replay": replay})
-        return everybody, missing
+            raise CheckpointError(self._message(version, unknown, failure)) from failure
+        states = [state]
+        for rank, own in announced.items():
+            replay = self._read(self._part_key(version, rank)) if has_parts else None
+            states.append({**(self._known[rank] if own is None else own), "replay": replay})
+        return states, missing
 
-    def _wait(self, keys: list[str], patience_s: float, version: int | None) -> None:
-        """`version`: at which the others must be, too; None: whichever. Errors: RuntimeError at the end of the patience."""
+    def _wait(self, keys: list[str], timeout_s: float, version: int | None) -> None:
+        """Wait for keys of other ranks. `version`: the version at which the other ranks must be; None: any.
+        Errors: RuntimeError after the timeout, or if a rank has ended at another version."""
         started = awake.now()
-        while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, patience_s) - awake.now()))):
-            elsewhere = [rank for rank, each in self._departures().items() if each.version != version]
-            if version is not None and elsewhere:
-                raise RuntimeError(f"ranks {elsewhere} ended at another version")
-            if awake.now() >= (deadline := self._deadline(started, patience_s)):
-                stopped = "" if deadline == started + patience_s else ", and this run is being stopped"
+        while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, timeout_s) - awake.now()))):
+            wrong_ranks = [rank for rank, departure in self._departures().items() if departure.version != version]
+            if version is not None and wrong_ranks:
+                raise RuntimeError(f"ranks {wrong_ranks} ended at another version")
+            if awake.now() >= (deadline := self._deadline(started, timeout_s)):
+                stopped = "" if deadline == started + timeout_s else ", and this run is being stopped"
                 raise RuntimeError(f"nothing came for {awake.now() - started:.1f} s{stopped}")
 
-    def _deadline(self, started: float, patience_s: float) -> float:
-        return min(started + patience_s, self._until)
+    def _deadline(self, started: float, timeout_s: float) -> float:
+        # Read again after each poll: `hurry` may be called meanwhile.
+        return min(started + timeout_s, self._stop_deadline)
 
-    def _without_part(self, version: int) -> list[int]:
-        """Ranks that have not written theirs; all where the store is gone."""
+    def _ranks_without_part(self, version: int) -> list[int]:
+        """Ranks that have not written their part. All ranks if there is no store."""
         try:
-            return [rank for rank in self._ranks if not self._store.check([self._key(version, rank, whole=True)])]
+            return [rank for rank in self._ranks if not self._store.check([self._part_key(version, rank)])]
         except RuntimeError:
             return list(self._ranks)
 
-    def _failure(self, version: int, ranks: list[int], error: BaseException | None) -> str:
+    def _message(self, version: int, ranks: list[int], error: BaseException | None) -> str:
         return (
-            f"the checkpoint of version {version} was not written: not every rank announced where it is in its prompts "
-            f"(waited for {ranks}: {error}); earlier checkpoints are as they were"
+            f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
+            f"(waited for {ranks}: {error}); earlier checkpoints are unchanged"
         )
 
-    def _key(self, version: int, rank: int, whole: bool = False) -> str:
-        return f"{version}/{rank}" + ("/whole" if whole else "")
+    def _key(self, version: int, rank: int) -> str:
+        return f"{version}/{rank}"
 
-    def _set(self, version: int, books: Books) -> None:
-        self._store.set(self._key(version, self._rank), orjson.dumps(books))
+    def _part_key(self, version: int, rank: int) -> str:
+        return f"{version}/{rank}/part"
+
+    def _set(self, version: int, state: RankState) -> None:
+        self._store.set(self._key(version, self._rank), orjson.dumps(state))
         if version not in self._announced:
             self._announced.append(version)
 
-    def _learn(self, version: int) -> None:
+    def _read_states(self, version: int) -> None:
         for rank in self._ranks:
-            if rank != 0 and (found := self._read(self._key(version, rank))) is not None:
-                self._known[rank] = found
+            if rank != 0 and (state := self._read(self._key(version, rank))) is not None:
+                self._known[rank] = state
 
     def _read(self, key: str) -> Any:
-        """None: it is not there, or the store is gone."""
+        """The value of a key. None if there is no such key or no store."""
         try:
             return orjson.loads(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError:
             return None
 
 
-def after_step(before: Books, trained: Collection[int], ranks: int) -> Books:
-    """The books of a rank that died after a step, before it announced the version. `before`: its books before that step.
-    `trained`: its groups in the step.
-
-    All other prompts that it took meanwhile are played again, also where their group was dropped. A prompt of the step of which
-    every completion failed is not: its rewards went with the rank.
-    """
+def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
+    """The state of a rank that died between a step and its announcement. `before`: the state before the step. `trained`: ids of
+    the rank's groups in the step. `ranks`: number of ranks.
+    A resumed run plays all other prompts that the rank took during the step again, even if their group was dropped. Failed prompts
+    of the step are not played again (`reroll`): only the dead rank knew the rewards."""
     cursor = before["prompts"]
     after = None if cursor is None else with_handed_out(cursor, trained)
-    passed = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)
+    taken = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)
     return {
         "turn": before["turn"] + 1,
         "prompts": after,
-        "untrained": sorted({*before["untrained"], *passed}.difference(trained)),
+        "untrained": sorted({*before["untrained"], *taken}.difference(trained)),
         "next_group": max([before["next_group"], *(group + ranks for group in trained if not is_prompt(group))]),
     }

@@ -1,5 +1,5 @@
-"""How far a run is: the stages of its start and its end, for the watchdog and the live view, and its committed steps, for whoever
-listens; and the collection of garbage between two steps."""
+"""The progress of a run: stages of start and end (for watchdog and live view), committed steps (for listeners), and garbage
+collection between two steps."""
 
 from __future__ import annotations
 
@@ -21,54 +21,52 @@ T_in = TypeVar("T_in", contravariant=True)
 
 
 class Stages:
-    """One stage after another, so that one that never ends has a name; with the lanes and the other ranks, which the watchdog looks
-    at, too. Written by the loop's thread and by threads that load; read by the watchdog's."""
+    """The current stage of a run's start or end. The watchdog names the stage if the run hangs in it.
+    The thread of the loop and loading threads set the stage. The watchdog's thread reads the stage, the lanes and the heartbeat."""
 
     def __init__(self) -> None:
-        # Empty: nothing is starting or ending, the pumps run.
-        self._now = ""
-        # How often a stage has begun or moved.
+        self._stage = ""  # empty while the pumps run
+        # Number of calls of `begin`: the watchdog compares this number to see progress.
         self._moves = 0
-        self._show: Callable[[str], None] | None = None
+        self._display: Callable[[str], None] | None = None
         self.lanes: list[Any] = []
-        # Where there are several ranks, once they have met.
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None  # None for a single rank
 
-    def show_on(self, show: Callable[[str], None]) -> None:
-        """`say` is for people, too, from now on."""
-        self._show = show
+    def show_on(self, display: Callable[[str], None]) -> None:
+        """From now on `show` also calls `display`, the live view."""
+        self._display = display
 
-    def say(self, text: str) -> None:
-        """A stage begins, or one that goes on has moved: a stage, a colon and counts. While the pumps run it is shown and no stage
-        begins, as of a worker that is started again: nobody would end it."""
-        if self._now:
+    def show(self, text: str) -> None:
+        """Begin a stage, or report progress of the current stage, and show the text: a stage, a colon and counts.
+        While the pumps run (a worker is started again, for example), the text is only shown: the stage would have no end."""
+        if self._stage:
             self.begin(text)
-        if self._show is not None:
-            self._show(text)
+        if self._display is not None:
+            self._display(text)
 
     def begin(self, text: str) -> None:
-        """As `say`, for the watchdog alone."""
-        self._now = text
+        """Begin a stage, or report progress of the current stage, to the watchdog only."""
+        self._stage = text
         self._moves += 1
 
     def end(self) -> None:
-        """From now on it is for the pumps to move."""
-        self._now = ""
+        """End the last stage: from now on the pumps have to make progress."""
+        self._stage = ""
 
     def silent_ranks(self, longest_s: float | None) -> list[str]:
-        """A few words for each; `longest_s`: only for those that were silent for longer than that."""
+        """A phrase about each other rank, or only about ranks that have been silent for more than `longest_s` seconds."""
         return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
 
-    def standing(self, limit_s: float) -> ProgressLimit | None:
-        """None while the pumps run."""
-        stage = self._now
+    def progress_limit(self, limit_s: float) -> ProgressLimit | None:
+        """The watchdog's limit for the current stage. None while the pumps run."""
+        stage = self._stage
         if not stage:
             return None
         return ProgressLimit((self._moves,), limit_s, f"the run stands still at {stage!r}", where)
 
 
 class Listener(Protocol[T_in]):
-    """`push` is called in the step of the loop in which a step is committed, `close` when the training has ended, maybe twice."""
+    """`push` is called at the commit of each step, without an await in between. `close` is called once or twice at the end."""
 
     def push(self, item: T_in) -> None: ...
 
@@ -76,46 +74,43 @@ class Listener(Protocol[T_in]):
 
 
 class Listeners(Generic[T]):
-    """Everybody who listens to one run, held by weak references."""
+    """The listeners of a run, held by weak references."""
 
     def __init__(self) -> None:
         self._all: WeakSet[Listener[T]] = WeakSet()
-        self._over = False
+        self._closed = False
 
     def add(self, listener: Listener[T]) -> None:
-        """From now on. It is closed at once where the training has ended."""
+        """Add a listener. If the training has ended, `listener` is closed at once."""
         self._all.add(listener)
-        if self._over:
+        if self._closed:
             listener.close()
 
     def push(self, item: T) -> None:
-        """To all of them."""
+        """Push `item` to all listeners."""
         for listener in self._all:
             listener.push(item)
 
     def close(self) -> None:
-        """All of them, and those that are added later."""
-        self._over = True
+        """Close all listeners, and those that are added later."""
+        self._closed = True
         for listener in self._all:
             listener.close()
 
 
 class StepStream(Generic[T]):
-    """An asynchronous iterator over what is pushed from its making on, not only from its first `anext`.
-
-    It holds no resource: who leaves the loop early just drops it (the Runtime keeps a weak reference).
-    """
+    """An asynchronous iterator over all items that are pushed after the constructor, even before the first `anext`.
+    The stream holds no resource, and the Runtime has a weak reference: a loop may simply be left early."""
 
     def __init__(self) -> None:
-        # None: nothing more comes.
-        self._items: asyncio.Queue[T | None] = asyncio.Queue()
+        self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None ends the stream
 
     def push(self, item: T) -> None:
-        """The next item, kept until it is asked for."""
+        """Append an item. The queue has no limit."""
         self._items.put_nowait(item)
 
     def close(self) -> None:
-        """Nothing more will come: what is buffered is still delivered."""
+        """End the stream after the items that are in the queue."""
         self._items.put_nowait(None)
 
     def __aiter__(self) -> StepStream[T]:
@@ -124,39 +119,37 @@ class StepStream(Generic[T]):
     async def __anext__(self) -> T:
         item = await self._items.get()
         if item is None:
-            self.close()  # for the next who asks
+            self.close()  # ends a further `anext`, too
             raise StopAsyncIteration
         return item
 
 
 @contextlib.contextmanager
 def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Freeze what start-up made, and yield a function that makes a full collection where one is due: call it between two steps.
-
-    A full collection holds the GIL, once transformers is loaded for 0.2 to 0.4 s, and Python makes one wherever an allocation
-    happens to make it due. It takes at most a hundredth of the time here. A program that disabled the collector, or froze its own
-    objects, keeps that; nothing is changed then.
-    """
-    found, due = gc.get_threshold(), 0.0
+    """Freeze the objects of the start, and yield a function that makes a full collection if one is due. Call it between two steps.
+    A full collection holds the GIL for 0.2 to 0.4 s once transformers is loaded, and Python would start one during any allocation.
+    The yielded function uses at most 1 % of the time. If the program has disabled the collector or frozen objects, nothing is
+    changed."""
+    thresholds, next_allowed = gc.get_threshold(), 0.0
     if not gc.isenabled() or gc.get_freeze_count():
         yield lambda: None
         return
 
     def collect() -> None:
-        nonlocal due
+        nonlocal next_allowed
         began = time.perf_counter()
-        if gc.isenabled() and gc.get_count()[2] > found[2] and began > due:
+        if gc.isenabled() and gc.get_count()[2] > thresholds[2] and began > next_allowed:
             with recorder.work("event loop", "collect garbage"):
                 gc.collect()
-            due = time.perf_counter() + 100 * (time.perf_counter() - began)
+            next_allowed = time.perf_counter() + 100 * (time.perf_counter() - began)
 
-    # Else garbage would be frozen, too, and the memory that it holds.
+    # Frozen garbage would never be freed.
     gc.collect()
     gc.freeze()
-    # Without steps, as in a program that only generates, Python collects by itself, later.
-    gc.set_threshold(found[0], found[1], 100 * found[2])
+    # A program that only generates commits no step. Python then makes the full collections, but a hundred times as rarely.
+    gc.set_threshold(thresholds[0], thresholds[1], 100 * thresholds[2])
     try:
         yield collect
     finally:
-        gc.set_threshold(*found)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

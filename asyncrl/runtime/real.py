@@ -51,7 +51,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     OutOfMemory, WorkerDied."""
     decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
-    run.stages.say("measuring prompts and memory")
+    run.stages.show("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     run.placed = placement.line
     own_environment = decided.environment is not None
@@ -68,7 +68,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))
     run.lanes = (lane,)
-    run.stages.say(f"loading: about {needed / GIB:.2f} GiB for the run")
+    run.stages.show(f"loading: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         core = await lane.run(lambda: _load(run), name="start/load")
         run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
@@ -115,7 +115,7 @@ def _load(run: OpenRun) -> TorchTrainer:
     config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
-        run.verdict = check_for(config, module, device, run.stages.say)
+        run.verdict = check_for(config, module, device, run.stages.show)
         return run.verdict.path
 
     policy, tokenizer, core = _build(config, run.world, device, choose)
@@ -193,7 +193,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
             None if logs is None else logs / f"worker-{number}.log",
         )
 
-    engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.say)
+    engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.show)
     posted = WeightPublisher(policy, board, engine, run.lanes[0])
     # The workers, which read the board, end before it is closed.
     stack.callback(posted.close)

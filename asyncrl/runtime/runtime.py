@@ -1,12 +1,11 @@
-"""The facade: `async with Runtime(config) as rt`, in `asyncrl.main` or inside somebody else's event loop.
+"""The facade: `async with Runtime(config) as rt`, in `asyncrl.main` or in a program's own event loop.
 
 states      new -> open -> closed; opened and closed in the same task
-open        what the run is gets decided (`decided.py`) and then opened (`opening.py`), whole or not at all; what is asked of the
-            Runtime before is a LifecycleError
-tasks       one task group (the supervisor); a pump that dies cancels the block and its error is raised at its end
-at the end  clean exit: what was submitted is trained (a last, smaller step where `train.partial_final_step`)
-            error or cancellation: the open step is aborted, its groups are dropped and counted
-            always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, books checked
+open        `decided.py` resolves the settings, then `opening.py` opens the parts; if one part fails, the others are closed
+tasks       one task group (the supervisor); the error of a pump cancels the block and is raised at the end of the block
+at the end  without an error: submitted groups are trained (in a last, smaller step under `train.partial_final_step`)
+            error or cancellation: the open step is aborted; its groups are dropped and counted
+            always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, a check of the books
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from .progress import Listener, Listeners, Stages, StepStream
 
 logger = logging.getLogger("asyncrl.runtime")
 
-# Runtimes of a process open one after another, in whatever loops: transformers changes torch's own functions while it builds a
-# model, and what `inputs` reads before a run belongs to the process.
+# Held while a Runtime opens, by any loop of the process: transformers replaces functions of torch while it builds a model, and
+# `inputs` keeps the rows that it has read in globals.
 _OPENING = threading.Lock()
 
 
@@ -66,10 +65,10 @@ class _State(Enum):
 
 
 class Runtime:
-    """A run inside an event loop: `async with Runtime(config) as rt`. It is opened and closed in the same task.
-
+    """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close it.
     `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
-    `steps` iterates over what was trained."""
+    `steps` iterates over the committed steps. Outside of the block all methods raise LifecycleError; after the block properties,
+    `summary`, `note` and `announce` may still be used."""
 
     def __init__(
         self,
@@ -83,13 +82,11 @@ class Runtime:
         checked: bool = False,
         hard_exit: bool = False,
     ) -> None:
-        """`rewards`, `environment`, `hooks`: objects instead of names; `prompts`: as a data function may return them.
-
-        `write=False` leaves no run directory behind. `checked`: `check_start` was called. `hard_exit`: the watchdog may end a
-        wedged process (both: `main` only).
-        """
-        given = [rewards] if callable(rewards) else list(rewards)
-        specs = [r if isinstance(r, RewardSpec) else RewardSpec(r) for r in given]
+        """`rewards`, `environment`, `hooks`: objects instead of the names in the configuration. `prompts`: rows, in any form that a
+        data function may return. `write=False`: make no run directory.
+        For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end a process that hangs."""
+        functions = [rewards] if callable(rewards) else list(rewards)
+        specs = [function if isinstance(function, RewardSpec) else RewardSpec(function) for function in functions]
         self._decide = partial(
             decide,
             config,
@@ -105,9 +102,9 @@ class Runtime:
         self._state = _State.NEW
         self._task: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
-        self._run: OpenRun | None = None  # from the end of the opening on, also when it is closed
+        self._run: OpenRun | None = None  # set at the end of the opening
         self._stages = Stages()
-        self._stall: StallError | None = None  # while it is being opened
+        self._stall: StallError | None = None  # a stall during the opening
         self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(config.watchdog)
 
@@ -115,20 +112,23 @@ class Runtime:
 
     async def __aenter__(self) -> Runtime:
         if self._state is not _State.NEW:
-            raise LifecycleError(f"a Runtime is opened once; this one is {self._state.value}. Make a new one")
+            raise LifecycleError(
+                f"a Runtime can be opened once, and this Runtime is already {self._state.value}; make a new Runtime"
+            )
         self._state, self._task = _State.OPEN, asyncio.current_task()
         await self._stack.__aenter__()
-        if not self._hard_exit:  # else the end of the process names them
-            self._stack.callback(_name_left, exit_blockers())
+        # With `hard_exit`, `main` names the blockers when the process ends.
+        if not self._hard_exit:
+            self._stack.callback(_warn_of_exit_blockers, exit_blockers())
         try:
-            await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
+            await self._stack.enter_async_context(self._watchdog)  # first, so it is closed last
             self._stack.enter_context(standing_by())
             try:
                 await offload(_OPENING.acquire, "the opening of another Runtime")
                 decided = await self._decide(self._stages)
                 self._run = await open_run(decided, self.recorder, self._listeners, self._stages, self._stack)
             finally:
-                # A cancelled `offload` ends once its thread has the lock, so the lock is released here, too.
+                # Also after a cancellation: a cancelled `offload` does not return before its thread has the lock.
                 if _OPENING.locked():
                     _OPENING.release()
         except BaseException as error:
@@ -158,8 +158,8 @@ class Runtime:
         return await self._unwind(error)
 
     async def _unwind(self, error: BaseException | None) -> bool | None:
-        """Close everything and raise the first error, with notes of the errors that closing raised. An error of closing that is the
-        cause of the first one is raised instead."""
+        """Close all parts. Raises the first error, with the errors of the closing as notes.
+        If an error of the closing is the cause of the first error, that cause is raised instead."""
         try:
             return await self._stack.__aexit__(
                 type(error) if error else None, error, error.__traceback__ if error else None
@@ -178,26 +178,26 @@ class Runtime:
             raise first from first.__cause__
 
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
-        """Its questions come from a thread of its own, also while the run is being opened."""
+        """The watchdog calls these functions on its own thread, also during the opening."""
 
-        def standing() -> ProgressLimit | None:
-            stage = self._stages.standing(settings.stage_timeout_s)
-            return self._run.standing() if stage is None and self._run is not None else stage
+        def progress_limit() -> ProgressLimit | None:
+            stage_limit = self._stages.progress_limit(settings.stage_timeout_s)
+            return self._run.progress_limit() if stage_limit is None and self._run is not None else stage_limit
 
         return Watchdog(
             settings,
             recorder=self.recorder,
             lanes=self._stages.lanes,
-            progress_limit=standing,
-            on_stall=self._end,
+            progress_limit=progress_limit,
+            on_stall=self._fail_on_stall,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
             silent_ranks=self._stages.silent_ranks,
             hard_exit=self._hard_exit,
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
 
-    def _end(self, error: StallError) -> None:
-        """The run stalls: fail it, or cancel its opening. A stage of the end can only be ended with the process."""
+    def _fail_on_stall(self, error: StallError) -> None:
+        """Fail the run, or cancel its opening. If the run stalls at its end, this has no effect: then the process must be ended."""
         if self._run is not None:
             self._run.supervisor.fail(error)
         elif self._task is not None:
@@ -205,42 +205,42 @@ class Runtime:
             self._task.cancel()
 
     def expect_end(self, reason: str) -> None:
-        """The program is about to cancel the block, because of a signal of that name: from now on the end may take
-        `watchdog.abort_grace_s`."""
+        """Call before the block is cancelled because of a signal. The end must then take at most `watchdog.abort_grace_s`.
+        `reason`: the name of the signal."""
         if self._run is not None:
             self._run.stopped_by = reason
             self._run.checkpointer.hurry(self._run.config.watchdog.abort_grace_s)
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or the last one made."""
+        """Whether a checkpoint is being written, or the last checkpoint is being made."""
         return self._run is not None and self._run.checkpointer.saving
 
     # -- a run over configured data --------------------------------------------------------------------------------
 
     async def run(self) -> RunSummary:
-        """Train on the configured prompts, or on what comes through `door.ring` (`asyncrl.runtime.door`), until `max_steps`,
-        `max_epochs` or the time limit. Once per Runtime."""
-        return await self._open("run").run()
+        """Train on the configured prompts, or on groups of `door.ring` (`asyncrl.runtime.door`), until `max_steps`, `max_epochs` or
+        the time limit. May be called once."""
+        return await self._require_open("run").run()
 
     def start(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-        """Run `work(*arguments)` beside the pumps until it ends or the block does; if it fails, the run fails with its error."""
-        self._open("start").supervisor.start(name, work, *arguments)
+        """Run `work(*arguments)` as a task beside the pumps. Its error fails the run. The end of the block cancels the task."""
+        self._require_open("start").supervisor.start(name, work, *arguments)
 
     def note(self, text: str) -> None:
-        """A line for people on the live view."""
-        self._opened("note").journal.live.note(text)
+        """Print a line above the live view."""
+        self._require_run("note").journal.live.note(text)
 
     def announce(self) -> None:
-        """A few plain lines on what starts, and the warnings of the configuration."""
-        run, path = self._opened("announce"), self.directory.path if self.directory else None
+        """Print the first lines of the run: sizes, placement, the model's path, warnings."""
+        run, path = self._require_run("announce"), self.directory.path if self.directory else None
         outside = run.decided.rows is None and self.config.data.train is None
         for line in announcement(self.config, path, run.verdict, run.placed, outside=outside):
             self.note(line)
 
     def summary(self) -> RunSummary:
-        """How far the run is, or how it ended."""
-        return self._opened("summary").summary()
+        """The state of the run, or its result after the end."""
+        return self._require_run("summary").summary()
 
     # -- embedding -------------------------------------------------------------------------------------------------
 
@@ -252,21 +252,20 @@ class Runtime:
         sampling: SamplingParams | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
-        """Sample a group of `n` completions: a string or messages go through the tokenizer as configured, ints are token ids.
-
-        Each call has a group id of its own, which keys its randomness: two calls with the same arguments differ, as the members
-        of one do. `rollout.retries` and `rollout.timeout_s` hold here, too. Errors: `GenerationError`, `LifecycleError`.
+        """Sample a group of `n` completions. `prompt`: text or messages, which are tokenized as configured, or token ids.
+        Each call has a new group id, from which its random numbers are derived, so two equal calls return different completions.
+        `rollout.retries` and `rollout.timeout_s` apply. `columns`: of the prompt, for reward functions. Errors: `GenerationError`.
         """
-        ports = self._open("generate").ports
+        ports = self._require_open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
         if sampling is None:
             return await play(Episodes(ports), prepared, n, ports.engine.generate)
-        played = await play(
-            Episodes(ports), prepared, n, lambda asked: ports.engine.generate(replace(asked, sampling=sampling))
+        trajectories = await play(
+            Episodes(ports), prepared, n, lambda request: ports.engine.generate(replace(request, sampling=sampling))
         )
-        # An environment stamps the run's temperature, and a trainer divides the logits by what is stamped.
-        return [replace(trajectory, temperature=sampling.temperature) for trajectory in played]
+        # The environment has set the run's temperature. The trainer divides logits by the temperature of the trajectory.
+        return [replace(trajectory, temperature=sampling.temperature) for trajectory in trajectories]
 
     async def submit(
         self,
@@ -277,44 +276,44 @@ class Runtime:
         components: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Hand over a whole group with one reward each; None: the run's reward functions score that member, with `columns`
-        as the columns of its prompt. Waits for a slot (backpressure). Shaping and filters act as on the run's own groups.
-        `components` of the reward, `metrics` of your own: by name a number or None for each trajectory, or one number for all. The
-        step that trains the group has them in `reward/NAME/mean` and `reward/own/NAME/mean`.
+        """Submit all trajectories of a group, with one reward each. Waits for a slot (backpressure).
 
-        False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
-        Errors: DataError (a ValueError) that names the member and the field that cannot be trained; LifecycleError.
+        A reward of None: the run's reward functions score that trajectory, with `columns` as the columns of its prompt.
+        `components` of the reward, `metrics` of your own: name -> a number or None for each trajectory, or one number for all. The
+        metrics of the step are `reward/NAME/mean` and `reward/own/NAME/mean`. Reward shaping and filters apply.
+
+        Returns False if the oldest token is too old for `max_staleness`: the group is counted and not trained.
+        Errors: DataError (a ValueError) that names the member and the field that cannot be trained.
         """
-        graph = self._open("submit").graph
+        graph = self._require_open("submit").graph
         members, prompt = as_group(self.tokenizer, trajectories, rewards, components, metrics, columns)
         return await graph.submit(members, prompt)
 
     def log(self, name: str, value: float) -> None:
-        """A metric of your own, from any thread: `own/NAME` of a step is the mean of what all ranks logged since the step before;
-        the last line has what came after it. Errors: DataError for a name or a value that is none; LifecycleError."""
-        self._open("log")
-        for own, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
-            self.recorder.log(own, number)
+        """Log a metric of your own, from any thread. `own/NAME` of a step is the mean of all values since the step before, over all
+        ranks. Values after the last step are in the last line. Errors: DataError for an invalid name or value."""
+        self._require_open("log")
+        for metric, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
+            self.recorder.log(metric, number)
 
     async def evaluate(
         self, play: Callable[[Any], Awaitable[Trajectory]], prompts: Iterable[Any], *, name: str = "own"
     ) -> dict[str, float]:
-        """Evaluate a loop of your own: `await play(prompt)` returns the trajectory of an episode with its reward (None: the run's
-        functions score it), `evaluate.samples` times for each prompt, all at once. One that fails is played again, as those of an
-        environment. No step moves the weights meanwhile, so a `submit` inside of it may wait for ever.
-        The metrics are those of `data.eval`, `eval/NAME/avg@k` and so on; they stand in the line of this version.
-        """
-        run = self._open("evaluate")
+        """Evaluate a loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
+        `await play(prompt)` returns the trajectory of one episode with its reward; None: the run's functions score the trajectory.
+        A failed episode is played again. The weights do not change during the call, so a `submit` in `play` may wait for ever.
+        The metrics are those of `data.eval` (`eval/NAME/avg@k`, ...), and are written into the line of the current version."""
+        run = self._require_open("evaluate")
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
-            raise DataError(f"evaluate: {name!r} is the name of the evaluation of data.eval; choose another")
+            raise DataError(f"evaluate: {name!r} is the name of the evaluation of data.eval; choose another name")
 
         async def episode(prompt: Prompt, *_: Any) -> Trajectory:
-            played = await play(prompt.prompt)
-            if not isinstance(played, Trajectory):
-                raise DataError(f"evaluate: an episode returned {played!r:.80}; expected an asyncrl.Trajectory")
-            run.graph.intake.check(played, self.limits)
-            return played
+            trajectory = await play(prompt.prompt)
+            if not isinstance(trajectory, Trajectory):
+                raise DataError(f"evaluate: an episode returned {trajectory!r:.80}; expected an asyncrl.Trajectory")
+            run.graph.intake.check(trajectory, self.limits)
+            return trajectory
 
         ports = replace(run.ports, environment=SimpleNamespace(run=episode))
         pump = EvaluatePump(ports, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
@@ -324,127 +323,125 @@ class Runtime:
         return metrics
 
     async def finish(self) -> RunSummary:
-        """Say that no more groups come. What is here is trained, a smaller last step included, and `steps()` ends."""
-        run = self._open("finish")
+        """Declare that no group will be submitted any more. All groups are trained, then `steps()` ends."""
+        run = self._require_open("finish")
         await run.graph.drain()
         return run.summary()
 
     def steps(self) -> StepStream[StepReport]:
-        """`async for report in rt.steps()`: every step committed from this call on, until the training ends or the
-        Runtime closes."""
+        """`async for report in rt.steps()`: all steps that are committed after this call, until the training ends."""
         stream: StepStream[StepReport] = StepStream()
         self.listen(stream)
         return stream
 
     def listen(self, listener: Listener[StepReport]) -> None:
-        """Tell `listener` of every step from now on. The Runtime keeps a weak reference."""
-        self._open("listen")
+        """Notify `listener` of every step from now on. The Runtime keeps only a weak reference."""
+        self._require_open("listen")
         self._listeners.add(listener)
 
-    # -- state of an open or closed one ----------------------------------------------------------------------------
+    # -- state of an open or closed Runtime ------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The policy version: how many optimizer steps the weights have taken."""
-        return self._opened("version").ports.trainer.version
+        """The policy version: the number of optimizer steps behind the weights."""
+        return self._require_run("version").ports.trainer.version
 
     @property
     def intake(self) -> Intake:
-        """Where doors hand over groups of other processes. Errors: LifecycleError where this Runtime runs its own prompts."""
-        return self._open("intake").graph.open_intake()
+        """The intake for groups of other processes. Errors: also LifecycleError if this Runtime plays its own prompts."""
+        return self._require_open("intake").graph.open_intake()
 
     @property
     def config(self) -> Config:
-        """The resolved configuration: nothing in it is left to be derived."""
-        return self._opened("config").config
+        """The resolved configuration of this run."""
+        return self._require_run("config").config
 
     @property
     def world(self) -> World:
-        """The ranks of this run, and which of them this one is."""
-        return self._opened("world").world
+        """The ranks of this run, with the number of this rank."""
+        return self._require_run("world").world
 
     @property
     def directory(self) -> RunDirectory | None:
-        """The run directory; None if the run writes nothing."""
-        return self._opened("directory").directory
+        """The run directory; None if the run writes no files."""
+        return self._require_run("directory").directory
 
     @property
     def built(self) -> OpenRun:
-        """What is open of this rank: model, trainer, lanes and every port."""
-        return self._opened("built")
+        """The open parts of this rank: model, trainer, lanes, ports."""
+        return self._require_run("built")
 
     @property
     def limits(self) -> Limits:
-        """What a trajectory of this run may hold."""
-        return self._opened("limits").ports.limits
+        """The limits of a trajectory of this run."""
+        return self._require_run("limits").ports.limits
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, with its chat template. In a dry run bytes are tokens."""
-        return self._opened("tokenizer").tokenizer
+        """The model's tokenizer, with its chat template. In a dry run each byte is a token."""
+        return self._require_run("tokenizer").tokenizer
 
-    def _open(self, what: str) -> OpenRun:
+    def _require_open(self, method: str) -> OpenRun:
         if self._state is not _State.OPEN:
-            raise self._misused(what)
-        return self._opened(what)
+            raise self._misuse(method)
+        return self._require_run(method)
 
-    def _opened(self, what: str) -> OpenRun:
+    def _require_run(self, method: str) -> OpenRun:
+        """The run, open or closed."""
         if self._run is None:
-            raise self._misused(what)
+            raise self._misuse(method)
         return self._run
 
-    def _misused(self, what: str) -> LifecycleError:
+    def _misuse(self, method: str) -> LifecycleError:
         state = "not open yet" if self._state is _State.OPEN else self._state.value
-        return LifecycleError(f"Runtime.{what}: the Runtime is {state}; call it inside `async with Runtime(...)`")
+        return LifecycleError(
+            f"Runtime.{method}: the Runtime is {state}; use Runtime.{method} inside `async with Runtime(...)`"
+        )
 
 
 class NotebookRuntime(Runtime):
-    """`rt = await NotebookRuntime(config).open()` in one cell of a notebook, `await rt.close()` in another. A program uses
-    `async with Runtime`.
-
-    Each cell is a task, and a Runtime is closed by the task that opened it: so a task of its own holds it open in between.
-    """
+    """For notebooks: `rt = await NotebookRuntime(config).open()` in one cell, `await rt.close()` in another.
+    The same task must open and close a Runtime, but each cell is a task. So a background task opens, holds and closes it."""
 
     _holder: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
-        """Errors: those of opening a Runtime, LifecycleError."""
+        """Open the Runtime. Errors: those of opening a Runtime; LifecycleError if called twice."""
         if self._holder is not None:
-            raise LifecycleError("NotebookRuntime.open was called twice; make a new one")
-        self._close_asked, opened = asyncio.Event(), asyncio.Event()
+            raise LifecycleError("NotebookRuntime.open was called twice; make a new NotebookRuntime")
+        self._close_requested, opened = asyncio.Event(), asyncio.Event()
         self._holder = asyncio.create_task(self._hold(opened), name="asyncrl notebook")
         self._holder.add_done_callback(lambda _: opened.set())
         try:
             await opened.wait()
-        except asyncio.CancelledError:
-            # The cell was interrupted: what it began is ended.
+        except asyncio.CancelledError:  # the user interrupted the cell
             self._holder.cancel()
             await asyncio.wait([self._holder])
             raise
         if self._holder.done():
-            await self._holder  # raises what went wrong
-        self._holder.add_done_callback(self._say_end)
+            await self._holder  # raises the error of the opening
+        self._holder.add_done_callback(self._print_early_end)
         return self
 
     async def close(self) -> None:
-        """Trains what was submitted, and closes. Errors: what ended the training, also where that was long before."""
+        """Train all submitted groups, then close. Errors: the error that ended the training, maybe long before this call."""
         if self._holder is None:
-            raise LifecycleError("NotebookRuntime.close: it was never opened")
-        self._close_asked.set()
+            raise LifecycleError("NotebookRuntime.close was called before open; call open first")
+        self._close_requested.set()
         await asyncio.shield(self._holder)
 
     async def _hold(self, opened: asyncio.Event) -> None:
         async with self:
             opened.set()
-            await self._close_asked.wait()
+            await self._close_requested.wait()
 
-    def _say_end(self, holder: asyncio.Task[None]) -> None:
+    def _print_early_end(self, holder: asyncio.Task[None]) -> None:
         error = None if holder.cancelled() else holder.exception()
-        if error is not None and not self._close_asked.is_set():
+        if error is not None and not self._close_requested.is_set():
             print(f"asyncrl: the training ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def _name_left(before: Mapping[Any, str]) -> None:
-    """What was begun while the Runtime was open, in user code or a library, and holds the user's process now."""
-    if left := exit_blockers(before):
-        logger.warning("the Runtime is closed, and the process does not end before: %s", "; ".join(left.values()))
+def _warn_of_exit_blockers(before: Mapping[Any, str]) -> None:
+    """Warn of threads and processes that were started while the Runtime was open and that keep this process alive."""
+    if blockers := exit_blockers(before):
+        logger.warning("the Runtime is closed, and the process does not end before: %s", "; ".join(blockers.values()))

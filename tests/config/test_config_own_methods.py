@@ -246,8 +246,8 @@ def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: st
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Mean", "the sum of the batch cut into microbatches is not that of the whole"),
-        ("OfTheRest", "the gradient of the batch cut into microbatches"),
+        ("Mean", "the sum of the batch changes if the batch is cut into microbatches"),
+        ("OfTheRest", "the gradient of the batch changes if the batch is cut"),
         ("NotFinite", "numbers of its gradient are not finite"),
         ("Sampler", "its sum is nan"),
         ("Detached", "does not require grad"),

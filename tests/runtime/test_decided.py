@@ -71,7 +71,7 @@ def test_auto_on_a_gpu_is_by_its_compute_capability(
     said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
     assert lines == (said,)
     *_, lines = choose_dtype(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
-    assert any("no instructions for bfloat16 and emulates it" in line for line in lines) == (dtype == "float32")
+    assert any("no instructions for bfloat16: the emulation takes" in line for line in lines) == (dtype == "float32")
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -89,14 +89,14 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ("auto", 4, 3, 4, "cuda:3"),
         ("auto", 1, 3, 4, "cuda:0"),  # a launcher shows each rank its own
         ("auto", 2, 3, 4, "4 ranks on this machine, and torch sees 2 GPUs"),
-        ("cuda", 0, 0, 1, "torch finds no CUDA device here; use cpu or auto"),
+        ("cuda", 0, 0, 1, "torch finds no CUDA device on this machine; use cpu or auto"),
         ("cuda", 1, 0, 1, "cuda:0"),
         ("cuda", 4, 2, 4, "cuda:2"),
         ("cuda", 1, 2, 4, "cuda:0"),
         ("cuda", 2, 0, 4, "start as many ranks as there are GPUs"),
         ("cuda:2", 4, 0, 1, "cuda:2"),
         ("cuda:4", 4, 0, 1, "torch sees 4 GPU(s) here: cuda:0 to cuda:3"),
-        ("cuda:0", 4, 0, 2, "2 ranks of this machine would share it; use cuda"),
+        ("cuda:0", 4, 0, 2, "2 ranks of this machine would share that GPU; use cuda"),
     ],
 )
 def test_a_gpu_has_its_number_and_is_one_ranks_alone(
@@ -159,7 +159,8 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
         assert (await run.run()).version == 2
     said = capsys.readouterr().out
     assert (
-        "products in bfloat16 on cpu (the run was started with it, though this machine would take float32: auto" in said
+        "products in bfloat16 on cpu (the dtype at the start of the run; a new run on this machine would use float32: auto"
+        in said
     )
     assert "this CPU has no instructions for bfloat16" in said
     with pytest.raises(ConfigError, match=r"model.dtype: bfloat16 -> float32"):
@@ -188,7 +189,9 @@ def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: py
     meet(TwoRanks(0), *choose_dtype(config)[:2])  # type: ignore[arg-type]
     meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
     processor(monkeypatch, "avx2")
-    with pytest.raises(ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on that of rank 1; set it"):
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on the machine of rank 1; set"
+    ):
         meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
 
 
@@ -224,5 +227,5 @@ class TensorFloat32(TorchFunctionMode):
 def test_the_gate_blames_tf32_and_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    with TensorFloat32(), pytest.raises(ConfigError, match=r"6e-04 from float64, .*NVIDIA_TF32_OVERRIDE \(it is 1\)"):
+    with TensorFloat32(), pytest.raises(ConfigError, match=r"6e-04 from float64, .*NVIDIA_TF32_OVERRIDE \(now 1\)"):
         check_model(model)

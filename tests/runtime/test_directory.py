@@ -193,7 +193,7 @@ async def test_a_restart_of_the_same_job_goes_on_and_moves_nothing_aside(
     monkeypatch.setattr(launcher, "_PROCESS", "another")
     for resume, goes_on in (("auto", True), ("true", True), ("false", False)):  # who wants new runs alone says so
         found = await anyio.to_thread.run_sync(RunDirectory, config_of(tmp_path, f"resume={resume}", base=tree))
-        assert (found.goes_on, found.restart is not None) == (goes_on, resume == "auto")
+        assert (found.resumes, found.restart is not None) == (goes_on, resume == "auto")
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/run"])
@@ -207,7 +207,7 @@ def test_a_file_in_its_place_is_one_sentence(
         assert main([str(write_yaml(tmp_path, DRY)), *more]) == 2
         error = capsys.readouterr().err
         assert "Traceback" not in error
-        assert "a file stands where a directory is needed" in error or "holds no run" in error
+        assert "there is a file where a directory is needed" in error or "holds no run" in error
     assert (tmp_path / place).read_text() == "mine"
 
 
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_for_rollouts_costs_no_checkpoint(tmp_path: Path) ->
     ended, run = limited(tmp_path, tree, 10**6), tmp_path / "runs/run"
     assert ended.returncode == 0, ended.stderr
     assert "could not write runs/run/rollouts/step_1.jsonl: File too large; the run goes on without" in ended.stderr
-    assert "3 times something could not be written; the last: runs/run/rollouts/step_3.jsonl" in ended.stderr
+    assert "3 writes failed; the last: runs/run/rollouts/step_3.jsonl" in ended.stderr
     said = [
         line for line in ended.stderr.splitlines() if not line.startswith("event loop blocked")
     ]  # on a busy machine
@@ -269,7 +269,7 @@ def test_rollouts_leave_room_for_the_checkpoint(tmp_path: Path, monkeypatch: pyt
         process = Process(tmp_path, str(write_yaml(tmp_path, REAL)), f"run.dir={disk}/runs", "train.max_steps=60")
         assert process.wait() == 0, process.output
         run = disk / "runs/run"
-        assert "are kept for a checkpoint; the run goes on without" in process.output
+        assert "are reserved for a checkpoint; the run goes on without" in process.output
         assert 10 < len(list((run / "rollouts").iterdir())) < 60
         assert (run / "checkpoints/latest").resolve().name == "step_60"
     finally:
@@ -365,7 +365,7 @@ def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path) -> No
     assert re.search(f"the run that was here is now {tmp_path}/exp.2.*; the newest 2 such runs are kept", said[0])
     names = {each.name for each in tmp_path.iterdir()}
     assert names > {"exp", *others, *aside, "exp.20250101-000000"}
-    assert any(f"{aside[0]}, an older one, stays: no run made its paper" in line for line in said)
+    assert any(f"{aside[0]} is kept: no run made its paper" in line for line in said)
     assert len(names) == 1 + len(others) + len(aside) + 1 + 2 and sum("removed" in line for line in said) > 0
 
 
@@ -434,7 +434,7 @@ def test_without_its_lock_file_a_directory_is_locked(tmp_path: Path, gone: str) 
             shutil.rmtree(each) if each.is_dir() else each.unlink()
     with pytest.raises(ConfigError, match="in use by another run"):
         opened(tmp_path, "exp", "run.overwrite=true")
-    directory.look()
+    directory.check_still_ours()
     directory.close()
     opened(tmp_path, "exp")[0].close()
 
@@ -448,11 +448,11 @@ def test_where_no_locks_are_it_is_said_and_the_first_run_ends(tmp_path: Path, mo
     monkeypatch.setattr("fcntl.flock", refused)
     first, [said] = opened(tmp_path, "exp")
     assert f"{tmp_path}/exp cannot be locked (No locks available): start no second run there" in said
-    first.look()
+    first.check_still_ours()
     second, _ = opened(tmp_path, "exp")
     with pytest.raises(DirectoryLost, match=rf"another run writes there \(process {os.getpid()} on "):
-        first.look()
-    second.look()
+        first.check_still_ours()
+    second.check_still_ours()
     assert first.path.parent == tmp_path and first.path != second.path and first.config_file.exists()
     first.close()
     assert (tmp_path / "exp/.lock").exists()  # of the second
@@ -469,10 +469,10 @@ def _overwritten(path: Path) -> None:
     [
         (
             lambda path: path.rename(path.with_name("moved")),
-            r"was moved to .*/moved\. The last checkpoint goes to .*/moved:",
+            r"was moved to .*/moved\. The last checkpoint is written to .*/moved:",
         ),
-        (shutil.rmtree, r"it was removed\. The last checkpoint goes to .*/run\.\d"),
-        (_overwritten, r"another one took its place\. The last checkpoint goes to .*/run\.\d"),
+        (shutil.rmtree, r"it was removed\. The last checkpoint is written to .*/run\.\d"),
+        (_overwritten, r"another directory replaced it\. The last checkpoint is written to .*/run\.\d"),
     ],
 )
 def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
@@ -499,7 +499,7 @@ def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
     with pytest.raises(DirectoryLost, match=said) as lost:
         asyncio.run(program())
     assert 1 <= trained < 50
-    place = Path(re.search("goes to (.*?):", str(lost.value))[1])  # type: ignore[index]
+    place = Path(re.search("written to (.*?):", str(lost.value))[1])  # type: ignore[index]
     again = load_config([place / "config.yaml"], [f"run.dir={place.parent}", f"run.name={place.name}", "resume=true"])
     assert SavedRun.latest(RunDirectory(again)).version == trained
     left = {each.name for each in (runs / "run").iterdir()} if (runs / "run").exists() else set()

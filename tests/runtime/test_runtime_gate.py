@@ -262,9 +262,7 @@ def test_a_model_into_which_other_parts_were_put_is_refused(layer: int) -> None:
     model = llama()
     own = model.model.layers[layer].self_attn.q_proj
     model.model.layers[layer].self_attn.q_proj = AdaptedLinear(own.in_features, own.out_features, bias=False)
-    with pytest.raises(
-        ConfigError, match=rf"its model.layers.{layer}.self_attn.q_proj is a .*AdaptedLinear, where its"
-    ):
+    with pytest.raises(ConfigError, match=rf"its model.layers.{layer}.self_attn.q_proj is a .*AdaptedLinear, but its"):
         check_model(model)
 
 
@@ -275,7 +273,9 @@ def test_a_model_that_cannot_be_built_small_is_refused_with_a_sentence() -> None
                 raise RuntimeError("not so small")
             super().__init__(config)
 
-    with pytest.raises(ConfigError, match=r"a small copy of it fails in transformers \(RuntimeError: not so small\)"):
+    with pytest.raises(
+        ConfigError, match=r"a small copy of the model fails in transformers \(RuntimeError: not so small\)"
+    ):
         check_model(OddForCausalLM(LlamaConfig(**GATED | {"vocab_size": 512})))
 
 
@@ -299,8 +299,8 @@ def break_scale(patch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 def break_mask(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Windows are one token too wide."""
-    within = AttentionTerms.within
-    patch.setattr(AttentionTerms, "within", lambda self, longest: replace(within(self, longest), window=9))
+    within = AttentionTerms.simplified_for
+    patch.setattr(AttentionTerms, "simplified_for", lambda self, longest: replace(within(self, longest), window=9))
     return built(MistralConfig(**GATED, sliding_window=8))
 
 
@@ -356,13 +356,13 @@ def break_wide_window(patch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 def break_sinks(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Heads have each other's sinks."""
-    within = AttentionTerms.within
+    within = AttentionTerms.simplified_for
 
     def wrong(self: AttentionTerms, longest: int) -> AttentionTerms:
         terms = within(self, longest)
         return terms if terms.sinks is None else replace(terms, sinks=terms.sinks.flip(0))
 
-    patch.setattr(AttentionTerms, "within", wrong)
+    patch.setattr(AttentionTerms, "simplified_for", wrong)
     return gpt_oss()
 
 
@@ -406,7 +406,7 @@ def test_experts_that_are_run_otherwise_than_by_the_model_are_not_taken(monkeypa
     with monkeypatch.context() as patch:
         model = break_experts(patch)
         verdict = check_model(model, paths=[FUSED, PACKED])
-    assert "the fused decoder does not know" in verdict.results[0].reason and verdict.path == PACKED
+    assert "the fused decoder does not support" in verdict.results[0].reason and verdict.path == PACKED
     assert check_model(model, paths=[FUSED, PACKED]).path == FUSED
 
 
@@ -469,7 +469,7 @@ def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
     past = llama(rope_parameters=dict(rope), max_position_embeddings=19)
     verdict = check_for(config, past)
     assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
-    said = "their sampler has to turn rows by the rotary frequencies named above"
+    said = "they must use the rotary frequencies named above"
     assert any(said in line for line in announcement(config, None, verdict, "", outside=True))
     assert not any(said in line for line in announcement(config, None, verdict, ""))
     monkeypatch.setattr(gate_trial, "hold_frequencies", lambda module, longest: True)  # as if each row had its own
@@ -508,12 +508,12 @@ def test_rows_that_a_table_of_positions_does_not_hold_are_refused(tmp_path: Path
 
 def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> None:
     keep = resolve(config_of(tmp_path, "engine.kv_after_update=keep"), 1)
-    with pytest.raises(ConfigError, match="set it to recompute, or leave it out"):
+    with pytest.raises(ConfigError, match="to recompute, or leave the setting out"):
         check_for(keep, stateful())
     assert check_for(keep, llama()).path == FUSED
     for setting in ("recompute", "null"):
         config = resolve(config_of(tmp_path, f"engine.kv_after_update={setting}"), 1)
-        assert any("rebuilt after an update" in line for line in check_for(config, stateful()).lines())
+        assert any("rebuilds caches after an update" in line for line in check_for(config, stateful()).lines())
 
 
 # -- as users meet it ---------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "watchdog": {"stage_timeout_s": 4.0},
         },
         [
-            "what was cancelled when the training ended (HookError: hook after_advantages",
+            "a task that was cancelled when the training ended (HookError: hook after_advantages",
             "has gone on for",
             "of group 4 waits for its episode from the environment",
             "runtime_model.py",
@@ -150,7 +150,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "data that never comes": (
         DRY | {"data": DRY["data"] | {"train": f"{MODEL}:rows_never"}, "watchdog": {"stage_timeout_s": 4.0}},
-        ["the run stands still at 'looking at the device, the settings and the files", "rows_never"],
+        ["the run stands still at 'checking the device, the settings and the files", "rows_never"],
     ),
     "model that never comes": (
         REAL | {"model": {"path": f"{MODEL}:build_hanging", "dtype": "float32"}, "watchdog": {"stage_timeout_s": 4.0}},

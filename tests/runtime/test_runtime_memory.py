@@ -112,7 +112,7 @@ async def test_a_run_makes_room_for_the_prompts_that_a_program_brings(tmp_path: 
 
 def test_a_sample_of_prompts_is_said_to_be_one(tmp_path: Path) -> None:
     prompts = measure_prompts(with_file(tmp_path, [3] * 1500))
-    assert prompts.how == "the longest of 1000 of 1500 prompts, a sample; a longer one waits for room"
+    assert prompts.how == "the longest of 1000 of 1500 prompts, a sample; a longer prompt waits for room"
 
 
 @pytest.mark.parametrize("source", ["environment", "own environment", "ring"])

@@ -62,7 +62,7 @@ print("left")
 
 async def test_opened_and_closed_in_different_tasks(tmp_path: Path) -> None:
     runtime = NotebookRuntime(embedded(tmp_path, DRY), write=False)
-    with pytest.raises(LifecycleError, match="never opened"):
+    with pytest.raises(LifecycleError, match="was called before open"):
         await runtime.close()
     assert await asyncio.create_task(runtime.open()) is runtime
     with pytest.raises(LifecycleError, match="twice"):

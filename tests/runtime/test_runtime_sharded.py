@@ -141,7 +141,7 @@ def test_a_bit_of_another_ranks_part_is_noticed(two_ranks: tuple[Path, Process])
 
 async def test_another_number_of_ranks_is_refused(two_ranks: tuple[Path, Process]) -> None:
     folder, _ = two_ranks
-    with pytest.raises(CheckpointError, match="written by 2 ranks and this run has 1; start it with the same number"):
+    with pytest.raises(CheckpointError, match="written by 2 ranks and this run has 1; start the run with 2 ranks"):
         await run(folder, "resume=true", "train.max_steps=7", base=SHARDED | FAST)
 
 

@@ -167,7 +167,7 @@ async def test_a_worker_that_is_started_again_is_no_stage_of_the_run(tmp_path: P
                         break
                 engine: Any = runtime.built.ports.engine
                 await engine.all_serve()
-                assert runtime._stages.standing(1.0) is None
+                assert runtime._stages.progress_limit(1.0) is None
                 scope.cancel()
 
 
