@@ -219,8 +219,8 @@ def _scored(rows: Sequence[_PackedRow], name: str, dtype: Any) -> npt.NDArray[An
     for row in rows:
         column, part = getattr(row.trajectory, name), joined[start : start + row.scored.size]
         if row.scored_slice is not None:
-            # A copy of a short slice does not release the GIL, but np.take does. To get the GIL back from a thread
-            # that trains takes up to 5 ms, and this code runs on the thread of the event loop.
+            # A copy of a short slice does not release the GIL, but np.take does. A thread that trains may then keep the
+            # GIL for 5 ms, and the event loop, which runs on this thread, would wait.
             part[:] = column[row.scored_slice]
         elif column.dtype == part.dtype:
             # Any other mode allocates a buffer.

@@ -10,7 +10,7 @@ Guarantees
 - `prompt_for()` tokenizes at most one row. `next()` tokenizes one row more for each skipped row.
 
 The order of an epoch is a keyed permutation, and each position of the permutation is computed by itself. So an epoch of
-millions of rows starts without a sort on the event loop, and the row of a group id needs no stored state.
+millions of rows starts without a sort on the event loop. The row of a group id is found without stored state.
 """
 
 from __future__ import annotations

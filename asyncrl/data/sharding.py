@@ -59,7 +59,7 @@ class Sharding:
         """
         for rank, (rank_results, shard) in enumerate(zip(results, self.shards, strict=True)):
             if len(rank_results) != len(shard.meta):
-                raise DataError(f"rank {rank} brought {len(rank_results)} rows back; its shard has {len(shard.meta)}")
+                raise DataError(f"rank {rank} gave {len(rank_results)} results for {len(shard.meta)} rows of its shard")
         joined = [result for rank_results in results for result in rank_results]
         return [joined[i] for i in self.inverse.tolist()]
 
@@ -88,7 +88,7 @@ def pack_bins(
             "capacity, round_to, min_bins and bins_multiple must be at least 1; found "
             f"{capacity}, {round_to}, {min_bins} and {bins_multiple}"
         )
-    sizes = [-(-int(length) // round_to) * round_to for length in lengths]
+    sizes = [-(-int(length) // round_to) * round_to for length in lengths]  # rounded up
     if sizes and max(sizes) > capacity:
         longest = int(np.argmax(sizes))
         raise DataError(
@@ -97,7 +97,7 @@ def pack_bins(
         )
     bins = _in_order(sizes, capacity) if packer == "in_order" else _first_fit(sizes, capacity)
     count = max(len(bins), min_bins)
-    count = -(-count // bins_multiple) * bins_multiple
+    count = -(-count // bins_multiple) * bins_multiple  # rounded up
     if len(sizes) < count and not allow_empty:
         raise DataError(
             f"{len(sizes)} sequences cannot fill {count} bins (a multiple of {bins_multiple}); use more sequences or fewer bins"
@@ -121,7 +121,7 @@ def _in_order(sizes: list[int], capacity: int) -> Bins:
 
 def _first_fit(sizes: list[int], capacity: int) -> Bins:
     bins: Bins = []
-    room: list[int] = []
+    room: list[int] = []  # free tokens of each bin
     for index in _longest_first(sizes):
         bin_index = next((i for i, free in enumerate(room) if free >= sizes[index]), None)
         if bin_index is None:
@@ -176,7 +176,7 @@ def shard_packed(
     """Sequence packing: every microbatch is a bin of `pack_bins`. The number of bins is a multiple of `ranks`.
 
     Bins are sorted by tokens and assigned in rounds of `ranks` bins. In each round the rank with the fewest tokens gets the
-    fullest bin, so all ranks have about equal work in each round and in the step. Errors: DataError.
+    fullest bin. So all ranks have about equal work in each round and in the step. Errors: DataError.
     """
     lengths = _lengths(meta, ranks)
     bins = pack_bins(

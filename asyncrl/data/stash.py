@@ -217,8 +217,8 @@ class Stash(Generic[C]):
     ) -> StashedGroup[C] | None:
         """Add all members of one group in one call, faster than by `add`. Returns the whole group.
 
-        Returns None and changes nothing if the caller must use `add`: the members are not exactly one whole group, the group
-        has waiting members or ended before, a member is too old, or the stash is full. Errors: ValueError for several groups.
+        Returns None and changes nothing if the caller must use `add`. Reasons: the members are no whole group, some members
+        wait already, the group ended, a member is too old, or the stash is full. Errors: ValueError for several groups.
         """
         if not whole_group(trajectories):
             return None

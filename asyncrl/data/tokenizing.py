@@ -2,9 +2,9 @@
 
     prompt of a row --> messages (`read_prompt`) --> cleaned messages --> rendered text --> token ids
 
-Only the template may write control tokens (`data.control_tokens`). A message, a tool's output, a tool's schema or a template
-argument is always encoded as text, even if the text of a control token is in it. `PromptEncoder.notes` counts rows which are
-probably not rendered as their author expects, and a run prints these counts at its start.
+Only the template may write control tokens (`data.control_tokens`). Messages, tool outputs, tool schemas and template arguments
+are encoded as text, even if they contain the text of a control token. `PromptEncoder.notes` counts rows which are probably not
+rendered as their author expects, and a run prints these counts at its start.
 The tokenizer is any object with the interface of a Hugging Face tokenizer.
 """
 
@@ -237,7 +237,7 @@ class PromptEncoder:
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
     def _arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the template beside the messages. Those of the row override `data.chat_template_kwargs`."""
+        """Arguments of the template beside the messages. The row's arguments override `data.chat_template_kwargs`."""
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")

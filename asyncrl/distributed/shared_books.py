@@ -32,7 +32,7 @@ R = TypeVar("R")
 OnBooks = Callable[[int, Reservation], None]  # (number of a change, books after the change)
 
 BOOKS = "books"
-# Limit of deletions per change, because the caller waits. One per change is enough on average.
+# Limit of deletions per change, because the caller waits. On average a single deletion per change is enough.
 _MAX_DELETED = 8
 _WROTE = 1  # index in [awaited, wrote]
 
@@ -97,7 +97,7 @@ class SharedBooks:
             # A change that is not written yet must not be announced: watchers of other ranks would raise an error.
             number = min(self._awaited(), self._newest)
         except (StoreForged, LedgerError):
-            # Another program wrote the books. This announcement makes the watchers of other ranks read them, too.
+            # Another program wrote the books. With this announcement the watchers of other ranks read the books, too.
             self._call_store(self._store.set, announcement(self._newest + 1), _stamp(self._rank, time.time()))
             raise
         finally:

@@ -133,7 +133,7 @@ class StoreLedger:
                 self._broken = self._broken or error
             finally:
                 if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else the daemon thread stays
-                    # The thread has only to return. It must not run while the interpreter shuts down.
+                    # The thread has only to return, and must not run while the interpreter shuts down.
                     self._watch.join()
                 await self._lane.aclose()
 
@@ -254,7 +254,7 @@ class StoreLedger:
         return [ticket for _, ticket in sorted((live | self._open).items())]
 
     def committed_elsewhere(self) -> list[Ticket]:
-        """Those of `live_groups` in a step that another rank has committed and this rank has not."""
+        """The part of `live_groups` in a step that another rank has committed and this rank has not."""
         if self._books.turn <= self._turn:
             return []
         return [ticket for group, ticket in sorted(self._open.items()) if group not in self._books.entries]

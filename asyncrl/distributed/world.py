@@ -38,7 +38,7 @@ class World:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    # torchrun's count of restarts. It is part of the keys in the store, so that an attempt reads only its own keys.
+    # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
     restart: int = 0
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     _ranks: RanksStore | None = field(default=None, repr=False)

@@ -88,7 +88,7 @@ def check_trains(trajectory: Trajectory) -> None:
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
     """Errors: DataError for text with a lone surrogate, or more than `MAX_NESTED` + `extra` levels.
 
-    `written`: the value will be written into files, so also for keys that are no text and integers of more than 64 bits."""
+    With `written`, for a value that is written into files, also for a tuple or bytes as key, or an integer above 64 bits."""
     level = [value]
     for _ in range(MAX_NESTED + extra + 1):
         # Items of the next level by id: without ids a list that contains itself twice would double at each level.
@@ -113,7 +113,7 @@ def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) 
 def _check_keys(mapping: Mapping[Any, Any], where: str) -> None:
     for key in mapping:
         if not isinstance(key, str | int | float | None):
-            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; use text as key")
+            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; use text as the key")
 
 
 def _check_text(text: str, where: str) -> None:
@@ -138,7 +138,8 @@ def _check_column(column: Any, kind: str, tokens: Any, where: str) -> None:
 
 def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
     size = t.tokens.size
-    if not 0 < size <= (size if limits.longest is None else limits.longest):
+    longest = size if limits.longest is None else limits.longest
+    if not 0 < size <= longest:
         allowed = "at least 1" if limits.longest is None else f"1 to {limits.longest}"
         raise DataError(
             f"{label}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
@@ -224,9 +225,7 @@ def _check_member_routes(t: Trajectory, expected: tuple[int, int, int] | None, l
 
 def _check_rewards(t: Trajectory, label: str) -> None:
     if not isinstance(t.components, Mapping):
-        raise DataError(
-            f"{label}: components is a {type(t.components).__name__}; expected a mapping of names to numbers"
-        )
+        raise DataError(f"{label}: components is a {type(t.components).__name__}; expected a mapping to numbers")
     for name in t.components:
         if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
             raise DataError(

@@ -33,7 +33,7 @@ def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
     columns = np.ascontiguousarray(routes.reshape(rows * layers, k).T)  # [k, rows x layers]
     if not columns.size:
         return
-    known = columns[0] != MISSING
+    known = columns[0] != MISSING  # [rows x layers], as the two masks below
     twice = np.zeros(known.size, np.bool_)
     mixed = np.zeros(known.size, np.bool_)
     for index, column in enumerate(columns[1:], 1):

@@ -31,11 +31,11 @@ _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.u
 
 
 def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:
-    """The members of a record as trajectories, in the order of the record. `group`: another group id than that of the record.
+    """The members of a record as trajectories, in the order of the record. `group`: replaces the record's group id.
 
     `copy=False`: arrays are views under the record's lease, so the cost does not depend on their length. (A mask of integers and
-    unsigned routes are always copied.) Defaults for missing columns: mask true behind the prompt, log-probs NaN (not known: ratio
-    1) and the record's policy version at masked tokens, temperature 1.
+    unsigned routes are always copied.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
+    true mask, log-probs are NaN (not known: ratio 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
@@ -45,7 +45,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
     def parts(column: Any) -> list[Any]:
         if isinstance(column, list):  # defaults of a missing column
             return column
-        return [column[tokens].copy() if copy else column[tokens] for tokens in member_slices]
+        return [column[member].copy() if copy else column[member] for member in member_slices]
 
     logprob_parts = parts(logprobs)
     columns: dict[str, list[Any]] = {

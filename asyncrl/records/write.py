@@ -45,8 +45,9 @@ _FLAT = (1, 1)  # no inner dimensions
 class Draft:
     """The contents of a record: n members, with L_i tokens of member i. Do not change a draft after `plan`.
 
-    `sections` by id. Values by the axis in `layout.SPECS`: n arrays [L_i, ...] for TOKENS, one array [n, ...] for ROWS, n byte
-    strings for ROW_BYTES, one byte string for BYTES and for ids of `USER_SECTIONS`. `plan` adds LENGTHS and MEMBERS.
+    `sections` by id. A value depends on the axis in `layout.SPECS`: n arrays [L_i, ...] for TOKENS, an array [n, ...] for ROWS,
+    n byte strings for ROW_BYTES, a byte string for BYTES. Ids of `USER_SECTIONS` have a byte string. `plan` adds LENGTHS and
+    MEMBERS.
     Not a frozen dataclass, because its constructor would take half the time of `plan`.
     """
 

@@ -284,7 +284,10 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         (lambda: shard_rows(of_lengths([1]).slice(0, 0), 1), "no rows to shard"),
         (lambda: shard_rows(BatchMeta("p", ("a",)), 1), "needs the lengths"),
         (lambda: shard_rows(of_lengths([1]), 0), "at least 1 rank"),
-        (lambda: shard_rows(of_lengths([1, 1]), 2).restore([["a"], []]), "rank 1 brought 0 rows back; its shard has 1"),
+        (
+            lambda: shard_rows(of_lengths([1, 1]), 2).restore([["a"], []]),
+            "rank 1 gave 0 results for 1 rows of its shard",
+        ),
     ):
         with pytest.raises(DataError, match=words):
             call()
