@@ -115,12 +115,12 @@ class FlatAdamW:
             raise KeyError(f"the optimizer state lacks {len(missing)} parameters of the model, such as {missing[:3]}")
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state[name]
-            fresh: dict[str, Any] = {
+            restored: dict[str, Any] = {
                 "step": saved["step"].detach().clone().to(device=parameter.device if parameter.is_cuda else "cpu"),
             }
             for key in _SAVED[1:]:
                 if saved[key].shape != parameter.shape:
                     shapes = f"{tuple(saved[key].shape)}, but the parameter has {tuple(parameter.shape)}"
                     raise KeyError(f"{name}: the saved {key} has shape {shapes}")
-                fresh[key] = saved[key].detach().to(parameter.dtype).to(parameter.device, copy=True)
-            self.optimizer.state[parameter] = fresh
+                restored[key] = saved[key].detach().to(parameter.dtype).to(parameter.device, copy=True)
+            self.optimizer.state[parameter] = restored

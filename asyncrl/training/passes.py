@@ -26,7 +26,7 @@ UNREPLAYED = "moe/unreplayed_tokens"
 
 
 class PolicyForward:
-    """Sets train or eval mode at every call, since the engine shares the module and may have left it in another mode."""
+    """The forward of the trainer. Each call sets checkpointing itself, since other users share the modules."""
 
     def __init__(self, policy: PolicyModel, checkpointing: bool = False, *, plain: bool = False) -> None:
         """`plain`: use the model's own forward, whose results equal those of a sharded training forward."""
@@ -41,7 +41,7 @@ class PolicyForward:
     def __call__(
         self, batch: Microbatch, entropy_grad: bool = False, *, routes: Routes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logp_S, entropy_S) at the temperatures of `batch`. Differentiable if gradients are enabled. `routes`: of `batch`."""
+        """(logp_S, entropy_S) at the temperatures of `batch`. Differentiable with gradients on. `routes`: see `forward_routes`."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
         hidden = policy.plain_hidden if self._plain else policy.hidden

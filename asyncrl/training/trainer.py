@@ -353,8 +353,8 @@ class TorchTrainer:
         return self._step
 
     def _with_entropy_control(self, loss: Loss) -> Loss:
-        """The loss with the present coefficient of the entropy bonus, if it is controlled. A resume restores the coefficient, but
-        target and step size come from the configuration."""
+        """The loss with the present coefficient of the entropy bonus, if `loss.control` is set. A resume restores the coefficient,
+        but target and step size come from the configuration."""
         if loss.control is None:
             return loss
         if self.control is None:
@@ -377,7 +377,7 @@ class TorchTrainer:
         return totals
 
     def _zero_once(self, step: TrainStep) -> None:
-        """Zeros the gradients before the first backward. Not in `begin_train_step`, which would delay publishing the weights."""
+        """Zeros the gradients before the first backward. In `begin_train_step` this would delay publishing the previous weights."""
         if not step.zeroed:
             self._zero_grad()
             step.zeroed = True
@@ -397,7 +397,7 @@ class TorchTrainer:
             )
 
     def _clip(self, gradient: Tensor) -> float:
-        """Scales the gradient down to norm `grad_clip`. Returns the norm before. Errors: DivergenceError if it is not finite."""
+        """Scales the gradient down to norm `grad_clip`. Returns the norm before. Errors: DivergenceError for NaN or inf."""
         norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise DivergenceError(
@@ -408,7 +408,7 @@ class TorchTrainer:
             gradient.mul_(limit / norm)
         return norm
 
-    # The trainer of sharded parameters overrides these three (sharded.py).
+    # The trainer of sharded parameters overrides these three methods (sharded.py).
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         self.reducer.reduce_gradients_(gradient)
@@ -422,9 +422,9 @@ class TorchTrainer:
 
 def _divergence(step: TrainStep, problem: str) -> DivergenceError:
     """An error whose `groups` are those of all microbatches with a loss that is not finite."""
-    bad = [batch for total, _, batch in step.results if not math.isfinite(float(total))]
+    batches = [batch for total, _, batch in step.results if not math.isfinite(float(total))]
     error = DivergenceError(f"{problem}; the weights are unchanged")
-    error.groups = tuple(dict.fromkeys(group for batch in bad for group in batch.group_ids.tolist()))
+    error.groups = tuple(dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
     return error
 
 
