@@ -114,7 +114,7 @@ def small_core() -> tuple[Any, Any, Any]:
     policy = PolicyModel(small_model("llama"), "float32")
     size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
     form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working)
-    return adapter, form, adapter.Room(2, 32, 64, 32, size)
+    return adapter, form, adapter.CoreLimits(2, 32, 64, 32, size)
 
 
 def memory_policy() -> int:

@@ -155,7 +155,7 @@ async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
     def make(choose: Any) -> Any:
         adapter = load_adapter()
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
-        room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
+        room = adapter.CoreLimits(sequences + 1, context, positions + 17, 2048, size)
         form = adapter.ModelSpec(config, policy.weights.layout(), trainer.board.half(0))
         core = adapter.VllmCore(form, room, choose)
         step = core.step

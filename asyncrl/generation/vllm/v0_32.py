@@ -76,7 +76,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CoreLimits:
     """Limits of the core. They decide how much memory vLLM allocates."""
 
     sequences: int  # most running sequences
@@ -103,7 +103,9 @@ class StepOutput:
 class VllmCore:
     """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one core at a time."""
 
-    def __init__(self, spec: ModelSpec, room: Room, choose: Choose, *, routes: RoutesShape | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, limits: CoreLimits, choose: Choose, *, routes: RoutesShape | None = None
+    ) -> None:
         """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. Errors: ConfigError if vLLM
         cannot run this model, or if new weights could not be copied into it."""
         loader = _register_loader(spec)
@@ -111,11 +113,11 @@ class VllmCore:
             _inspect_here(spec.config["architectures"])
             with _temporary_folder() as folder, _unbound_memory(), _unpacked():
                 Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
-                engine = LLMEngine.from_engine_args(_engine_arguments(folder, spec, room))
+                engine = LLMEngine.from_engine_args(_engine_arguments(folder, spec, limits))
         except ConfigError:
             raise
         except _FAILURES as error:
-            raise ConfigError(_failure_message(error, room)) from error
+            raise ConfigError(_failure_message(error, limits)) from error
         self._engine = engine
         self._client = engine.engine_core
         self._core = self._client.engine_core
@@ -133,7 +135,7 @@ class VllmCore:
         self._core.scheduler.schedule = schedule_and_record
         _require_supported(self.model, loader.parameters)
         self._weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
-        _require_cache(self._core, room)
+        _require_cache(self._core, limits)
         self._routes: CachedRoutes | None = None
         if routes is not None:
             self._routes = CachedRoutes(runner, routes, self._core.scheduler.kv_cache_config)
@@ -326,20 +328,20 @@ def _inspect_here(architectures: Sequence[str]) -> None:
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
 
-def _engine_arguments(folder: str, spec: ModelSpec, room: Room) -> EngineArgs:
+def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> EngineArgs:
     # enforce_eager: compiling would take a minute at every start, because on a CPU vLLM cannot reuse its compiled code.
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
         load_format=_FORMAT,
         dtype=str(spec.buffer.dtype).removeprefix("torch."),
-        max_model_len=room.context,
-        max_num_seqs=room.sequences,
-        max_num_batched_tokens=max(room.step_tokens, room.sequences),
+        max_model_len=limits.context,
+        max_num_seqs=limits.sequences,
+        max_num_batched_tokens=max(limits.step_tokens, limits.sequences),
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
         block_size=BLOCK,
-        kv_cache_memory_bytes=_cache_bytes(room),
+        kv_cache_memory_bytes=_cache_bytes(limits),
         enforce_eager=True,
         generation_config="vllm",
         async_scheduling=False,
@@ -347,23 +349,23 @@ def _engine_arguments(folder: str, spec: ModelSpec, room: Room) -> EngineArgs:
     )
 
 
-def _blocks(room: Room) -> int:
+def _blocks(limits: CoreLimits) -> int:
     """So many blocks that no admitted sequence is preempted. Each sequence may have a partly filled one, and vLLM keeps one."""
-    return -(-room.positions // BLOCK) + room.sequences + 1
+    return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
-def _failure_message(error: Exception, room: Room) -> str:
+def _failure_message(error: Exception, limits: CoreLimits) -> str:
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else first_line(error)
     if text.partition(": ")[2].startswith("Available memory on node") or isinstance(error, MemoryError):
         return (
-            f"generation.engine is vllm, whose cache of {_cache_bytes(room):,} bytes for {room.positions} positions finds no room "
-            "in memory; make engine.kv_positions smaller, or end other programs that use memory"
+            f"generation.engine is vllm, whose cache of {_cache_bytes(limits):,} bytes for {limits.positions} positions "
+            "finds no room in memory; make engine.kv_positions smaller, or end other programs that use memory"
         )
     return f"generation.engine is vllm, which cannot run this model: {text}; {_INSTEAD}"
 
 
-def _cache_bytes(room: Room) -> int:
-    return _blocks(room) * BLOCK * room.position_bytes
+def _cache_bytes(limits: CoreLimits) -> int:
+    return _blocks(limits) * BLOCK * limits.position_bytes
 
 
 def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
@@ -410,19 +412,19 @@ def _is_plain(experts: RoutedExperts) -> bool:
     return type(method) is UnquantizedFusedMoEMethod and isinstance(kernel, CPUUnquantizedExperts)
 
 
-def _require_cache(core: Any, room: Room) -> None:
+def _require_cache(core: Any, limits: CoreLimits) -> None:
     """Errors: ConfigError if the cache has not the requested size, or if a sequence could be preempted.
 
     If layers differ (sliding windows beside full attention), vLLM splits them into groups of equal size. A sequence needs blocks in
     each group. The padding of the last group takes memory too."""
-    config, asked = core.vllm_config.cache_config, _cache_bytes(room)
+    config, asked = core.vllm_config.cache_config, _cache_bytes(limits)
     if config.kv_cache_memory_bytes != asked:
         raise ConfigError(
             f"generation.engine is vllm, which was asked for a cache of {asked:,} bytes and has made one of "
             f"{config.kv_cache_memory_bytes:,}; remove VLLM_CPU_KVCACHE_SPACE from the environment"
         )
     groups, blocks = len(core.scheduler.kv_cache_config.kv_cache_groups), int(config.num_gpu_blocks)
-    needed = groups * (_blocks(room) - 1) + 1
+    needed = groups * (_blocks(limits) - 1) + 1
     if blocks < needed:
         raise ConfigError(
             f"generation.engine is vllm, which keeps the layers of this model in {groups} groups: {blocks} blocks of {BLOCK} "

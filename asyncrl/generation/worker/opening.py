@@ -86,7 +86,7 @@ async def _open_vllm(
     report_stage(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
     # One sequence more than requests: the fixed row of `VllmEngine.outputs`, of TOKENS tokens.
-    room = adapter.Room(
+    limits = adapter.CoreLimits(
         sequences=options["max_sequences"] + 1,
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
@@ -98,7 +98,7 @@ async def _open_vllm(
 
     def open_core(choose: Choose) -> Any:
         spec = adapter.ModelSpec(form["config"], layout, board.half(0))
-        return adapter.Core(spec, room, choose, routes=routes)
+        return adapter.Core(spec, limits, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,
