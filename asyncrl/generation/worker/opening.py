@@ -39,18 +39,20 @@ async def open_serving(
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, lane, recorder, report_stage, options)
     report_stage("building the model")
-    path, form = ModelPath(**setup["path"]), setup["form"]
+    path, description = ModelPath(**setup["path"]), setup["form"]
     skeleton = await lane.run(lambda: ModelSkeleton(config.model), name="engine/skeleton")
     digest = skeleton.digest()
     copy_to = device if setup["copies"] else None
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
     )
-    written = 0 if board.version(0) is not None else 1  # the trainer may write it again meanwhile
-    await wait_for_device(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
-    half = board.half(written)
+    # The half that has weights. The trainer may write newer ones into it meanwhile.
+    index = 0 if board.version(0) is not None else 1
+    await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
+    half = board.half(index)
     policy = await lane.run(
-        lambda: open_reader(skeleton, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
+        lambda: open_reader(skeleton, half, description["rest"], path, setup["max_context"], config.seed),
+        name="engine/load",
     )
     if setup["board"]["slab"] is not None:
         # Frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
@@ -63,7 +65,7 @@ async def open_serving(
         recorder,
         prefill_tokens=config.engine.prefill_tokens,
         record_routes=config.algorithm.router_replay,
-        eos=tuple(form["stop_ids"]),
+        eos=tuple(description["stop_ids"]),
         **options,
     )
     return engine, board
@@ -78,8 +80,8 @@ async def _open_vllm(
     options: dict[str, Any],
 ) -> tuple[EmbeddedServing | VllmEngine, Board]:
     # The setup describes the model; the weights come only from the board. No checkpoint is read.
-    form, dtype = setup["form"], DTYPES[config.model.dtype]
-    layout = Layout.from_message(form["layout"])
+    description, dtype = setup["form"], DTYPES[config.model.dtype]
+    layout = Layout.from_message(description["layout"])
     digest = layout.digest(dtype)
     board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
     version = await lane.run(require_vllm, name="engine/version")
@@ -91,18 +93,18 @@ async def _open_vllm(
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
-        position_bytes=form["position_bytes"],
+        position_bytes=description["position_bytes"],
     )
-    routes = None if form["routes"] is None else RoutesShape(**form["routes"])
+    routes = None if description["routes"] is None else RoutesShape(**description["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
     def open_core(choose: Choose) -> Any:
-        spec = adapter.ModelSpec(form["config"], layout, board.half(0))
+        spec = adapter.ModelSpec(description["config"], layout, board.half(0))
         return adapter.Core(spec, limits, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,
-        CoreSpec(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes, form["routed"]),
+        CoreSpec(dtype, description["vocabulary"], tuple(description["stop_ids"]), routes, description["routed"]),
         tokenizer,
         lane,
         recorder,
