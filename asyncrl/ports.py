@@ -95,7 +95,7 @@ class Environment(Protocol):
 
 
 class Reward(Protocol):
-    """Scores trajectories in other processes or threads. Its creator opens and closes them."""
+    """Scores trajectories in other processes or threads, which the creator of the object starts and ends."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same trajectories with `reward` and `components`. Errors: `RewardError`, depending on the settings of rewards."""

@@ -222,7 +222,7 @@ class GroupReceiver:
             decompressed = decompress(body, encoding)
             return hashlib.blake2b(decompressed).digest(), read_groups(decompressed, limits, version)
 
-        # One body at a time: two threads would not be faster (the GIL), and would need twice the memory.
+        # One body at a time: reading two bodies at once takes no less time, and twice the memory.
         async with self._read_lock:
             return await offload(read, "http-body")
 
@@ -243,7 +243,7 @@ class GroupReceiver:
                 if obstacle:
                     return reply(503, status="full", message=obstacle)
                 pushed.add(index)
-            pushed = set()
+            pushed = set()  # the request was not interrupted
         finally:  # also if the client has disconnected
             if pushed:
                 self._interrupted[digest] = pushed
