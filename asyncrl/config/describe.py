@@ -17,8 +17,8 @@ from .resolve import PRESETS
 from .schema import Config
 from .text import dump
 
-# Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`), except that a
-# setting of a method declares `fixed` itself. distributed.sharding may change, since a sharded state is loaded in full.
+# Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`). Settings of
+# methods are not listed here: each declares `fixed`. distributed.sharding may change, since a sharded state is loaded in full.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "

@@ -11,12 +11,12 @@
 
 * If the ring is full, its producers wait; no group is dropped for lack of room. Records are read at once, even if the training is
   busy. So the time-out of an incomplete group measures the producers and not the training.
-* A record is released without an await between the commit (or drop) of its group and the release. So a checkpoint of that step
-  never finds the record in the ring, and a resumed run does not train the record twice.
-* A record that cannot be trained is refused with its group's name, and released (`records/check.py`). If a step or the reward
-  function fails on a group all the same, that group is dropped with its name. A second failure ends the run (`pumps/step.py`).
-* All other records that were not trained at the end of the run stay in the ring for the next run of this name. The ring must be
-  opened before the Runtime and closed after it: a closed ring cannot release a record, so the next run would train it again.
+* There is no await between the commit (or drop) of a group and the release of its records. So a checkpoint of that step never
+  finds the records in the ring, and a resumed run does not train the records twice.
+* A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
+  all the same, that group is dropped. A second such failure ends the run (`pumps/step.py`). All errors name the group.
+* All other records that were not trained at the end of the run stay in the ring for the next run of this name. Open the ring
+  before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
 """
 
 from __future__ import annotations

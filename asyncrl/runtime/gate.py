@@ -147,7 +147,7 @@ def check_model(
             if longest is not None and (end := _positions_end(module, longest)) is not None:
                 raise ConfigError(
                     f"it has positions for {end} tokens, and rows may have {longest}; make data.max_prompt_tokens or "
-                    "rollout.max_tokens smaller, so that their sum is within that"
+                    f"rollout.max_tokens smaller, so that their sum is at most {end}"
                 )
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
@@ -179,7 +179,7 @@ def _untrained(module: PreTrainedModel, lora: LoraConfig | None) -> list[str]:
 
 
 def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **options: Any) -> Trial:
-    """A trial of layers with few columns, or with all columns if the class cannot be built with few."""
+    """A trial of narrow layers (fewer heads and units), or of full layers if the class cannot be built with narrow layers."""
     for width in WIDTHS:
         try:
             probe = build_probe(module, device, width=width, outgrown=outgrown)

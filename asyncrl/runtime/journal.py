@@ -49,7 +49,7 @@ class Journal:
 
     def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
-        `since`: the version from which the run was resumed: later lines are removed. None: a new run."""
+        `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run."""
         self._config = config
         self._directory = directory
         self._recorder = recorder
@@ -152,7 +152,7 @@ class Journal:
             return
         report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
-        # Version 0 has a line only if there is an evaluation before the first step.
+        # For example version 0 without an evaluation.
         if not line:
             return
         # Rollouts come first: after a kill every line in the metrics has its rollouts.

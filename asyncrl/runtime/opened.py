@@ -100,8 +100,7 @@ class OpenRun:
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False
-        # Whether evaluation, metrics or checkpoint of a version are in progress, also before the first step.
-        self._at_version_now = False
+        self._at_version_now = False  # whether `_at_version` is running
 
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
@@ -126,7 +125,8 @@ class OpenRun:
             await anyio.sleep(_SHOWN_EVERY_S)
 
     def _first_step_status(self) -> str:
-        """A stage, a colon and counts. A narrow terminal cuts the end off. Groups are counted over all ranks, the rest on this."""
+        """A stage, a colon and counts. The main count comes first: a narrow terminal cuts the end off. Groups are counted over all
+        ranks, completions and tokens on this rank."""
         tokens = f"{self.ports.engine.statistics().get('tokens', 0.0):,.0f} tokens sampled"
         if self.graph.evaluations.progress is not None:
             done, total = self.graph.evaluations.progress
@@ -210,7 +210,7 @@ class OpenRun:
 
     async def _catch_up(self, last: bool) -> None:
         """Before the first step: the work at the first version of a new run, or an evaluation that a resumed run has missed.
-        With `last`, after the last step: on rank 0, the evaluation of the last version, if nobody knew that it was the last."""
+        With `last`, after the last step: on rank 0, the evaluation of the last version, if that was not known to be the last."""
         version = self.ports.trainer.version
         if not (last or self.saved):
             await self._at_version(version, first=True)
@@ -233,10 +233,10 @@ class OpenRun:
             return
         time_is_up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
         # On the trainer's lane: all ranks must run their collectives in the same order.
-        if (
-            await self.lanes[0].run(lambda: float(world.all_reduce_sum_(time_is_up)), name="publish/time", priority=1)
-            > 0
-        ):
+        ranks = await self.lanes[0].run(
+            lambda: float(world.all_reduce_sum_(time_is_up)), name="publish/time", priority=1
+        )
+        if ranks > 0:
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
@@ -266,7 +266,7 @@ class OpenRun:
             self.directory.reserve.spend()
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
-            self.stages.begin("ending the groups in hand")
+            self.stages.begin("ending the live groups")
             # `end_all` below ends the live groups, which `rank_state` must contain.
             version, state = self.ports.trainer.version, self.checkpointer.rank_state(self.graph.waiting_prompt)
             outcome = "closed" if error is None else f"run ended: {type(error).__name__}"
