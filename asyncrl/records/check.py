@@ -123,7 +123,7 @@ def _check_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: a text has the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which UTF-8 cannot "
+            f"{where}: a text holds the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which UTF-8 cannot "
             "encode; decode the text with errors='replace'"
         ) from None
 
