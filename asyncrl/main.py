@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 AGAIN_AFTER_S = 5.0
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
+USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run [--assume-devices 8xH100]] [--help]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,8 +52,10 @@ def _main(arguments: list[str]) -> int:
         print("\n" + help_text())
         return 0
     dry_run = "--dry-run" in arguments
-    files, overrides = split_arguments([argument for argument in arguments if argument != "--dry-run"])
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
+        devices, arguments = _assumed_devices(arguments, dry_run)
+        files, overrides = split_arguments(arguments)
         launcher = tied()
         for argument in arguments:
             if argument in ("--dryrun", "--dry_run", "dry-run"):
@@ -75,7 +77,7 @@ def _main(arguments: list[str]) -> int:
         if dry_run:
             from asyncrl.runtime.plan import print_plan
 
-            print_plan(config)
+            print_plan(config, devices)
             return 0
         return run(config, launcher)
     except AsyncrlError as error:
@@ -97,6 +99,21 @@ def _main(arguments: list[str]) -> int:
         return PlatformError.exit_code
     except KeyboardInterrupt:  # before `_run` handles the signals
         return 128 + signal.SIGINT
+
+
+def _assumed_devices(arguments: list[str], dry_run: bool) -> tuple[str | None, list[str]]:
+    """(value of `--assume-devices`, or None, and the other arguments). Errors: ConfigError."""
+    option = "--assume-devices"
+    place = next((n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option), None)
+    if place is None:
+        return None, arguments
+    if not dry_run:
+        raise ConfigError(f"{option} plans for GPUs that are not here, and a run needs real ones; add --dry-run")
+    before, (first, *after) = arguments[:place], arguments[place:]
+    _, given, value = first.partition("=")
+    if not given:
+        value, after = (after[0], after[1:]) if after else ("", [])
+    return value, before + after
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -89,12 +89,12 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
     "algorithms": 2060,
-    "asyncrl": 1200,
+    "asyncrl": 1220,
     "checkpoint": 730,
     "cli": 670,
     "client": 310,
     "concurrency": 2230,
-    "config": 2680,
+    "config": 2690,
     "data": 3590,
     "distributed": 2390,
     "environments": 130,
@@ -104,12 +104,12 @@ CEILINGS: dict[str, int] = {
     "pumps": 3130,
     "records": 1100,
     "rewards": 1560,
-    "runtime": 5200,
+    "runtime": 5390,
     "telemetry": 2630,
     "training": 2140,
     "transport": 4550,
     "weights": 300,
-    "tests": 50890,
+    "tests": 51030,
     "tools": 8150,
 }
 BENCHMARKS = "asyncrl_bench"

@@ -86,7 +86,11 @@ def resolve(
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
     preset |= _overlong_limit(config, outside)
-    config = _with(config, {name: value for name, value in preset.items() if get(config, name) is None})
+    # On a GPU memory.py has chosen before.
+    if "tokens_per_microbatch" not in config.train.model_fields_set:
+        tokens = max(config.train.tokens_per_microbatch, row_limit(config))
+        config = with_values(config, {"train.tokens_per_microbatch": tokens})
+    config = with_values(config, {name: value for name, value in preset.items() if get(config, name) is None})
     if problems := complaints(config, world_size, embedding):
         raise ConfigError("\n".join(problems))
 
@@ -104,7 +108,7 @@ def resolve(
         derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
     if config.evaluate.temperature is None:
         derived["evaluate.temperature"] = config.rollout.temperature
-    return _with(config, derived)
+    return with_values(config, derived)
 
 
 def warnings(config: Config) -> list[str]:
@@ -136,11 +140,11 @@ def _max_staleness(config: Config) -> int:
     return PRESETS[config.preset][0] if setting is None else setting
 
 
-def _with(section: Model, values: Mapping[str, Any]) -> Model:
+def with_values(section: Model, values: Mapping[str, Any]) -> Model:
     """A copy of `section` in which the settings with these dotted names have these values."""
     for name, value in values.items():
         first, _, inner_name = name.partition(".")
-        new = _with(getattr(section, first), {inner_name: value}) if inner_name else value
+        new = with_values(getattr(section, first), {inner_name: value}) if inner_name else value
         section = section.model_copy(update={first: new})
     return section
 

@@ -258,7 +258,11 @@ class TrainConfig(SettingsSection):
     beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
     grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
-    tokens_per_microbatch: int = field(2048, "Packed tokens of one forward and backward.", ge=1)
+    tokens_per_microbatch: int = field(
+        2048,
+        "Packed tokens of one forward and backward. Left out: at least one row; on a GPU as many as fit, up to 16,384.",
+        ge=1,
+    )
     skip_zero_advantage: bool = field(
         False,
         "Do not run groups whose advantages are all 0: their tokens count in N, the gradient is the same. Means of metrics "
@@ -283,7 +287,8 @@ class DistributedConfig(SettingsSection):
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
         "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds its part of them, and each microbatch is a collective.",
+        "each rank holds its part of them, and each microbatch is a collective. Left out, with several ranks on GPUs: fsdp "
+        "where the state of `replicate` takes more than 70 % of a GPU.",
     )
 
 

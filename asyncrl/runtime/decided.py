@@ -19,11 +19,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from asyncrl.concurrency.offload import offload
+from asyncrl.config.fields import get
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DtypeName
@@ -36,8 +38,10 @@ from asyncrl.pumps.hooks import Hooks
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
+from .cards import Cards
 from .directory import RunDirectory
 from .inputs import check_code, check_inputs
+from .memory import fit_card
 from .progress import Stages
 
 
@@ -77,37 +81,41 @@ async def decide(
     )
     # Without any source of prompts the program itself submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
-    resolved = resolve(
-        config,
-        world.world_size,
+    resolving = partial(
+        resolve,
+        world_size=world.world_size,
         embedding=submitted or prompts is not None,
         submitted=submitted,
         own_environment=environment is not None,
     )
+    resolved, chosen = await offload(lambda: fit_card(config, device, world, resolving), "device")
     passed = prompts is not None, bool(rewards), environment is not None, hooks is not None
     await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
-    return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows)
+    return Decided(resolved, world, device, (*lines, *chosen), directory, rewards, environment, hooks, rows)
 
 
-def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[Config, torch.device, tuple[str, ...]]:
+def choose_dtype(
+    config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
+) -> tuple[Config, torch.device, tuple[str, ...]]:
     """Call before `resolve`. `ranks`: the number of ranks on this machine. Blocks for milliseconds.
     Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
     Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
-    device = choose_device(config.model.device, local_rank, ranks)
+    cards = cards or Cards()
+    device = choose_device(config.model.device, local_rank, ranks, cards)
     dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
     if config.model.dtype == "auto":
-        dtype, reason = best_dtype(device)
+        dtype, reason = best_dtype(device, cards)
         saved_dtype = "auto" if saved is None else saved.model.dtype
         if saved_dtype not in ("auto", dtype):
             new_run = f"a new run on this machine would use {dtype}: {reason}"
             dtype, reason = saved_dtype, f"the dtype at the start of the run; {new_run}"
     lines = [f"products in {dtype} on {device.type} ({reason})"]
-    if dtype == "bfloat16" and best_dtype(device)[0] != dtype:
+    if dtype == "bfloat16" and best_dtype(device, cards)[0] != dtype:
         lines.append(
             f"note: this {device.type.upper()} has no instructions for bfloat16: the emulation takes 2 to 17 times as long as "
             "float32; set model.dtype to float32 or auto in a new run"
@@ -118,18 +126,18 @@ def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[C
     return config.model_copy(update={"model": model, "data": data}), device, tuple(lines)
 
 
-def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
+def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | None = None) -> torch.device:
     """The device for `model.device`: `auto` is the GPU of this rank, or the CPU without a GPU; `cuda` is the GPU of this rank.
     A GPU is returned with its index, since some calls of torch need the index. `ranks`: the number of ranks on this machine.
     Errors: ConfigError if there is no such GPU, or fewer GPUs than ranks."""
-    if name == "auto" and not torch.cuda.is_available():
+    count = (cards or Cards()).count
+    if name == "auto" and not count:
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
+    if not count:
         raise ConfigError(f"model.device is {name}, and torch finds no CUDA device on this machine; use cpu or auto")
-    count = torch.cuda.device_count()
     if device.index is not None:
         if ranks > 1:
             raise ConfigError(
@@ -150,11 +158,11 @@ def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
+def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeName, str]:
     """(the dtype that `model.dtype: auto` means on this device, the reason)."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        reason = f"auto: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        name, (major, minor) = (cards or Cards()).describe(device)
+        reason = f"auto: {name}, compute capability {major}.{minor}"
         return ("bfloat16" if major >= 8 else "float32"), reason
     if not cpu_flags().isdisjoint(BFLOAT16) and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "bfloat16", f"auto: bfloat16 instructions; this processor has {instruction_set()}"
@@ -163,19 +171,20 @@ def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
 
 def meet(world: World, config: Config, device: torch.device) -> None:
     """Open the world. Blocks until all ranks have called this function.
-    Errors: ConfigError for ranks with different dtypes or with the same GPU; the errors of `World.open`."""
+    Errors: ConfigError for ranks that chose differently or have the same GPU; the errors of `World.open`."""
     world.open(device, alone=config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return
-    dtype = config.model.dtype
-    store = world.store("dtype")
-    if world.is_first:
-        store.set("rank 0", dtype)
-    elif (first := store.get("rank 0").decode()) != dtype:
-        raise ConfigError(
-            f"model.dtype is auto, which means {first} on the machine of rank 0 and {dtype} on the machine of rank {world.rank}; "
-            f"set model.dtype to {first} or {dtype}"
-        )
+    store = world.store("chosen")
+    for name in ("model.dtype", "distributed.sharding", "train.tokens_per_microbatch"):
+        value = str(get(config, name))
+        if world.is_first:
+            store.set(name, value)
+        elif (first := store.get(name).decode()) != value:
+            raise ConfigError(
+                f"{name} was chosen by the device: {first} on the machine of rank 0 and {value} on the machine of rank "
+                f"{world.rank}; set {name} to {first} or {value}"
+            )
     if device.type != "cuda":
         return
     uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
-from asyncrl.config.resolve import slots
+from asyncrl.config.resolve import row_limit, slots, with_values
 from asyncrl.config.schema import Config
-from asyncrl.errors import LESS_MEMORY
+from asyncrl.distributed.world import World
+from asyncrl.errors import LESS_MEMORY, ConfigError
 from asyncrl.generation.vllm.versions import BLOCK
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
@@ -18,12 +21,18 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
 from asyncrl.training.memory import Lengths, predict_memory, route_bytes
 
+from .cards import GIB, Cards
 from .inputs import PromptLengths
-from .placement import Placement
+from .placement import Placement, place
 
+# Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
+_STATE = 18
+# Shares of a GPU's memory: of that state, above which ranks share it, and of a whole run as predicted.
+_MOST_STATE = 0.7
+_MOST_USED = 0.85
+_MICROBATCHES = (16384, 8192, 4096, 2048)
 logger = logging.getLogger("asyncrl.runtime")
 
-GIB = 1 << 30
 # A worker before it computes: Python, torch and transformers.
 _PROCESS = 400 << 20
 _VLLM_PROCESS = 900 << 20  # the same with vLLM
@@ -42,7 +51,7 @@ def predicted(
     `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known. `placement`: of the engine; None: on the
     trainer's device."""
     assert config.engine.max_sequences is not None
-    device = config.model.device
+    device = config.model.device if placement is None else placement.trainer.type
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = predict_memory(
@@ -67,6 +76,49 @@ def predicted(
         parts["reward_models"] = sum(each.weights for each in sizes)
         parts["reward_scoring"] = max(each.working for each in sizes)
     return parts
+
+
+def fit_card(
+    config: Config,
+    device: torch.device,
+    world: World,
+    resolved: Callable[[Config], Config],
+    cards: Cards | None = None,
+) -> tuple[Config, list[str]]:
+    """The resolved configuration, and lines for the user. Where the trainer is on a GPU, `distributed.sharding` and
+    `train.tokens_per_microbatch` are chosen if they were left out. The choice depends on the total memory of the GPU and not on its
+    free memory: all ranks must make the same. Errors: ConfigError, those of `resolved`."""
+    if device.type != "cuda" or config.train.kind != "torch":
+        return resolved(config), []
+    lines, cards = [], cards or Cards()
+    memory, name = cards.memory(device), cards.describe(device)[0]
+    state = _STATE * parameter_count(config.model)
+    if world.world_size > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
+        cut = with_values(config, {"distributed.sharding": "fsdp"})
+        # Some settings do not work with FSDP.
+        with contextlib.suppress(ConfigError):
+            resolved(cut)
+            config = cut
+            lines.append(
+                f"distributed.sharding: fsdp (left out; replicate would hold {state / GIB:.0f} GiB of state on each {name})"
+            )
+    if "tokens_per_microbatch" in config.train.model_fields_set:
+        return resolved(config), lines
+    for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
+        chosen = resolved(with_values(config, {"train.tokens_per_microbatch": tokens}))
+        placement = place(chosen, device, world, None, cards)
+        if sum(predicted(chosen, world.world_size, placement=placement).values()) <= _MOST_USED * memory:
+            break
+    else:
+        chosen = resolved(config)
+    lines.append(f"train.tokens_per_microbatch: {chosen.train.tokens_per_microbatch} (left out; chosen for {name})")
+    return chosen, lines
+
+
+def on_own_card(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
+    """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
+    weights = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
+    return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": _CONTEXT}
 
 
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
@@ -136,11 +188,10 @@ def cache_line(config: Config, prompts: PromptLengths) -> str:
     )
 
 
-def available(device: torch.device) -> int:
+def available(device: torch.device, cards: Cards | None = None) -> int:
     """Free bytes of the device that a run may take."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        return (cards or Cards()).free(device)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: no cheap and honest number
         return 1 << 62
@@ -155,9 +206,9 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
-def warn_of(parts: dict[str, int], device: torch.device) -> list[str]:
+def warn_of(parts: dict[str, int], device: torch.device, cards: Cards | None = None) -> list[str]:
     """A warning if the prediction is above the free memory, else nothing."""
-    total, free = sum(parts.values()), available(device)
+    total, free = sum(parts.values()), available(device, cards)
     if total <= free:
         return []
     return [

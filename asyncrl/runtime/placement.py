@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import refuse_ranks, require_vllm
 from asyncrl.telemetry.machine import free_cores
 
+from .cards import Cards
+
 # A model on a CPU gets one thread for so many weights. With more threads its operations are so short that threads wait for each
 # other longer than they compute, above all where another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
@@ -46,14 +48,17 @@ class Placement:
         return self.devices[number] != self.trainer
 
 
-def place(config: Config, device: torch.device, world: World, weights: int | None = None) -> Placement:
-    """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known. Errors:
-    ConfigError for a device whose memory workers cannot share, or an engine that is not installed."""
+def place(
+    config: Config, device: torch.device, world: World, weights: int | None = None, cards: Cards | None = None
+) -> Placement:
+    """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known. `cards`
+    None: those that torch sees. Errors: ConfigError for a device whose memory workers cannot share, or a missing engine."""
+    count = (cards or Cards()).count
     generation = config.generation
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)
     trainer = _numbered(device)
-    spare = _spare(trainer, world)
+    spare = _spare(trainer, world, count)
     wanted = generation.placement == "worker" or (
         generation.placement == "auto" and (configured or vllm or bool(spare))
     )
@@ -67,16 +72,16 @@ def place(config: Config, device: torch.device, world: World, weights: int | Non
     if vllm:
         engine = f" with vLLM {require_vllm()}"
         refuse_ranks()
-    devices = _devices(config, trainer, world, spare)
-    count = len(devices)
-    per_worker, own, chosen = _threads(config, trainer, world, weights, count)
+    devices = _devices(config, trainer, world, spare, count)
+    workers = len(devices)
+    per_worker, own, chosen = _threads(config, trainer, world, weights, workers)
     why = "as set"
     if generation.placement == "auto":
         why = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
         why = "auto: workers, threads or devices are given" if configured else why
     where = ", ".join(dict.fromkeys(map(str, devices)))
     line = (
-        f"generation: {count} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why}); "
+        f"generation: {workers} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why}); "
         f"threads: {chosen}"
     )
     return Placement(devices, per_worker, own, line, trainer)
@@ -109,30 +114,30 @@ def _numbered(device: torch.device) -> torch.device:
     return torch.device(device.type)
 
 
-def _spare(trainer: torch.device, world: World) -> list[torch.device]:
-    """This rank's part of the GPUs on which no rank of this machine trains. Empty where there are fewer such GPUs than ranks."""
+def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device]:
+    """This rank's part of the `count` GPUs on which no rank of this machine trains. Empty where those are fewer than ranks."""
     if trainer.type != "cuda" or torch.version.hip is not None:
         return []
     ranks = world.local_world_size
     taken = {trainer.index} if ranks == 1 else {trainer.index, *range(ranks)}
-    spare = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index not in taken]
+    spare = [torch.device("cuda", index) for index in range(count) if index not in taken]
     return spare[world.local_rank :: ranks] if len(spare) >= ranks else []
 
 
 def _devices(
-    config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device]
+    config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
     """One device for each worker of this rank. The ranks of a machine get `generation.devices` in turn, and share a device where
     there are too few. Without that setting workers use spare GPUs, else the trainer's device. Errors: ConfigError."""
-    named = [_named(text, trainer) for text in config.generation.devices]
+    named = [_named(text, trainer, gpus) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
     mine = named[rank::ranks] or [named[rank % len(named)]] if named else [*spare] or [trainer]
     count = config.generation.workers or (len(mine) if named else 1)
     return tuple(mine[number % len(mine)] for number in range(count))
 
 
-def _named(text: str, trainer: torch.device) -> torch.device:
-    """A device of `generation.devices`. Errors: ConfigError."""
+def _named(text: str, trainer: torch.device, count: int) -> torch.device:
+    """A device of `generation.devices`, on a machine with `count` GPUs. Errors: ConfigError."""
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -144,7 +149,6 @@ def _named(text: str, trainer: torch.device) -> torch.device:
             f"generation.devices has {text} and the trainer is on {trainer}: weights are handed to workers in memory that both "
             f"devices read, and these two have none; name devices of the kind {trainer.type}, or set model.device"
         )
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
     if device.type == "cuda" and (device.index is None or device.index >= count):
         raise ConfigError(
             f"generation.devices has {text}, and torch sees {count} GPU(s) here; give numbers from cuda:0 to cuda:{count - 1}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,21 +16,26 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.requests import sampling_params
 
+from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable
 from .inputs import measure_prompts
-from .memory import cache_line, predicted, table, warn_of
+from .memory import cache_line, fit_card, on_own_card, predicted, table, warn_of
 from .placement import place
 
 if TYPE_CHECKING:
     from .gate import Verdict
 
 
-def plan(config: Config) -> str:
-    """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. Errors: ConfigError, DataError."""
-    world = World.from_env()
-    config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size)
-    config = resolve(config, world.world_size)
+def plan(config: Config, assumed: AssumedCards | None = None) -> str:
+    """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
+    instead of those of this machine. Errors: ConfigError, DataError."""
+    world, cards = World.from_env(), assumed or Cards()
+    if assumed is not None:
+        ranks = assumed.ranks(config)
+        world = World(0, assumed.nodes * ranks, 0, ranks)
+    config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
+    config, card_lines = fit_card(config, device, world, partial(resolve, world_size=world.world_size), cards)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
@@ -41,19 +49,43 @@ def plan(config: Config) -> str:
 
         verdict = _verdict(config)
         prompts = measure_prompts(config)
-        placement = place(config, device, world, parameter_count(config.model))
+        weights = parameter_count(config.model)
+        placement = place(config, device, world, weights, cards)
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
+        memory = ["predicted memory of one rank:", table(parts), *_notes(warn_of(parts, device, cards))]
+        if placement.workers and placement.is_apart(0):
+            shared = predicted(config, world.world_size, prompts, verdict.path, replace(placement, devices=()))
+            apart = on_own_card(config, placement, shared)
+            memory += ["predicted memory of one worker:", table(apart)]
+            memory += _notes(warn_of(apart, placement.devices[0], cards))
         lines += [
             *dtype_lines,
+            *card_lines,
             placement.line,
+            *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),
             cache_line(config, prompts),
-            "predicted memory of one rank:",
-            table(parts),
-            *(f"note: {line}" for line in (*warn_of(parts, device), *prompts.notes, *_text_notes(config))),
+            *memory,
+            *_notes([*prompts.notes, *_text_notes(config)]),
         ]
-    lines += [f"note: {warning}" for warning in warnings(config)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_notes(warnings(config))])
+
+
+def _notes(lines: Sequence[str]) -> list[str]:
+    return [f"note: {line}" for line in lines]
+
+
+def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
+    """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run."""
+    ranks, lines = world.local_world_size, [f"assumed: {assumed.nodes} machine(s) with {assumed.each} x {assumed.name}"]
+    for rank in range(ranks):
+        device = choose_device(config.model.device, rank, ranks, assumed)
+        placed = place(config, device, World(rank, world.world_size, rank, ranks), weights, assumed)
+        where = ", ".join(dict.fromkeys(map(str, placed.devices))) or "the same"
+        lines.append(f"  rank {rank}: trains on {device}, generates on {where}")
+    several = f" --nnodes {assumed.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" * (assumed.nodes > 1)
+    start = "asyncrl run" if world.world_size == 1 else f"torchrun --nproc-per-node {ranks}{several} -m asyncrl.main"
+    return [*lines, f"start on each machine: {start} CONFIG.yaml" if several else f"start: {start} CONFIG.yaml"]
 
 
 def _text_notes(config: Config) -> list[str]:
@@ -110,10 +142,12 @@ def without_native(config: Config) -> list[str]:
     ]
 
 
-def print_plan(config: Config) -> None:
-    """Print the plan, and write it to `plan.txt` in the run directory. Call after `check_start`. Errors: as `plan`."""
+def print_plan(config: Config, devices: str | None = None) -> None:
+    """Print the plan, and write it to `plan.txt` in the run directory. Call after `check_start`. `devices`: GPUs to assume, as in
+    AssumedCards.parse. Errors: as `plan`."""
+    assumed = None if devices is None else AssumedCards.parse(devices)
     directory = RunDirectory(config)
-    text = plan(config) + (f"\n{directory.restart}" if directory.restart else "")
+    text = plan(config, assumed) + (f"\n{directory.restart}" if directory.restart else "")
     print(text)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
