@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A typing error in the
+    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A typo in the
     # command or the configuration is reported before these imports.
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, flush=True)

@@ -139,7 +139,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [
             "a task that was cancelled when the training ended (HookError: hook after_advantages",
-            "has gone on for",
+            "has not ended for",
             "of group 4 waits for its episode from the environment",
             "runtime_model.py",
         ],
