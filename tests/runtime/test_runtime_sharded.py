@@ -177,7 +177,7 @@ def test_two_ranks_whose_directory_is_lost_leave_a_checkpoint(tmp_path: Path, wh
             each.send(signal.SIGCONT)
         assert ranks[0].wait(200) == 5, ranks[0].output
         ranks[1].wait(200)
-    said = re.search(r"The last checkpoint goes to (\S+):", ranks[0].output)
+    said = re.search(r"The last checkpoint is written to (\S+):", ranks[0].output)
     assert said is not None, ranks[0].output
     [newest] = {(Path(said[1]) / "checkpoints/latest").resolve()}
     assert compare(newest).faults == () and (newest / "state/shard_1.pt").exists()
