@@ -62,7 +62,7 @@ def test_groups_that_are_posted_to_a_run_from_yaml_are_trained(tmp_path: Path, n
         assert (code, reply["status"], reply["num_steps"]) == (200, "success", 2)
         assert post(f"{url}/scored_data", group(2, 3)) == (200, {"status": "received", "groups_processed": 1})
         code, reply = post(f"{url}/scored_data", group(2, 600))
-        assert code == 422 and "other tokenizer" in reply["message"]
+        assert code == 422 and "use the tokenizer of the model" in reply["message"]
         assert post(f"{url}/scored_data_list", [group(4, 5, 6)])[0] == 200
         process.wait_until(lambda: get(f"{url}/status")["current_step"] == 1, "first step")
         assert post(f"{url}/scored_data_list", [group(2, 4), group(3, 5)])[0] == 200

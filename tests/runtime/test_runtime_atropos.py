@@ -118,7 +118,7 @@ async def test_groups_over_http_and_through_shared_memory_train_one_run(tmp_path
 async def test_a_group_for_another_tokenizer_never_reaches_the_model(tmp_path: Path) -> None:
     async with served(embedded(tmp_path), DoorStatistics()) as (_, door), aiohttp.ClientSession() as http:
         async with http.post(f"{door.url}/scored_data", json=group(4, 600)) as reply:
-            assert reply.status == 422 and "other tokenizer" in (await reply.json())["message"]
+            assert reply.status == 422 and "use the tokenizer of the model" in (await reply.json())["message"]
 
 
 def ends_well(server: Process) -> None:
