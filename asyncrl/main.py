@@ -102,16 +102,16 @@ def _main(arguments: list[str]) -> int:
 
 
 def _assumed_devices(arguments: list[str], dry_run: bool) -> tuple[str | None, list[str]]:
-    """(value of `--assume-devices`, or None, and the other arguments). Errors: ConfigError."""
+    """(value of `--assume-devices`, or None; the other arguments). Errors: ConfigError without `--dry-run`."""
     option = "--assume-devices"
-    place = next((n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option), None)
-    if place is None:
+    index = next((n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option), None)
+    if index is None:
         return None, arguments
     if not dry_run:
         raise ConfigError(f"{option} plans for GPUs that are not here, and a run needs real ones; add --dry-run")
-    before, (first, *after) = arguments[:place], arguments[place:]
-    _, given, value = first.partition("=")
-    if not given:
+    before, after = arguments[:index], arguments[index + 1 :]
+    _, equals_sign, value = arguments[index].partition("=")
+    if not equals_sign:
         value, after = (after[0], after[1:]) if after else ("", [])
     return value, before + after
 

@@ -86,7 +86,7 @@ def resolve(
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
     preset |= _overlong_limit(config, outside)
-    # On a GPU memory.py has chosen before.
+    # On a GPU `runtime/memory.py` has set this value from the memory of the GPU. The longest row must fit into a microbatch.
     if "tokens_per_microbatch" not in config.train.model_fields_set:
         tokens = max(config.train.tokens_per_microbatch, row_limit(config))
         config = with_values(config, {"train.tokens_per_microbatch": tokens})

@@ -81,26 +81,26 @@ async def decide(
     )
     # Without any source of prompts the program itself submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
-    resolving = partial(
+    resolve_here = partial(
         resolve,
         world_size=world.world_size,
         embedding=submitted or prompts is not None,
         submitted=submitted,
         own_environment=environment is not None,
     )
-    resolved, chosen = await offload(lambda: fit_card(config, device, world, resolving), "device")
+    resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_here), "device")
     passed = prompts is not None, bool(rewards), environment is not None, hooks is not None
     await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
-    return Decided(resolved, world, device, (*lines, *chosen), directory, rewards, environment, hooks, rows)
+    return Decided(resolved, world, device, (*lines, *card_lines), directory, rewards, environment, hooks, rows)
 
 
 def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """Call before `resolve`. `ranks`: the number of ranks on this machine. Blocks for milliseconds.
+    """Call before `resolve`. `ranks`: the number of ranks on this machine. `cards`: its GPUs by default. Blocks for milliseconds.
     Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
     Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
@@ -128,7 +128,7 @@ def choose_dtype(
 
 def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | None = None) -> torch.device:
     """The device for `model.device`: `auto` is the GPU of this rank, or the CPU without a GPU; `cuda` is the GPU of this rank.
-    A GPU is returned with its index, since some calls of torch need the index. `ranks`: the number of ranks on this machine.
+    A GPU is returned with its index, since some calls of torch need the index. `ranks`, `cards`: as for `choose_dtype`.
     Errors: ConfigError if there is no such GPU, or fewer GPUs than ranks."""
     count = (cards or Cards()).count
     if name == "auto" and not count:
@@ -171,7 +171,7 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
 
 def meet(world: World, config: Config, device: torch.device) -> None:
     """Open the world. Blocks until all ranks have called this function.
-    Errors: ConfigError for ranks that chose differently or have the same GPU; the errors of `World.open`."""
+    Errors: ConfigError if automatic settings differ between ranks, or ranks have the same GPU; the errors of `World.open`."""
     world.open(device, alone=config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return

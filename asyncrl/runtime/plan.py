@@ -77,15 +77,17 @@ def _notes(lines: Sequence[str]) -> list[str]:
 
 def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
     """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run."""
-    ranks, lines = world.local_world_size, [f"assumed: {assumed.nodes} machine(s) with {assumed.each} x {assumed.name}"]
+    ranks, nodes = world.local_world_size, assumed.nodes
+    lines = [f"assumed: {nodes} machine(s) with {assumed.each} x {assumed.name}"]
     for rank in range(ranks):
         device = choose_device(config.model.device, rank, ranks, assumed)
-        placed = place(config, device, World(rank, world.world_size, rank, ranks), weights, assumed)
-        where = ", ".join(dict.fromkeys(map(str, placed.devices))) or "the same"
-        lines.append(f"  rank {rank}: trains on {device}, generates on {where}")
-    several = f" --nnodes {assumed.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" * (assumed.nodes > 1)
-    start = "asyncrl run" if world.world_size == 1 else f"torchrun --nproc-per-node {ranks}{several} -m asyncrl.main"
-    return [*lines, f"start on each machine: {start} CONFIG.yaml" if several else f"start: {start} CONFIG.yaml"]
+        placement = place(config, device, World(rank, world.world_size, rank, ranks), weights, assumed)
+        engines = ", ".join(dict.fromkeys(map(str, placement.devices))) or "the same"
+        lines.append(f"  rank {rank}: trains on {device}, generates on {engines}")
+    rendezvous = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" if nodes > 1 else ""
+    torchrun = f"torchrun --nproc-per-node {ranks}{rendezvous} -m asyncrl.main"
+    command, where = "asyncrl run" if world.world_size == 1 else torchrun, " on each machine" if nodes > 1 else ""
+    return [*lines, f"start{where}: {command} CONFIG.yaml"]
 
 
 def _text_notes(config: Config) -> list[str]:
@@ -143,8 +145,7 @@ def without_native(config: Config) -> list[str]:
 
 
 def print_plan(config: Config, devices: str | None = None) -> None:
-    """Print the plan, and write it to `plan.txt` in the run directory. Call after `check_start`. `devices`: GPUs to assume, as in
-    AssumedCards.parse. Errors: as `plan`."""
+    """Print the plan and write `plan.txt` in the run directory, after `check_start`. `devices`: for AssumedCards.parse."""
     assumed = None if devices is None else AssumedCards.parse(devices)
     directory = RunDirectory(config)
     text = plan(config, assumed) + (f"\n{directory.restart}" if directory.restart else "")
