@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import warm
@@ -68,6 +69,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = cache(gc.get_freeze_count)  # type: ignore[assignment]  # it counts them one by one
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

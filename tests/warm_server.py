@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import os
@@ -32,6 +33,7 @@ WORKERS_TOO = "WARM_WORKERS"  # in the environment of a program: its generation 
 ABOVE = 1000  # numbers that no program was told to inherit
 # What a run, a rank and its tests load. Not `asyncrl.main`, which is run as a program.
 LOADED = (
+    "numpy.ma",
     "torch",
     "torch.distributed.launcher.api",
     "uvloop",
@@ -237,6 +239,13 @@ def main(control: socket.socket) -> None:
     _end(code)
 
 
+def made_once() -> None:
+    """What every run makes once in its process, of the same code each time."""
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
+    importlib.import_module("asyncrl.telemetry.explained").metric("loss")
+    importlib.import_module("asyncrl.config.fields").nearest_name("")
+
+
 def _end(code: object) -> None:
     """As an interpreter ends, but for taking apart all that was loaded: that takes longer than many a program."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -253,6 +262,9 @@ if __name__ == "__main__":
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
+    made_once()
     gc.freeze()  # a program need not look for garbage among all that was loaded
+    gc.get_freeze_count = functools.cache(gc.get_freeze_count)  # type: ignore[assignment]  # it counts them one by one
+    gc.get_freeze_count()
     gc.enable()
     main(socket.socket(fileno=int(sys.argv[1])))

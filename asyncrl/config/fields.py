@@ -138,9 +138,13 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     return f"{_WORDS[schema['type']]} {bounds}".rstrip()
 
 
-@cache
 def knobs(schema: type[Config] = Config) -> Mapping[str, Knob]:
     """Dotted name -> setting, in the order of the schema."""
+    return _knobs(schema)
+
+
+@cache
+def _knobs(schema: type[Config]) -> Mapping[str, Knob]:
     root = schema.model_json_schema()
     return {knob.name: knob for knob in _walk(root, "", root["$defs"])}
 
@@ -161,7 +165,6 @@ def _dereferenced(entry: Mapping[str, Any], definitions: Mapping[str, Any]) -> M
     return schema
 
 
-@cache
 def sections(schema: type[Config] = Config) -> frozenset[str]:
     """The dotted names of all sections, such as `train` and `model.lora`."""
     return frozenset(name.rpartition(".")[0] for name in knobs(schema)) - {""}

@@ -57,9 +57,9 @@ class DeviceRates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """Measure the rates, with products of 1024^3 on a CPU (about 70 ms on two cores) and 8192^3 on a GPU. Call on the lane.
-    The best of six products counts. After half a second no further product is made: emulated bfloat16 takes seconds."""
-    size = 1024 if device.type == "cpu" else 8192
+    """Measure the rates, with products of 512^3 on a CPU (1024^3 with more than four threads) and 8192^3 on a GPU. Call on the
+    lane. The best of six products counts. After half a second no further product is made: emulated bfloat16 takes seconds."""
+    size = 8192 if device.type != "cpu" else 512 if torch.get_num_threads() <= 4 else 1024
     matrix = torch.randn(size, size, device=device).to(dtype)
     best, deadline = float("inf"), time.perf_counter() + 0.5
     for number in range(6):

@@ -49,6 +49,7 @@ def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
     [about] = installed.glob("asyncrl-*.dist-info")
     assert about.name == f"asyncrl-{asyncrl.__version__}.dist-info"
     assert (about / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "asyncrl = asyncrl.cli.app:main\n" in (about / "entry_points.txt").read_text()
     metadata = (about / "METADATA").read_text()
     assert "License-Expression: Apache-2.0\n" in metadata and f"\nVersion: {asyncrl.__version__}\n" in metadata
     wanted = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}

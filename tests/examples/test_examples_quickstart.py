@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Steps, and the reward of the last 20. Of all 300 the goal is 0.9 (tools/quickstart_curves.py); arrival order differs from run to
-# run, so a test leaves room: recorded runs end between 0.908 and 0.990, one of 120 steps at 0.92. Without a reward to learn from
-# it stays at 0.49 to 0.50.
-LEARNED = [(120, 0.7), pytest.param((300, 0.85), marks=pytest.mark.slow)]
+# Steps, and the reward of the last 20. Of all 300 the goal is 0.9 (tools/quickstart_curves.py). Arrival order differs from run to
+# run, so a test leaves room: recorded runs end between 0.908 and 0.990, of 60 steps between 0.63 and 0.70. Without a reward to
+# learn from it stays at 0.49 to 0.50.
+LEARNED = [(60, 0.57), pytest.param((300, 0.85), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=LEARNED, ids=lambda given: f"{given[0]}")

@@ -45,16 +45,17 @@ def versions(run: Path) -> list[int]:
 async def test_checkpoints_are_written_by_time_where_no_interval_is_given(tmp_path: Path) -> None:
     assert config_of(tmp_path).checkpoint.every_s == 600  # without being asked
     for name, settings in {
-        "often": ["checkpoint.every_s=0.05"],
-        "interval": ["checkpoint.every_s=0.05", "checkpoint.every=29"],
+        "often": ["checkpoint.every_s=0.01"],
+        "interval": ["checkpoint.every_s=0.01", "checkpoint.every=11"],
         "never": ["checkpoint.every_s=null"],
     }.items():
-        async with Runtime(config_of(tmp_path, f"run.name={name}", *settings, base=QUICK)) as runtime:
+        settings += [f"run.name={name}", "train.max_steps=12"]
+        async with Runtime(config_of(tmp_path, *settings, base=QUICK)) as runtime:
             await runtime.run()
     often = versions(tmp_path / "runs/often")
-    assert len(often) > 3 and often[-1] == 30
-    assert versions(tmp_path / "runs/interval") == [29, 30]
-    assert versions(tmp_path / "runs/never") == [30]
+    assert len(often) > 1 and often[-1] == 12
+    assert versions(tmp_path / "runs/interval") == [11, 12]
+    assert versions(tmp_path / "runs/never") == [12]
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +351,7 @@ async def test_the_last_checkpoint_has_descriptors_of_its_own(
                 async for report in steps:
                     if report.version == 2:
                         await offload(lambda: stack.enter_context(at_most(0)), "leak")
-                    elif report.version == 5:
+                    elif ends is Planted and report.version == 5:
                         raise Planted
 
             steps = runtime.steps()

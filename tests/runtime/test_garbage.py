@@ -29,7 +29,9 @@ from asyncrl.telemetry.recorder import Recorder
 def as_a_program_has_it() -> Iterator[None]:
     """Nothing is frozen before."""
     gc.unfreeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)  # type: ignore[attr-defined]
+        yield
     gc.collect()
     gc.freeze()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -198,16 +197,6 @@ def test_all_doors_give_the_same_run(here: Path) -> None:
     assert lines[0] == lines[1] == lines[2]
     assert "report.html" in module.output and "latest" in module.output
     assert "Writing model shards" not in module.output
-
-
-def test_the_console_script_is_declared() -> None:
-    scripts = importlib.metadata.entry_points(group="console_scripts")
-    found = [script for script in scripts if script.name == "asyncrl"]
-    if found:  # installed: the entry point loads; else the declaration has to do
-        assert found[0].load() is console
-    else:
-        declared = (MODEL.parents[2] / "pyproject.toml").read_text()
-        assert 'asyncrl = "asyncrl.cli.app:main"' in declared
 
 
 LEAVES = """
