@@ -27,7 +27,7 @@ class Cards:
     @property
     def count(self) -> int:
         """Number of GPUs of this machine."""
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.cuda.device_count()
 
     def describe(self, device: torch.device) -> tuple[str, tuple[int, int]]:
         """The name of a GPU and its compute capability."""

