@@ -50,6 +50,7 @@ class WithExamples(build_py):
 if __name__ == "__main__":
     setup(
         cmdclass={"build_py": WithExamples},
+        options={"build_ext": {"parallel": 2}},
         ext_modules=[
             kernels("_native_avx2", "-march=x86-64-v3"),
             kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
