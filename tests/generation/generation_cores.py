@@ -193,7 +193,7 @@ def vllm_core(policy: PolicyModel, choose: Any, *, sequences: int, context: int,
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.CoreLimits(sequences + 1, max(context, 17), positions + 17, 64, size)
         form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
-        return adapter.Core(form, room, choose, **options)
+        return adapter.VllmCore(form, room, choose, **options)
 
 
 class OpenedCore:

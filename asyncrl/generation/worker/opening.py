@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
@@ -37,19 +38,12 @@ async def open_serving(
     options = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
     options["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
-        return await _open_vllm(setup, config, lane, recorder, report_stage, options)
+        return await _open_vllm(setup, config, device, lane, recorder, report_stage, options)
     report_stage("building the model")
     path, description = ModelPath(**setup["path"]), setup["form"]
     skeleton = await lane.run(lambda: ModelSkeleton(config.model), name="engine/skeleton")
     digest = skeleton.digest()
-    copy_to = device if setup["copies"] else None
-    board = await lane.run(
-        lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
-    )
-    # The half that has weights. The trainer may write newer ones into it meanwhile.
-    index = 0 if board.version(0) is not None else 1
-    await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
-    half = board.half(index)
+    board, half = await _attach_board(setup, digest, device, lane)
     policy = await lane.run(
         lambda: open_reader(skeleton, half, description["rest"], path, setup["max_context"], config.seed),
         name="engine/load",
@@ -71,9 +65,24 @@ async def open_serving(
     return engine, board
 
 
+async def _attach_board(
+    setup: Mapping[str, Any], digest: str, device: torch.device, lane: ThreadLane, one_copy: bool = False
+) -> tuple[Board, Tensor]:
+    """The board, and a half that has weights as this process reads it. `one_copy`: see `Board.attach`."""
+    copy_to = device if setup["copies"] else None
+    board = await lane.run(
+        lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
+    )
+    # The half that has weights. The trainer may write newer ones into it meanwhile.
+    index = 0 if board.version(0) is not None else 1
+    await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
+    return board, board.half(index)
+
+
 async def _open_vllm(
     setup: Mapping[str, Any],
     config: Config,
+    device: torch.device,
     lane: ThreadLane,
     recorder: Recorder,
     report_stage: Callable[[str], None],
@@ -83,8 +92,9 @@ async def _open_vllm(
     description, dtype = setup["form"], DTYPES[config.model.dtype]
     layout = Layout.from_message(description["layout"])
     digest = layout.digest(dtype)
-    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
-    version = await lane.run(require_vllm, name="engine/version")
+    # vLLM has parameters of its own and reads the copy only while it copies it again.
+    board, half = await _attach_board(setup, digest, device, lane, one_copy=True)
+    version = await lane.run(lambda: require_vllm(device.type), name="engine/version")
     report_stage(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
     # One sequence more than requests: the fixed row of `VllmEngine.outputs`, of TOKENS tokens.
@@ -99,8 +109,8 @@ async def _open_vllm(
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
     def open_core(choose: Choose) -> Any:
-        spec = adapter.ModelSpec(description["config"], layout, board.half(0))
-        return adapter.Core(spec, limits, choose, routes=routes)
+        spec = adapter.ModelSpec(description["config"], layout, half)
+        return adapter.VllmCore(spec, limits, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,

@@ -166,6 +166,7 @@ class Board:
         owner: bool,
         slab: SlabHalves | None,
         copy_to: torch.device | None = None,
+        one_copy: bool = False,
     ) -> None:
         """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`."""
         self.fd = fd
@@ -181,7 +182,10 @@ class Board:
         self._stored = self._memfd_halves() if slab is None else slab.tensors
         self.reads_copies = copy_to is not None
         # The tensors that this process reads.
-        self._halves = [torch.empty_like(half, device=copy_to) for half in self._stored] if copy_to else self._stored
+        self._halves = self._stored
+        if copy_to:
+            copies = self._stored[:1] if one_copy else self._stored
+            self._halves = [torch.empty_like(half, device=copy_to) for half in copies] * (2 // len(copies))
 
     # -- the two constructors
 
@@ -208,11 +212,19 @@ class Board:
         return board
 
     @classmethod
-    def attach(cls, description: Mapping[str, Any], fd: int, layout: str, copy_to: torch.device | None = None) -> Self:
+    def attach(
+        cls,
+        description: Mapping[str, Any],
+        fd: int,
+        layout: str,
+        copy_to: torch.device | None = None,
+        one_copy: bool = False,
+    ) -> Self:
         """The board of another process behind an inherited descriptor; the board closes `fd`.
 
         `layout`: the digest of this process's own parameters. `copy_to`: this process reads copies on this device
-        (`fetch`); None: this process reads the memory of the board itself.
+        (`fetch`); None: this process reads the memory of the board itself. `one_copy`: both halves are copied to one
+        place, for a reader that is done with a half before it fetches the other one.
         Errors: TransportError where the board has another layout, or `fd` is another file; PlatformError where this
         process cannot open the memory.
         """
@@ -234,7 +246,7 @@ class Board:
                     f"{head[:8]!r}, expected are {expected:,} bytes; pass the board's own `fd` with its `description`"
                 )
             slab = None if slab_description is None else SlabHalves.attach(slab_description)
-            return cls(fd, elements, dtype, layout, token, False, slab, copy_to)
+            return cls(fd, elements, dtype, layout, token, False, slab, copy_to, one_copy)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(fd)
