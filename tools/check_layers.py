@@ -105,12 +105,12 @@ CEILINGS: dict[str, int] = {
     "records": 1100,
     "rewards": 1560,
     "runtime": 5400,
-    "telemetry": 2630,
+    "telemetry": 2850,
     "training": 2140,
     "transport": 4565,
     "weights": 300,
-    "tests": 51340,
-    "tools": 8150,
+    "tests": 51740,
+    "tools": 8210,
 }
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"

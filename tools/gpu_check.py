@@ -661,6 +661,65 @@ def random_group(number: int, prompt_length: int, members: int, vocabulary: int,
 
 
 @claim(
+    "a lane finds how long the device takes for a closure that returns at once, and counts that as busy", 60, alone=True
+)
+def device_time(device: str) -> Found:
+    """The same kernels twice: the closure waits for its kernel, which measures the kernel's length; and the closure returns."""
+    require_card(device)
+    import asyncio
+    from functools import partial
+
+    import torch
+
+    from asyncrl.concurrency.lane import ThreadLane
+    from asyncrl.telemetry.budget import lane_budget
+    from asyncrl.telemetry.recorder import Recorder
+
+    rounds = 20
+
+    def compute(waits: bool) -> float:
+        started = time.perf_counter()
+        torch.cuda._sleep(50_000_000)  # cycles: about 30 ms
+        if waits:
+            synchronize(device)
+        return time.perf_counter() - started
+
+    async def measure(waits: bool) -> tuple[float, float, float, float, float]:
+        """Medians in ms of the closure on the host and of its event; busy seconds and wall seconds; error of the clock in ms."""
+        recorder, host = Recorder(nvtx=False), list[float]()
+
+        def on_start() -> None:
+            torch.cuda.set_device(device)
+            recorder.register_device("card", partial(torch.cuda.Event, enable_timing=True))
+
+        async with ThreadLane("card", recorder, on_start) as lane:
+            for number in range(3 + rounds):
+                if number == 3:
+                    recorder.take_window()
+                host.append(await lane.run(partial(compute, waits), name="kernel"))
+                synchronize(device)
+                await asyncio.sleep(0.03)
+            window = recorder.take_window()
+        found = sorted(event.duration for event in recorder.events() if event.name == "kernel")
+        busy = lane_budget(window, "card").busy["kernel"]
+        clock = recorder.drain()["lane/device_clock_ms"]
+        middle = len(host) // 2
+        return 1e3 * sorted(host)[middle], 1e3 * found[middle], busy, window.end - window.start, clock
+
+    numbers: dict[str, Any] = {}
+    length, found, busy, wall, numbers["clock ms, host waits"] = asyncio.run(measure(True))
+    numbers |= {"kernel ms": round(length, 3), "found ms, host waits": round(found, 3)}
+    numbers["busy, host waits"] = round(busy / wall, 4)
+    launch, later, busy, wall, numbers["clock ms"] = asyncio.run(measure(False))
+    expected = rounds * length / 1e3 / wall
+    numbers |= {"launch ms": round(launch, 3), "found ms": round(later, 3), "busy": round(busy / wall, 4)}
+    numbers["busy expected"] = round(expected, 4)
+    right = max(abs(found / length - 1), abs(later / length - 1), abs(busy / wall / expected - 1)) < 0.03
+    text = f"a kernel of {length:.2f} ms is {later:.2f} ms; busy {busy / wall:.3f} where {expected:.3f} is expected"
+    return Found(text, right and launch < length / 5, numbers)
+
+
+@claim(
     "a training microbatch of a 0.6B model at 2k and 16k tokens: time, share of the card's FLOP, launches a layer",
     150,
     alone=True,

@@ -64,6 +64,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
         torch.set_num_threads(placement.trainer_threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            recorder.register_device(name, partial(torch.cuda.Event, enable_timing=True))
 
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))

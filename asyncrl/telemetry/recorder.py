@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from .device_time import DeviceEvent, DeviceTimes
 from .ranges import NvtxRanges
 from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
@@ -72,6 +73,30 @@ class Span:
         self.ended = recorder.clock()
         recorder._ranges.close(self._range)
         recorder._close_span(self)
+
+
+class DeviceSpan(Span):
+    """A closure on a lane of `Recorder.register_device`. The device's interval is stored later."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, recorder: Recorder, name: str, lane: str, device: DeviceTimes) -> None:
+        super().__init__(recorder, name, LANE_PREFIX + lane, None, lane, None)
+        self._device = device
+
+    def __enter__(self) -> Span:
+        super().__enter__()
+        self._device.begin(self._name, self.started)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        is_timed = self._device.end()
+        self.ended = recorder.clock()
+        recorder._ranges.close(self._range)
+        recorder._close_span(self, is_stored=not is_timed)
 
 
 class WaitSpan:
@@ -166,7 +191,8 @@ class Recorder:
         # How many activities wait for user code and for the engine; and the wait with the cause `environment`, if one is open.
         self._waits_for_user = self._waits_for_engine = 0
         self._user_wait: WaitSpan | None = None
-        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure
+        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure on the host
+        self._devices: dict[str, DeviceTimes] = {}
         self._window_start = self.started
         self._reset_metrics()
         self._ranges = NvtxRanges(nvtx)
@@ -188,6 +214,8 @@ class Recorder:
             idle_since = max(submitted, self._lane_end.get(lane, submitted))
             self._add_idle("handoff", lane, idle_since, now)
             self.observe("lane/handoff_ms", 1e3 * max(0.0, now - idle_since))
+        if (device := self._devices.get(lane)) is not None:
+            return DeviceSpan(self, name, lane, device)
         return Span(self, name, LANE_PREFIX + lane, None, lane, None)
 
     def lane_resumed(self, lane: str, ended: float) -> None:
@@ -322,8 +350,29 @@ class Recorder:
         with self._lock:
             self._lane_end.setdefault(lane, self.clock())
 
+    def register_device(self, lane: str, new_event: Callable[[], DeviceEvent]) -> None:
+        """Count the later closures of this lane with the device's time. Call this on the lane's thread, after it has chosen its
+        device. See `device_time.py`."""
+
+        def store(name: str, start: float, end: float, started: float, ended: float) -> None:
+            with self._lock:
+                self._store(self._busy, Interval(name, lane, start, end))
+            host_ms = round(1e3 * (ended - started), 3)
+            self._add_event("X", name, LANE_PREFIX + lane, start, end - start, (("host_ms", host_ms),))
+
+        def observe(seconds: float) -> None:
+            self.observe("lane/device_clock_ms", 1e3 * seconds, reduce="max")
+
+        self._devices[lane] = DeviceTimes(self.clock, new_event, store, observe)
+
+    def finish_devices(self) -> None:
+        """Wait until the devices have ended all closures, for the trace. Call it outside the event loop."""
+        for device in self._devices.values():
+            device.finish()
+
     def take_window(self) -> Window:
         """Take the intervals since the last call. An open interval ends with this window, and is in the next window, too."""
+        computing = {lane: found for lane, device in self._devices.items() if (found := device.poll())}
         with self._lock:
             start, end = self._window_start, self.clock()
             busy, idle = self._busy, self._idle
@@ -335,10 +384,13 @@ class Recorder:
             open_spans = list(self._open_spans.values())
             waits = [wait for wait in (*self._waits.values(), self._user_wait) if wait and wait.cause]
         for span in open_spans:
+            if span._lane in computing:
+                continue
             if span._lane is not None:
                 busy.append(Interval(span._name, span._lane, span.started, end))
             elif span._cause is not None:
                 idle.append(Interval(span._cause, None, span.started, end))
+        busy.extend(Interval(name, lane, since, end) for lane, (name, since) in computing.items())
         idle.extend(Interval(wait.cause, None, wait.since, end) for wait in waits)
         return Window(start, end, lanes, busy, idle)
 
@@ -385,11 +437,14 @@ class Recorder:
             if span._lane is not None:
                 self._lane_end.setdefault(span._lane, span.started)
 
-    def _close_span(self, span: Span) -> None:
+    def _close_span(self, span: Span, is_stored: bool = True) -> None:
+        """`is_stored`: False if a device's interval takes the place of this one."""
         with self._lock:
             if span._lane is not None:
                 self._open_spans.pop(id(span), None)
                 self._lane_end[span._lane] = span.ended
+                if not is_stored:
+                    return
                 self._store(self._busy, Interval(span._name, span._lane, span.started, span.ended))
             elif span._cause is not None:
                 self._open_spans.pop(id(span), None)

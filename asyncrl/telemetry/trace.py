@@ -51,7 +51,9 @@ def track_order(track: str) -> tuple[int, str]:
 
 
 def write_trace(recorder: Recorder, path: Path) -> None:
-    """Write the trace so far, atomically. Blocks for about a second with 500,000 events, so call it outside the event loop."""
+    """Write the trace so far, atomically. Waits for the devices first. Blocks for about a second with 500,000 events, so call it
+    outside the event loop."""
+    recorder.finish_devices()
     events = recorder.events()
     by_track: dict[str, list[TraceEvent]] = {}
     for event in events:

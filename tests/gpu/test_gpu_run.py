@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.trace import read_tail
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import GenerationRequest, SamplingParams
 
@@ -77,6 +79,25 @@ async def test_the_range_of_the_cuda_profiler_is_open_for_the_named_steps(monkey
     async with runtime:
         await runtime.run()
     assert calls == [("start", 1), ("stop", 2)]
+
+
+@pytest.mark.parametrize("placement", ["shared", "worker"])
+async def test_the_trace_has_the_devices_time_of_each_closure(tmp_path: Path, placement: str) -> None:
+    overrides = ["model.device=cuda", "train.max_steps=4", "telemetry.live=off", f"run.dir={tmp_path}"]
+    overrides.append(f"generation.placement={placement}")
+    async with Runtime(load_config([ROOT / "examples/quickstart.yaml"], overrides)) as runtime:
+        summary = await runtime.run()
+        assert runtime.directory is not None
+        trace = runtime.directory.trace
+    _, _, events = await asyncio.to_thread(read_tail, trace)
+    timed = {event["name"] for event in events if "host_ms" in event.get("args", {})}
+    assert {"train/microbatch", "train/finish"} <= timed
+    for _, metrics in summary.history[1:]:
+        shares = [
+            share for name, share in metrics.items() if name.startswith(("busy/", "idle/")) and name.count("/") == 1
+        ]
+        assert sum(shares) == pytest.approx(1.0)
+        assert metrics["lane/device_clock_ms"] < 1.0
 
 
 @pytest.mark.parametrize(("place", "token"), [(-1, VOCABULARY), (0, 2**31 - 1), (-2, -1)])

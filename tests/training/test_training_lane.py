@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
+from support.device import FakeDevice
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_helpers import LOSS, make_trainer, microbatches
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
@@ -78,3 +82,61 @@ async def test_cancelled_caller_waits_for_its_microbatch_and_abort_comes_after(t
     await trainer.begin_train_step(LOSS)  # the next step is clean
     await trainer.train_microbatch(microbatches()[0])
     assert (await trainer.finish_train_step()).version == 1
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators with which a host waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"):
+            self.found.append(name)
+        return function(*arguments, **(named or {}))
+
+
+async def read_in_a_step(recorder: Recorder, device: FakeDevice | None) -> tuple[list[str], Any]:
+    """The host reads of the lane's thread in a step with log-probs, and the result. Each closure takes the device 10 ms."""
+    reads = HostReads()
+
+    def on_start() -> None:
+        reads.__enter__()
+        if device is not None:
+            recorder.register_device("cpu", device.new_event)
+
+    async with ThreadLane("cpu", recorder, on_start) as lane:
+        core = make_trainer()
+        port = LaneTrainer(core, lane, recorder)
+        for name in ("begin_train_step", "train_microbatch", "compute_logprobs", "finish_train_step"):
+            method = getattr(core, name)
+
+            def closure(*arguments: Any, method: Any = method) -> Any:
+                if device is not None:
+                    device.launch(0.01)
+                return method(*arguments)
+
+            setattr(core, name, closure)
+        await port.begin_train_step(LOSS)
+        for batch in microbatches():
+            await port.compute_logprobs(batch)
+            await port.train_microbatch(batch)
+        result = await port.finish_train_step()
+        await lane.run(lambda: reads.__exit__(None, None, None), name="stop")
+    return reads.found, result
+
+
+async def test_device_time_adds_no_wait_to_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
+    device, recorder = FakeDevice(time.perf_counter), Recorder(nvtx=False)
+    expected = await read_in_a_step(Recorder(nvtx=False), None)
+    assert await read_in_a_step(recorder, device) == expected and expected[0]
+    await asyncio.to_thread(recorder.finish_devices)
+    timed = [event for event in recorder.events() if event.args and "host_ms" in event.args]
+    assert {event.name for event in timed} >= {"train/begin", "train/logprobs", "train/microbatch", "train/finish"}
+    assert sum(event.duration for event in timed) >= 0.01 * (2 + 2 * len(microbatches()))

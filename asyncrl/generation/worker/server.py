@@ -26,6 +26,7 @@ import socket
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import torch
@@ -119,14 +120,15 @@ async def serve(control: Channel) -> None:
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     config = schema_of(setup["config"]).model_validate(setup["config"])
     device = torch.device(setup["device"])
-    recorder = Recorder(max_events=0)
+    name, recorder = f"worker{setup['number']}", Recorder(max_events=0)
 
     def on_start() -> None:
         torch.set_num_threads(setup["threads"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            recorder.register_device(name, partial(torch.cuda.Event, enable_timing=True))
 
-    async with ThreadLane(f"worker{setup['number']}", recorder, on_start) as lane, plain_task_group() as tasks:
+    async with ThreadLane(name, recorder, on_start) as lane, plain_task_group() as tasks:
         engines: list[Serving] = []
         spawn(tasks, "reports", report, control, lane, recorder, engines)
         try:
