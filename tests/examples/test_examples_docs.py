@@ -147,6 +147,8 @@ def test_what_starts_a_run_names_files_and_settings_that_load(desk: Desk, monkey
         for command in commands(block) if block.language == "bash" else ():
             settings = settings_of(command)
             words = [word for word in settings or () if word not in ("--dry-run", "--help")]
+            if "--assume-devices" in words:
+                words = words[: words.index("--assume-devices")]
             if words and not words[0].startswith(("mine", "base")):
                 files = [word for word in words if word.endswith(".yaml")]
                 load_config(files, words[len(files) :])
