@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
 from asyncrl.concurrency.ending import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
-from asyncrl.distributed.launcher import Launcher, tied
+from asyncrl.distributed.launcher import Launcher, tie_to_launcher
 from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost
 from asyncrl.telemetry.output import lossy_output, print_early
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A typo in the
-    # command or the configuration is reported before these imports.
+    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A misspelled
+    # command or setting is reported before torch is imported.
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, flush=True)
         from asyncrl.config.describe import help_text
@@ -56,7 +56,7 @@ def _main(arguments: list[str]) -> int:
     try:
         devices, arguments = _assumed_devices(arguments, dry_run)
         files, overrides = split_arguments(arguments)
-        launcher = tied()
+        launcher = tie_to_launcher()
         for argument in arguments:
             if argument in ("--dryrun", "--dry_run", "dry-run"):
                 raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
@@ -82,7 +82,10 @@ def _main(arguments: list[str]) -> int:
         return run(config, launcher)
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
-        for note in dict.fromkeys([*getattr(error, "__notes__", []), *([way_out()] if none_left(error) else [])]):
+        notes = list(dict.fromkeys(getattr(error, "__notes__", [])))
+        if none_left(error) and way_out() not in notes:
+            notes.append(way_out())
+        for note in notes:
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
@@ -109,11 +112,12 @@ def _assumed_devices(arguments: list[str], dry_run: bool) -> tuple[str | None, l
         return None, arguments
     if not dry_run:
         raise ConfigError(f"{option} plans for GPUs that are not here, and a run needs real ones; add --dry-run")
-    before, after = arguments[:index], arguments[index + 1 :]
+    others = arguments[:index] + arguments[index + 1 :]
     _, equals_sign, value = arguments[index].partition("=")
     if not equals_sign:
-        value, after = (after[0], after[1:]) if after else ("", [])
-    return value, before + after
+        # The value is the next argument, which now has the option's index.
+        value = others.pop(index) if index < len(others) else ""
+    return value, others
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -146,6 +150,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
         loop = runner.get_loop()
         task = loop.create_task(_run(config, launcher))
         grace_s = config.watchdog.abort_grace_s
+        # From the end of `_run` on, the rest of the process's end may take `grace_s`. Pass on the error, or the exit code.
         task.add_done_callback(lambda done: start_exit_deadline(done.exception() or done.result(), grace_s, loop))
         while True:
             try:
@@ -153,8 +158,8 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
             except (SystemExit, KeyboardInterrupt) as error:
                 if is_interrupt(error):
                     raise
-                # If any task raises SystemExit, asyncio stops the loop. If that was a task of user code, the task also stores
-                # the error: its episode fails, and the loop is started again.
+                # If any task raises SystemExit, asyncio stops the loop. If that task was an episode of user code, only the
+                # episode fails: `_run` is not done, and the loop is started again.
                 if task.done():
                     raise AsyncrlError(f"user code ended the run: {raised(error)}") from error
 

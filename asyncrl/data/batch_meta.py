@@ -57,7 +57,7 @@ class BatchMeta:
 
     `fields`: the columns that every row of the batch has, in the order in which they were written.
     `lengths` (tokens) and `tags`: one entry per row, or None where some rows have no length or no tags.
-    Errors: DataError at construction, for a repeated id, a negative length, or a number of entries unlike that of ids.
+    Errors: DataError at construction, for a repeated id, a negative length, or another number of entries than of ids.
     """
 
     partition: str

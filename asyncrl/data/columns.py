@@ -1,7 +1,7 @@
 """The forms of a column. Columns travel without padding; `materialize` pads them, with the values that its caller names.
 
     form     a column of N rows                                          a row
-    JAGGED   `Jagged`, or a list of arrays                               an array [L_i, ...], L_i of its own
+    JAGGED   `Jagged`, or a list of arrays                               an array [L_i, ...]; rows differ in L_i
     DENSE    an array [N, a, ...]                                        an array [a, ...]
     SCALAR   an array [N]                                                a number
     OBJECT   an object or string array [N], or a list of anything else   anything: text, None, messages
@@ -83,7 +83,7 @@ class Jagged:
         return Jagged.from_rows(rows) if rows else Jagged(self.values[:0], np.zeros(1, np.int64))
 
     def pad(self, value: float, width: int = 0) -> npt.NDArray[Any]:
-        """[N, W, ...] with `value` on the right; W is the longest row, or `width` where that is wider: nothing is cut."""
+        """[N, W, ...] with `value` on the right. W is the larger of `width` and the length of the longest row."""
         lengths = self.lengths
         columns = max(int(lengths.max(initial=0)), width)
         padded = np.full((len(self), columns, *self.values.shape[1:]), value, self.values.dtype)
@@ -120,17 +120,13 @@ def trim(values: npt.NDArray[Any], lengths: Sequence[int], name: str = "column")
 
 
 def materialize(
-    columns: Mapping[str, Column],
-    pads: Mapping[str, float],
-    *,
-    lengths: Sequence[int] | None = None,
-    pad_to: int = 0,
+    columns: Mapping[str, Column], pads: Mapping[str, float], *, lengths: Sequence[int] | None = None, pad_to: int = 0
 ) -> dict[str, npt.NDArray[Any]]:
-    """Every jagged column padded on the right to its longest row; the others as they are.
+    """The columns as arrays. A jagged column is padded on the right to its longest row; other columns are not changed.
 
-    pads: the padding by column name. Columns that it does not name get DEFAULT_PADS, else 0; a column of NAMED_PADS
-    must be named (DataError). lengths, pad_to: columns whose rows have just these lengths, the per-token ones, get at
-    least `pad_to` columns, so that every shard of a batch has the same shape (`BatchMeta.pad_target`).
+    pads: the padding by column name. For other columns the padding is in DEFAULT_PADS, or is 0. Columns of NAMED_PADS must
+    be in `pads` (DataError). lengths, pad_to: a jagged column whose rows have exactly these lengths holds a value per token.
+    Such columns are padded to at least `pad_to`, so that all shards of a batch have one shape (`BatchMeta.pad_target`).
     """
     padded: dict[str, npt.NDArray[Any]] = {}
     for name, column in columns.items():
@@ -148,7 +144,7 @@ def materialize(
 
 
 def split(column: Any, rows: int, name: str) -> tuple[ColumnForm, list[Any]]:
-    """The form of a column and its rows, not yet copied. Errors: TypeError for another type, DataError for a count."""
+    """The form of a column and its rows, not yet copied. Errors: TypeError; DataError unless it has `rows` rows."""
     form = _form(column, name)
     if len(column) != rows:
         raise DataError(f"column {name!r} has {len(column)} rows for {rows} ids; one each")
@@ -181,8 +177,8 @@ def _form(column: Any, name: str) -> ColumnForm:
     )
 
 
-def keep(form: ColumnForm, row: Any) -> Any:
-    """The row as the store keeps it: a copy of its own, arrays read-only."""
+def stored_copy(form: ColumnForm, row: Any) -> Any:
+    """The row as a store keeps it: a copy, in which arrays are read-only."""
     if form is ColumnForm.OBJECT:
         return clone(row)
     if form is ColumnForm.SCALAR:
@@ -193,9 +189,9 @@ def keep(form: ColumnForm, row: Any) -> Any:
 
 
 def join(form: ColumnForm, rows: Sequence[Any], name: str) -> Column:
-    """A column of rows that `keep` made; copies. Errors: DataError where dense rows have different shapes."""
+    """A column of rows that `stored_copy` made; copies. Errors: DataError where dense rows have different shapes."""
     if form is ColumnForm.OBJECT:
-        column = np.empty(len(rows), dtype=object)  # np.array() would make lists dimensions
+        column = np.empty(len(rows), dtype=object)  # np.array() would turn a list into a dimension
         for index, row in enumerate(rows):
             column[index] = clone(row)
         return column

@@ -55,6 +55,7 @@ def fetch(
     if policy == "independent" or group is None or (policy == "auto" and group.size == 1):
         return _read(source, meta, fields)
     request = [meta.partition, list(meta.ids), list(fields or meta.fields)]
+    # The leader calls the function, and `share` returns its result on every rank.
     arrays, (leader_request, names, objects) = group.share(lambda: _flatten(_read(source, meta, fields), request))
     if leader_request != request:
         partition, ids, columns = leader_request
@@ -107,7 +108,7 @@ def _unflatten(name: str, arrays: Arrays, objects: Mapping[str, list[Any]]) -> A
         return Jagged(arrays[f"values/{name}"], arrays[f"offsets/{name}"])
     if name not in objects:
         return arrays[f"dense/{name}"]
-    column = np.empty(len(objects[name]), dtype=object)  # np.array would make lists dimensions
+    column = np.empty(len(objects[name]), dtype=object)  # np.array would turn a list into a dimension
     for index, value in enumerate(objects[name]):
         column[index] = value
     return column

@@ -8,9 +8,9 @@ is counted: losses that divide by the number of sequences need the count.
 
 With recorded expert routes, members share a prompt only if the prompt's routes are equal: other experts make other keys and
 values. Routes can differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of
-the last prompt token are not compared, unless the prompt has only one token. Each member records these routes with its first
-sampled token, in batches of different sizes, and rounding alone may choose another expert. A shared prompt gets the routes of
-the first member behind it.
+the last prompt token are not compared, unless the prompt has only one token. They come from the forward that samples the first
+token: members run it in batches of different sizes, and rounding alone may choose another expert. A shared prompt gets the
+routes of the first member behind it.
 
 Groups are packed in the given order, completions longest first. A new microbatch is opened when the token budget is full. A
 completion that is longer than the budget gets a microbatch of its own. The assignment to microbatches changes no gradient.
@@ -170,7 +170,7 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
         append(prefix_row.trajectory, 0, prefix_length)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
-            # The token before a scored token predicts the scored token. Its offset in the suffix is -1 in the prompt.
+            # The token before a scored token predicts the scored token. Offset -1: that is the last token of the prompt.
             offset = row.scored - prefix_length - 1
             last_prefix_token = prefix_start + prefix_length - 1
             source[source_end : source_end + offset.size] = np.where(offset >= 0, cursor + offset, last_prefix_token)

@@ -29,9 +29,9 @@ from .prompts_files import ListRows, PromptRows, Row, digest, open_rows
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-# Groups that are not made from a prompt of the stream have ids from here on.
+# First id of the groups that are not made from a prompt of the stream, but by a program that embeds asyncrl.
 EMBEDDED_GROUPS = 1 << 40
-# Far above every ordinal, and above the ids of groups of an embedding program.
+# Added to a group id for each new attempt. Larger than every ordinal and every id of an embedding program's groups.
 REROLLS = 1 << 44
 MAX_FAILED = 4096  # failed prompts in the queue; a new one evicts the oldest
 _MASK = (1 << 64) - 1
@@ -49,12 +49,12 @@ def attempt_of(group_id: int) -> int:
 
 
 def is_prompt(group_id: int) -> bool:
-    """Whether the group is made from a prompt of the stream: not by an outside producer or an embedding program."""
+    """Whether the group is made from a prompt of the stream, and not by an outside producer or an embedding program."""
     return group_id % REROLLS < EMBEDDED_GROUPS
 
 
-def with_handed_out(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """A `state_dict` of a `PromptSource`, changed as if `next()` had also returned the prompts of these groups."""
+def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
+    """A `state_dict` of a `PromptSource`, changed as if `next()` had returned the prompts of these groups since."""
     used = set(group_ids)
     first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
@@ -75,6 +75,7 @@ class EpochOrder:
 
     def __init__(self, rows: int, seed: int, epoch: int) -> None:
         self._rows = rows
+        # The constant is arbitrary, but fixed: with another one, a resumed run would find other rows.
         key = _mix(_mix((seed & _MASK) ^ 0x9D5C_0FF1_CE00_0001) ^ epoch)
         self._keys = [_mix(key + number) for number in range(6 * max(rows, 2).bit_length())]
 
@@ -112,7 +113,8 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
-        self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)  # rounding
+        # The first ordinal that is not returned. A product that rounding makes a little too large must not add a row.
+        self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first

@@ -24,11 +24,12 @@ from .tokenizing import check_unicode, without_nulls
 Row: TypeAlias = Mapping[str, Any]
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
+# The split at the beginning of a file's name, or everything before the number of a shard.
 _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)[a-z]*(?![a-z])|(.+?)(?=-\d+-of-\d+$)", re.IGNORECASE)
 
 
 class PromptRows(Protocol):
-    """A fixed sequence of rows; `source` says where they come from in messages."""
+    """A fixed sequence of rows; `source` names their origin in messages."""
 
     source: str
 
@@ -71,7 +72,7 @@ def arrow_row(table: Any) -> dict[str, Any]:
     """The only row of an Arrow table as Python's objects."""
     try:
         [row] = table.to_pylist()
-    except Exception:  # each type raises errors of its own
+    except Exception:  # each Arrow type raises other errors
         row = {name: _as_python(table.column(name)[0]) for name in table.column_names}
     return {name: without_nulls(value) for name, value in row.items()}
 
@@ -83,9 +84,9 @@ def _as_python(scalar: Any) -> Any:
         return scalar.as_py()
     except Exception:  # see `arrow_row`
         if isinstance(scalar, pa.StructScalar):
-            return {name: _as_python(each) for name, each in scalar.items()}
+            return {name: _as_python(field) for name, field in scalar.items()}
         if isinstance(scalar, pa.ListScalar):  # a map is a list of pairs
-            return [_as_python(each) for each in scalar.values]
+            return [_as_python(item) for item in scalar.values]
         if isinstance(scalar, (pa.StringScalar, pa.LargeStringScalar, pa.StringViewScalar)):
             return scalar.as_buffer().to_pybytes()  # the bytes are not UTF-8
         value = scalar.value
@@ -94,50 +95,50 @@ def _as_python(scalar: Any) -> Any:
 
 def check_names(names: Sequence[str], source: str) -> None:
     """Errors: `DataError` if two columns have one name."""
-    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+    if repeated := sorted({name for name in names if list(names).count(name) > 1}):
         raise DataError(
-            f"{source} has several columns named {', '.join(map(repr, twice))}; give each a name of its own"
+            f"{source} has several columns named {', '.join(map(repr, repeated))}; give each column another name"
         )
 
 
-def open_rows(path: str | os.PathLike[str]) -> PromptRows:
-    """Read a file or directory by its form.
+def open_rows(file: str | os.PathLike[str]) -> PromptRows:
+    """Read a file, or a directory. The ending of the name decides the format.
 
     Errors: `DataError` that names the path, what was found and what is expected.
     """
-    place = Path(path).expanduser()
-    suffix = place.suffix.lower()
+    path = Path(file).expanduser()
+    suffix = path.suffix.lower()
     try:
-        if place.is_dir():
-            return _open_directory(place)
-        if not place.exists():
-            if shards := parquet_shards(place):
-                _check_shards(shards, str(place))
-                return _open_parquet(shards, str(place))
+        if path.is_dir():
+            return _open_directory(path)
+        if not path.exists():
+            if shards := parquet_shards(path):
+                _check_shards(shards, str(path))
+                return _open_parquet(shards, str(path))
             raise DataError(
-                f"the prompt file {place} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} "
+                f"the prompt file {path} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} "
                 "file, a directory of parquet files, one written by datasets.save_to_disk, or a data set of the hub "
                 "(org/name:split)"
             )
         if suffix == ".parquet":
-            return _open_parquet([place], str(place))
+            return _open_parquet([path], str(path))
         if suffix == ".csv":
-            return _open_csv(place)
+            return _open_csv(path)
         if suffix in ENDINGS:
-            return _open_json(place)
+            return _open_json(path)
     except OSError as error:
-        raise DataError(f"the prompt file {place} cannot be read: {error}") from error
-    raise DataError(f"the prompt file {place} has the ending {suffix!r}; expected one of {', '.join(ENDINGS)}")
+        raise DataError(f"the prompt file {path} cannot be read: {error}") from error
+    raise DataError(f"the prompt file {path} has the ending {suffix!r}; expected one of {', '.join(ENDINGS)}")
 
 
 def is_local(source: str | os.PathLike[str]) -> bool:
-    """Whether `open_rows` finds a file or directory there, readable or not."""
-    place = Path(source).expanduser()
-    return place.exists() or bool(parquet_shards(place))
+    """Whether `open_rows` finds a file or directory at this path, readable or not."""
+    path = Path(source).expanduser()
+    return path.exists() or bool(parquet_shards(path))
 
 
 def digest(rows: PromptRows, column: str) -> int:
-    """A cheap fingerprint: number of rows, and the prompts of up to 64 of them, spread evenly."""
+    """A cheap fingerprint: the number of rows, and the prompts of up to 64 evenly spaced rows."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():
@@ -151,18 +152,18 @@ def _check_shards(files: Sequence[Path], source: str) -> None:
     for file in files:
         if shard := SHARD.fullmatch(file.name):
             found.setdefault((shard[1], int(shard[3])), []).append(int(shard[2]))
-    beginnings = [beginning for beginning, _ in found]
-    for (beginning, count), numbers in found.items():
-        if beginnings.count(beginning) > 1 or len(set(numbers)) < len(numbers):
-            counts = ", ".join(f"-of-{each}" for name, each in found if name == beginning)
+    prefixes = [prefix for prefix, _ in found]
+    for (prefix, count), numbers in found.items():
+        if prefixes.count(prefix) > 1 or len(set(numbers)) < len(numbers):
+            counts = ", ".join(f"-of-{other_count}" for other_prefix, other_count in found if other_prefix == prefix)
             raise DataError(
-                f"{source} has the files of several shardings of {beginning!r} ({counts}; {len(files)} files); remove those of "
+                f"{source} has the files of several shardings of {prefix!r} ({counts}; {len(files)} files); remove those of "
                 "all but one"
             )
         if missing := sorted({*range(count)} - {*numbers}):
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise DataError(
-                f"{source} lacks {len(missing)} of the {count} files {beginning}-NUMBER-of-{count}: {shown}; add them, or name the "
+                f"{source} lacks {len(missing)} of the {count} files {prefix}-NUMBER-of-{count}: {shown}; add them, or name the "
                 "files that are meant one by one in a function (data.train=file.py:function)"
             )
 
@@ -184,112 +185,112 @@ def _open_parquet(files: Sequence[Path], source: str) -> PromptRows:
         raise DataError(f"the parquet files of {source} do not have the same columns: {error}") from error
 
 
-def _open_csv(place: Path) -> PromptRows:
-    """The first line names the columns; every value is a string, as it stands in the file ("007" stays "007")."""
+def _open_csv(path: Path) -> PromptRows:
+    """The first line names the columns. Every value is a string, with the characters of the file ("007" stays "007")."""
     rows: list[Row] = []
-    with place.open(newline="", encoding="utf-8-sig") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file, strict=True)
         try:
             names = next(lines, [])
-            check_names(names, f"the first line of {place}")
+            check_names(names, f"the first line of {path}")
             for values in lines:
                 if len(values) != len(names) and values:
                     raise DataError(
-                        f"{place} line {lines.line_num} has {len(values)} values; the first line names {len(names)} "
+                        f"{path} line {lines.line_num} has {len(values)} values; the first line names {len(names)} "
                         f"columns ({', '.join(names)}); a value with a comma or a line break stands in double quotes"
                     )
                 if values:
                     rows.append(dict(zip(names, values, strict=True)))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{place} is not valid CSV in UTF-8 (line {lines.line_num + 1}): {error}") from error
-    return ListRows(rows, str(place))
+            raise DataError(f"{path} is not valid CSV in UTF-8 (line {lines.line_num + 1}): {error}") from error
+    return ListRows(rows, str(path))
 
 
-def _open_json(place: Path) -> PromptRows:
-    data = place.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if place.suffix.lower() == ".json" and data.lstrip()[:1] == b"[":
-        values = _read_json(data, f"the prompt file {place}")
-        numbered = [(f"{place} row {number}", value) for number, value in enumerate(values, start=1)]
+def _open_json(path: Path) -> PromptRows:
+    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if path.suffix.lower() == ".json" and data.lstrip()[:1] == b"[":
+        values = _read_json(data, f"the prompt file {path}")
+        numbered = [(f"{path} row {number}", value) for number, value in enumerate(values, start=1)]
     else:
-        numbered = list(_json_lines(data, place))
-    for where, value in numbered:
+        numbered = list(_json_lines(data, path))
+    for source, value in numbered:
         if not isinstance(value, dict):
-            raise DataError(f"{where} holds {type(value).__name__}; expected an object with a prompt column")
-    return ListRows([value for _, value in numbered], str(place))
+            raise DataError(f"{source} holds {type(value).__name__}; expected an object with a prompt column")
+    return ListRows([value for _, value in numbered], str(path))
 
 
-def _json_lines(data: bytes, place: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(data: bytes, path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
-            yield f"{place} line {number}", _read_json(line, f"{place} line {number}")
+            yield f"{path} line {number}", _read_json(line, f"{path} line {number}")
 
 
-def _read_json(data: bytes, where: str) -> Any:
+def _read_json(data: bytes, source: str) -> Any:
     """Parsed by `json`, which keeps integers of any size; faster packages make floats of large ones. Errors: `DataError`."""
     try:
         text = data.decode()
         value = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from error
+        raise DataError(f"{source} is not valid JSON: {error}") from error
     if "\\u" in text:
-        check_unicode(value, where)
+        check_unicode(value, source)
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
-        )
-    return found
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Errors: ValueError for a repeated key."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} stands twice in one object")
+    return mapping
 
 
 def _number(text: str) -> float:
-    """Errors: ValueError for NaN and infinity, and for a number beyond a float's."""
+    """Errors: ValueError for NaN, for infinity, and for a number that is too large for a float."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number; write null where a value is missing")
+        raise ValueError(f"{text} is no finite number; write null if a value is missing")
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_constant=_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of_pairs, parse_float=_number, parse_constant=_number)
 
 
-def _open_directory(place: Path) -> PromptRows:
-    """Parquet files, or a directory of `Dataset.save_to_disk`: state.json names Arrow stream files."""
+def _open_directory(path: Path) -> PromptRows:
+    """Reads a directory of parquet files, or of `Dataset.save_to_disk`, whose state.json names Arrow stream files."""
     import pyarrow as pa
 
-    if (place / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(entry.name for entry in place.iterdir() if entry.is_dir()))
-        raise DataError(f"{place} holds several splits ({splits}); name one of them, like {place / 'train'}")
-    if not (place / "state.json").exists():
-        return _open_parquet(_one_split(place), str(place))
+    if (path / "dataset_dict.json").exists():
+        splits = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
+        raise DataError(f"{path} holds several splits ({splits}); name one of them, like {path / 'train'}")
+    if not (path / "state.json").exists():
+        return _open_parquet(_one_split(path), str(path))
     try:
-        state = json.loads((place / "state.json").read_bytes())
+        state = json.loads((path / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
-        tables = [pa.ipc.open_stream(pa.memory_map(str(place / name))).read_all() for name in names]
-        return TableRows(pa.concat_tables(tables), str(place))
+        tables = [pa.ipc.open_stream(pa.memory_map(str(path / name))).read_all() for name in names]
+        return TableRows(pa.concat_tables(tables), str(path))
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise DataError(
-            f"{place} is not a readable datasets directory: {type(error).__name__}: {error}; write it anew with "
+            f"{path} is not a readable datasets directory: {type(error).__name__}: {error}; write it anew with "
             "datasets.save_to_disk, or save it as parquet"
         ) from error
 
 
-def _one_split(place: Path) -> list[Path]:
-    """The parquet files of a directory by name; several splits beside each other are never read as one data set."""
-    files = sorted(place.glob("*.parquet"))
+def _one_split(path: Path) -> list[Path]:
+    """The parquet files of a directory, sorted by name. Errors: DataError if there are none, or files of several splits."""
+    files = sorted(path.glob("*.parquet"))
     if not files:
         raise DataError(
-            f"{place} is a directory without parquet files and without state.json; expected parquet files, or what "
+            f"{path} is a directory without parquet files and without state.json; expected parquet files, or what "
             "datasets.save_to_disk writes"
         )
-    splits = {found.group(0).lower() if (found := _SPLIT.match(file.stem)) else "" for file in files}
-    if len(splits) > 1:
+    matches = [_SPLIT.match(file.stem) for file in files]
+    if len({match.group(0).lower() if match else "" for match in matches}) > 1:
         raise DataError(
-            f"{place} holds parquet files of several splits ({', '.join(file.name for file in files[:8])}); name one "
-            f"file, or what the names of its files begin with, like {place / 'train'} for train-00000-of-00002.parquet"
+            f"{path} holds parquet files of several splits ({', '.join(file.name for file in files[:8])}); name one "
+            f"file, or what the names of its files begin with, like {path / 'train'} for train-00000-of-00002.parquet"
         )
-    _check_shards(files, str(place))
+    _check_shards(files, str(path))
     return files

@@ -34,8 +34,8 @@ from .tokenizing import without_nulls
 T = TypeVar("T")
 
 ITERATED_ROWS = 100_000  # limit for a source without rows by number
-_NO_FILE = "there is no file or directory {} (looked from {}), and as a data set of the hub"
-_LOCAL = "on a machine without the hub give a directory of its parquet files, or a directory of save_to_disk"
+_NO_FILE_MESSAGE = "there is no file or directory {} (looked from {}), and as a data set of the hub"
+_OFFLINE_ADVICE = "on a machine without the hub give a directory of its parquet files, or a directory of save_to_disk"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+){0,2}")
 
 
@@ -190,14 +190,15 @@ def _run(call: Callable[[], T], source: str) -> T:
 def require_data_hub(source: str) -> None:
     """Errors: `DataError` if `datasets` is not installed or the hub cannot be reached. Blocks for up to 5 s."""
     name = source.split(":")[0]
-    prefix = _NO_FILE.format(name, Path.cwd())
+    prefix = _NO_FILE_MESSAGE.format(name, Path.cwd())
     if not installed("datasets"):
         raise DataError(f"{prefix} it needs the package `datasets`: {install('datasets')}")
     import datasets
 
+    # `hub_silence` returns why the hub does not answer, or None.
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
     if not cached and (reason := hub_silence(name, "dataset")) is not None:
-        raise DataError(f"{prefix} it cannot be fetched: {reason}; {_LOCAL}")
+        raise DataError(f"{prefix} it cannot be fetched: {reason}; {_OFFLINE_ADVICE}")
 
 
 def _open_hub(source: str) -> PromptRows:
@@ -213,8 +214,8 @@ def _open_hub(source: str) -> PromptRows:
         # Versions of `datasets` raise different types for a network error, an unknown name or an unknown split.
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise DataError(
-            f"{_NO_FILE.format(name, Path.cwd())} {source!r} cannot be loaded: {reason}; expected "
-            f"org/name, org/name:split or org/name:config:split; {_LOCAL}"
+            f"{_NO_FILE_MESSAGE.format(name, Path.cwd())} {source!r} cannot be loaded: {reason}; expected "
+            f"org/name, org/name:split or org/name:config:split; {_OFFLINE_ADVICE}"
         ) from error
     if isinstance(data, Mapping):
         if len(data) > 1:

@@ -5,8 +5,8 @@
 Guarantees
 * A group of priority 0 is not stored. The buffer holds at most `max_groups` groups. A full buffer replaces its group of the
   lowest priority, and only by a group of a higher priority.
-* `draw` returns a group with the tokens, log-probs and versions of its sampling. The trainer computes old log-probs and
-  importance ratios of a replayed group from these values again.
+* `draw` returns a group with the tokens, log-probs and versions of its sampling. When the trainer replays the group, it computes
+  old log-probs and importance ratios anew.
 * `draw` evicts groups with a token that is more than `max_age` versions old.
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
@@ -43,7 +43,7 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A group in the buffer, without texts and columns, and its priority."""
+    """A group in the buffer, without texts and columns, and its priority. Of metadata only `SILENT` (records/check.py) is kept."""
 
     group: Group
     priority: float
@@ -105,6 +105,7 @@ class ReplayBuffer:
         weights = np.maximum([stored.priority for stored in candidates], MIN_WEIGHT)
         point = np.random.default_rng([self._seed, *key]).random() * weights.sum()
         index = int(np.searchsorted(np.cumsum(weights), point, side="right"))
+        # By rounding, `point` can reach the last sum, and `index` the number of candidates.
         return candidates[min(index, len(candidates) - 1)].group
 
     def evict(self, version: int) -> int:
@@ -123,6 +124,7 @@ class ReplayBuffer:
         """Set the content to the result of `encode`. A smaller buffer keeps the highest priorities. Errors: DataError."""
         stored = decode(state)
         strongest = sorted(range(len(stored)), key=lambda index: -stored[index].priority)[: self._max_groups]
+        # Sorted again: the oldest group is first.
         self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}
 
 
@@ -135,26 +137,13 @@ def encode(stored: Sequence[Stored]) -> dict[str, Any]:
         columns[name] = base64.b64encode(zlib.compress(joined.astype(dtype).tobytes(), 1)).decode()
     return {
         "groups": [
-            [
-                s.group.ticket.group_id,
-                s.group.ticket.admitted,
-                s.group.ticket.deadline,
-                s.group.prompt.epoch,
-                s.priority,
-            ]
+            [s.group.group_id, s.group.ticket.admitted, s.group.ticket.deadline, s.group.prompt.epoch, s.priority]
             for s in stored
         ],
         "sizes": [len(s.group.trajectories) for s in stored],
         "lengths": [int(t.tokens.size) for t in rows],
         "members": [
-            [
-                t.prompt_length,
-                t.temperature,
-                str(t.finish_reason),
-                t.reward,
-                dict(t.components),
-                bool(t.metadata.get(SILENT)),
-            ]
+            [t.prompt_length, t.temperature, str(t.finish_reason), t.reward, dict(t.components), _is_silent(t)]
             for t in rows
         ],
         "columns": columns,
@@ -220,10 +209,14 @@ def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], a
     )
 
 
+def _is_silent(trajectory: Trajectory) -> bool:
+    return bool(trajectory.metadata.get(SILENT))
+
+
 def _stripped(group: Group) -> Group:
     """A copy of the group as a checkpoint would restore the group. Arrays are copied, so the store can free its rows."""
     trajectories = tuple(
-        replace(t, completion="", metadata={SILENT: True} if t.metadata.get(SILENT) else {}, **copy_arrays(t))
+        replace(t, completion="", metadata={SILENT: True} if _is_silent(t) else {}, **copy_arrays(t))
         for t in group.trajectories
     )
     first = trajectories[0]

@@ -103,7 +103,7 @@ def pack_bins(
             f"{len(sizes)} sequences cannot fill {count} bins (a multiple of {bins_multiple}); use more sequences or fewer bins"
         )
     if packer == "balanced":
-        bins = _level(sizes, capacity, count) or bins
+        bins = _balanced(sizes, capacity, count) or bins
     return _raise_count(bins, sizes, count)
 
 
@@ -133,7 +133,7 @@ def _first_fit(sizes: list[int], capacity: int) -> Bins:
     return bins
 
 
-def _level(sizes: list[int], capacity: int, count: int) -> Bins | None:
+def _balanced(sizes: list[int], capacity: int, count: int) -> Bins | None:
     """Put each sequence, longest first, into the emptiest of `count` bins (ties: fewest sequences). None if the bins are full."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0] * count
@@ -219,6 +219,7 @@ def shard_padded(meta: BatchMeta, ranks: int, capacity: int, *, round_to: int = 
     cuts, start = [0], 0
     rows_per_rank = len(order) // ranks
     for row in range(rows_per_rank):
+        # Rank r gets every `ranks`-th row from row r on. So the last rank has the longest of the rows with this number.
         longest = sizes[order[row * ranks + ranks - 1]]
         if (row - start + 1) * longest > capacity:
             cuts.append(row)

@@ -233,6 +233,7 @@ class Stash(Generic[C]):
         return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _too_old(self, trajectory: Trajectory) -> bool:
+        # `oldest_version` is negative without a sampled token.
         return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
     def _add_again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
@@ -256,7 +257,6 @@ class Stash(Generic[C]):
         if key in self._first_arrivals:
             return
         self._first_arrivals[key] = self._clock()
-        self._first_arrivals.move_to_end(key)
         if self._timeout is not None:
             self._arrived.set()
             self._arrived = anyio.Event()

@@ -77,7 +77,7 @@ class Rows:
         return self.group.group_id
 
     def count_bytes(self) -> int:
-        """The current value for `bytes`."""
+        """The size of the trajectories' arrays and of the columns now, for `bytes`."""
         return sum(nbytes(t) for t in self.group.trajectories) + sum(map(_bytes, self.columns.values()))
 
 

@@ -1,10 +1,12 @@
 """Makes the text of a completion from its sampled ids. No other module makes this text. Does not import torch.
 
-engine: a stop string is in the decoded ids --> Generation.stop --> CompletionText --> rewards, rollouts, Runtime
+An engine that finds a stop string in the decoded ids writes it to `Generation.stop`. `CompletionText` makes the text from the
+Generation. Rewards, rollouts and `Runtime.generate` use this text.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ class Turn:
 
     @classmethod
     def of(cls, tokenizer: Any, arguments: Mapping[str, Any]) -> Turn:
-        """The texts around a probe in a rendered conversation. `arguments`: of the template, beside the messages."""
+        """The texts around a probe answer in a rendered conversation. `arguments`: of the template, beside the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             return cls()
 
@@ -68,8 +70,7 @@ class Turn:
             if not behind or _QUESTION not in bare:
                 continue
             generation_prompt = _behind_question(ready, bare)
-            equal = [a == b for a, b in zip(generation_prompt, _behind_question(before, bare), strict=False)]
-            common_beginning = generation_prompt[: [*equal, False].index(False)]
+            common_beginning = os.path.commonprefix([generation_prompt, _behind_question(before, bare)])  # noqa: RUF071 - no paths
             # A thinking tag is part of the opening, even if the template writes the tag before every answer.
             head = re.split(_THINKING_TAG, common_beginning)[0]
             return cls(head, generation_prompt.removeprefix(head), behind.partition(_NEXT_QUESTION)[0])
@@ -144,13 +145,13 @@ class CompletionText:
         return text[start:] if start >= 0 else ""
 
     def _text_before(self, stop: str, ids: list[int]) -> str:
-        """The text before the stop string at its end."""
+        """The text of `ids`, which end with the stop string or a part of it, without the stop string and the characters behind."""
         text = decode(self._tokenizer, ids)
         start = find_stop(text, decode(self._tokenizer, ids[:-1]), stop)
         end = start if start >= 0 else len(text)
         if self._keeps_special:
             return text[:end]
-        # Keep the ids before the stop string, and of the token in which the stop string begins, the text before it.
+        # Keep the ids before the stop string. If the stop string begins within a token, keep the beginning of the token's text.
         kept = len(ids)
         while len(before := decode(self._tokenizer, ids[:kept])) > end:
             kept -= 1

@@ -25,7 +25,7 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
 _RESERVED_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-# Around the number that replaces a control token in a message. Private-use characters, which no vocabulary has.
+# A number between these characters replaces a control token in a message. They are for private use, so no vocabulary has them.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -186,6 +186,7 @@ class PromptEncoder:
 
         A rendered text gets the template's BOS, any other text that of the tokenizer. A BOS in the text is not repeated."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        # `_is_rendered` has set the openings. If it found another text, that would be a user's message, and not come here.
         if self._openings is not None:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
             return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids
@@ -257,18 +258,20 @@ class PromptEncoder:
                 arguments["tools"] = schemas
         return arguments
 
-    def _check_argument(self, name: str, where: str) -> None:
+    def _check_argument(self, name: str, owner_has: str) -> None:
+        """`owner_has`: the beginning of a message, such as "data.chat_template_kwargs has"."""
         if name in _RESERVED_ARGUMENTS:
-            raise DataError(f"{where} {name!r}, which is set for every prompt; remove {name!r}")
+            raise DataError(f"{owner_has} {name!r}, which is set for every prompt; remove {name!r}")
         if name not in self._words:
             similar = difflib.get_close_matches(name, sorted(self._words), n=1)
             hint = f"; did you mean {similar[0]!r}?" if similar else f"; remove {name!r}"
-            raise DataError(f"{where} {name!r}, which the chat template never reads{hint}")
+            raise DataError(f"{owner_has} {name!r}, which the chat template never reads{hint}")
 
     def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         """The text before the first sampled token. If the last message is the assistant's, completions continue the message."""
         continued = messages[-1]["role"] == "assistant"
-        options = {**arguments, "continue_final_message" if continued else "add_generation_prompt": True}
+        ending = "continue_final_message" if continued else "add_generation_prompt"
+        options = {**arguments, ending: True}
         try:
             if "strftime_now" in self._words:
                 template = self._tokenizer.get_chat_template(tools=arguments.get("tools"))
@@ -331,18 +334,18 @@ def encode_prompt(
     return PromptEncoder(tokenizer, config).encode(prompt, columns)
 
 
-def check_unicode(value: Any, where: str) -> None:
+def check_unicode(value: Any, source: str) -> None:
     """Errors: `DataError` for half of a surrogate pair in a text, at any depth. JSON can encode a half, UTF-8 cannot."""
     if isinstance(value, str):
         if not value.isascii() and (half := re.search("[\ud800-\udfff]", value)):
-            raise DataError(f"{where} holds {half[0]!a}, half of a surrogate pair, which is no text; correct the row")
+            raise DataError(f"{source} holds {half[0]!a}, half of a surrogate pair, which is no text; correct the row")
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            check_unicode(key, where)
-            check_unicode(item, where)
+            check_unicode(key, source)
+            check_unicode(item, source)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            check_unicode(item, where)
+            check_unicode(item, source)
 
 
 def check_prompt(prompt: Any) -> None:
@@ -369,20 +372,20 @@ def _is_message(value: Any) -> bool:
     return "content" in value or "tool_calls" in value
 
 
-def _check_content(message: Mapping[str, Any], where: str) -> None:
+def _check_content(message: Mapping[str, Any], source: str) -> None:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, list):
         shown = "null, and it has no tool_calls" if content is None else f"{type(content).__name__} {content!r:.60}"
-        raise DataError(f"the content of {where} is {shown}; expected a text, or a list of text parts")
+        raise DataError(f"the content of {source} is {shown}; expected a text, or a list of text parts")
     for part in content:
         if isinstance(part, str):
             continue
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f'the content of {where} has a part of type {kind!r}; expected {{"type": "text", "text": ...}}: models are '
+                f'the content of {source} has a part of type {kind!r}; expected {{"type": "text", "text": ...}}: models are '
                 "trained on text alone"
             )
 

@@ -3,11 +3,11 @@
 torchrun stops its ranks when it is stopped, with two exceptions. A killed torchrun stops no rank. A torchrun that is stopped while
 it starts ranks does not stop those it has started. Such a rank would still write to a run directory that the next start needs.
 
-    the launcher ends after `tied`   ->  the kernel sends this rank SIGTERM, which shuts it down
-    the launcher ended before `tied` ->  `tied` raises: nobody listens at the address of its store, or this rank is an orphan
+    it ends after `tie_to_launcher`   ->  the kernel sends this rank SIGTERM, which shuts it down
+    it ended before `tie_to_launcher` ->  that raises: nobody listens at the address of its store, or this rank is an orphan
 
-One case is not found: the launcher is on another machine than its store, ends in the tenths of a second before `tied`, and another
-process than process 1 adopts orphans. Only Linux has this signal.
+One case is not found: the launcher is on another machine than its store, ends in the tenths of a second before the call,
+and another process than process 1 adopts orphans. Only Linux has this signal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROCESS = secrets.token_hex(8)  # a new container may reuse the process id
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process that started this one. `tied` makes it."""
+    """The process that started this one. `tie_to_launcher` makes it."""
 
     pid: int
 
@@ -44,7 +44,7 @@ class Launcher:
         signal_at_parents_end(0)
 
 
-def tied(environ: Mapping[str, str] | None = None) -> Launcher | None:
+def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
     """Make the kernel send this rank SIGTERM when its launcher ends. None where neither torchrun nor a program with its agent, such
     as `accelerate launch`, started it. To be called before slow imports. Errors: PlatformError where the launcher has ended."""
     env = os.environ if environ is None else environ

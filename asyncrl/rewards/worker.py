@@ -1,9 +1,9 @@
-"""The worker process, `python -m asyncrl.rewards.worker FD`: a new interpreter, not a fork of the run, and a child of its guard.
+"""The worker process, `python -m asyncrl.rewards.worker FD`: a new interpreter, not a fork of the run. Its parent is a guard.
 
 Everything runs in the **main thread**, which `signal.alarm` needs, until the run closes its end of the socket. Calls of `async def`
 functions are tasks of one event loop. All other calls run one at a time while that loop is stopped, so that they may run loops of
-their own. The guard (concurrency/guard.py) kills the worker when the run dies, even in the middle of a call, and the kernel kills
-the worker when its guard dies. Prints of the user's code to stdout go to the run's stderr; replies go through the socket.
+their own. The guard, a process (concurrency/guard.py), kills the worker when the run dies, even in the middle of a call. The kernel
+kills the worker when the guard dies. Prints of the user's code to stdout go to the run's stderr; replies go through the socket.
 
 Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
 """
@@ -83,11 +83,11 @@ class Log:
         self._metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """One value a completion; a second call appends to the first one's values."""
+        """`values`: one for each completion. A second call for the same column appends to the values of the first."""
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
-        """By name one JSON value a completion. Errors: `UsageError` for a column of another length."""
+        """{name: [a JSON value for each completion]}. Errors: `UsageError` for a column of another length."""
         for name, values in self._extras.items():
             if len(values) != completions:
                 raise UsageError(
@@ -123,12 +123,13 @@ def as_number(value: Any) -> float | None:
 def check_scores(answer: Any, completions: int) -> tuple[list[float | None], list[tuple[int, str]]]:
     """Returns (a finite float or None for each completion, (number, text) of each completion whose score is anything else).
 
-    Errors: `UsageError` if the answer has another length, or no order as a list, a tuple, an array of one dimension or an iterator
-    has.
+    Errors: `UsageError` if the answer has another length, or is no iterator, no list or tuple, and no array of one dimension.
     """
-    unordered = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
-    indexed = hasattr(answer, "__getitem__") and hasattr(answer, "__len__") and len(getattr(answer, "shape", "1")) == 1
-    if unordered or not (indexed or isinstance(answer, Iterator)):
+    refused = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
+    sized = hasattr(answer, "__getitem__") and hasattr(answer, "__len__")
+    # A list has no shape, and one dimension.
+    indexed = sized and len(getattr(answer, "shape", (0,))) == 1
+    if refused or not (indexed or isinstance(answer, Iterator)):
         raise UsageError(
             f"it returned {brief(answer)}; expected a list of {completions} numbers or None, in the order of the completions"
         )
@@ -142,17 +143,17 @@ def check_scores(answer: Any, completions: int) -> tuple[list[float | None], lis
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
-    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns of each source of rows, if known.
+    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns' names for each source of rows, if known.
     Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score such rows."""
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
         call = as_trl(found, source if isinstance(source, str) else brief(found))
         function = Function(call, str(getattr(found, "__name__", type(found).__name__)))
-        for there in columns:
+        for names in columns:
             try:
-                check_reserved(there, function.accepts)
-                function.check(there)
+                check_reserved(names, function.accepts)
+                function.check(names)
             except UsageError as error:
                 raise UsageError(f"{function.name}: {error}") from None
         functions.append(function)
@@ -219,13 +220,13 @@ class Session:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a function started and left behind
                 traceback.print_exc()
-            # A function that is not async may run this loop itself, and must not receive a message then.
+            # A function that is not async may run this loop itself: a request that the loop read then would start inside the call.
             self._loop.remove_reader(self._sock)
             while self._waiting:
                 self._run_sync(*self._waiting.popleft())
 
     def _receive(self) -> None:
-        self._leave_a_fork()
+        self._exit_if_forked()
         try:
             data = self._sock.recv(1 << 20)
         except OSError:  # the run was killed
@@ -259,7 +260,7 @@ class Session:
         try:
             answer = await self._functions[request["function"]].begin(request, log)
             answer = _content(answer, log, request)
-        # SystemExit and a cancellation included: only the process itself may end the process.
+        # SystemExit and a cancellation included: they end this call, and not the worker.
         except BaseException as error:
             answer = error
         del self._tasks[number]
@@ -295,7 +296,7 @@ class Session:
 
     def _reply(self, number: int, answer: Any) -> None:
         """`answer`: the content, or the error that was raised."""
-        self._leave_a_fork()
+        self._exit_if_forked()
         reply: dict[str, Any] = {"id": number, "grown": self._grown}
         if isinstance(answer, BaseException):
             reply["error"] = describe_error(answer, not self._functions)
@@ -307,7 +308,7 @@ class Session:
             self._over = True
             self._loop.stop()
 
-    def _leave_a_fork(self) -> None:
+    def _exit_if_forked(self) -> None:
         """Exit in a fork of this process that the user's function made: it must neither answer nor read requests."""
         if os.getpid() != self._pid:
             os._exit(0)

@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from asyncrl.concurrency import awake
-from asyncrl.data.prompts import is_prompt, with_handed_out
+from asyncrl.data.prompts import is_prompt, state_after
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 
@@ -204,7 +204,7 @@ def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankS
     A resumed run plays all other prompts that the rank took during the step again, even if their group was dropped. Failed prompts
     of the step are not played again (`reroll`): only the dead rank knew the rewards."""
     cursor = before["prompts"]
-    after = None if cursor is None else with_handed_out(cursor, trained)
+    after = None if cursor is None else state_after(cursor, trained)
     taken = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)
     return {
         "turn": before["turn"] + 1,

@@ -2,15 +2,15 @@
 asks for it: `output_router_logits` with a `router_aux_loss_coef`.
 
     balance of a sequence     E x sum over experts of (share of tokens sent to the expert) x (mean probability). Share and mean
-                              are over all layers and all tokens of the sequence that run: prompt and completion. It equals
+                              are over all layers and all tokens of prompt and completion that are forwarded. The balance equals
                               `load_balancing_loss_func` of transformers for a batch of this one row
     added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
 The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
 sequence does not depend on how a step is split into microbatches or ranks, and neither does its gradient. The weights of the
 mean add up to 1 under each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. Without weights, one coefficient
-would act stronger by the mean length where N counts sequences. (`bnpo`, which divides inside a microbatch, takes the mean over
-the microbatch.) Sequences without a scored token are not run, and have a balance of 0.
+would act stronger under `sequences` than under `tokens`, by the factor mean length. (`bnpo`, which divides
+inside a microbatch, takes the mean over the microbatch.) Sequences without a scored token are not run, and have a balance of 0.
 
 Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
 before it chooses (Ernie 4.5, MiniMax-M3).
@@ -43,7 +43,7 @@ class Balance:
     """How strongly experts are balanced."""
 
     coefficient: float
-    max_length: int  # tokens, for the normaliser of that name
+    max_length: int  # tokens; `SEQUENCES_X_MAX_LENGTH` multiplies by it
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
@@ -57,8 +57,8 @@ class Balance:
         require_routing(policy.routing, policy.module, asked)
         if train.skip_zero_advantage:
             raise ConfigError(
-                f"train.skip_zero_advantage is true and {asked}: groups without an advantage balance experts all the same; "
-                "leave it out, or set output_router_logits to false in the model's config.json"
+                f"train.skip_zero_advantage is true and {asked}: groups without an advantage count for the balance too; "
+                "leave out train.skip_zero_advantage, or set output_router_logits to false in the model's config.json"
             )
         return cls(float(coefficient), max_length)
 

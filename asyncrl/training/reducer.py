@@ -37,7 +37,7 @@ class OneRank:
 def sum_over_ranks(reducer: Reducer, table: Tensor, device: torch.device) -> Tensor:
     """The sum of a float64 CPU tensor over ranks, on the CPU. `device`: the device of the process group."""
     if reducer.world_size == 1:
-        reducer.all_reduce_sum_(table)
+        reducer.all_reduce_sum_(table)  # changes nothing; a reducer may record its calls
         return table
     on_device = table.to(device)
     reducer.all_reduce_sum_(on_device)

@@ -34,7 +34,7 @@ class Entry:
     owner: int | None = None
     rings: int = 0
     records: int = 0  # accepted and not released
-    tenure: int = 0
+    tenure: int = 0  # how many owners it has had
     created_ns: int = 0
     problem: str = ""  # why it cannot be read
 
@@ -116,6 +116,7 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     check_platform()
     path = path_of(name)
     parts = parts_of(name, "ring", "damaged")
+    # Without the segment itself, its rings alone are cleared. Without rings too, `lstat` raises FileNotFoundError.
     if not parts or os.path.lexists(path):
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -124,8 +125,7 @@ def clear(name: str, *, drop_records: bool = False) -> int:
             )
         parts.append(name)
     with contextlib.ExitStack() as locks:
-        # A new owner locks the name first, so it is locked first here. It is removed last, so that a sweep of names finds rings
-        # that an interrupted removal left.
+        # The name is locked first, as a new owner does, and removed last: while it exists, an interrupted removal can be repeated.
         for part in reversed(parts):
             locks.enter_context(locked(part))
         return _clear_locked(name, parts, drop_records)
@@ -136,12 +136,13 @@ def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
     before = [(part, _seal(part, True)) for part in parts]
     found = [_read_entry(part) for part in parts]
     records = sum(entry.records for entry in found)
+    # A segment that is only a header has no room for records, so its problem does not matter.
     problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
     if (records or problems) and not drop_records:
         for part, sealed in before:
             _seal(part, sealed)
         words = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
-        words += [f"may hold others: {'; '.join(problems)}"] if problems else []
+        words += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
         raise TransportError(
             f"{path_of(name)} {', and '.join(words)}; start the run of this name again to train what can be read, or give "
             "--drop-records to lose them"

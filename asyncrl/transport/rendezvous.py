@@ -1,14 +1,14 @@
-"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring and eventfds. It carries no payload.
+"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. Records go elsewhere.
 
     producer                                   owner
     {protocol, producer}                  ->
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: when it ends, the other side is gone ...
 
-The address is abstract (nothing to clean up). Every owner has its own: the run of the segment, and the owner's number with 44
-random bits, which it draws when it opens and stores in a file that only this user can read. So another user cannot bind the address
-before the owner, but could after its death. Therefore each side asks the kernel for the other side's user, and closes the
-connection to another user.
+The address is abstract (nothing to clean up). It consists of the id of the segment and the secret of the owner, which is in the
+segment's header, in a file that only this user can read. So another user cannot bind the address before the owner binds it. After
+the owner's death another user could. Therefore each side asks the kernel for the user of the other side, and closes the connection
+to another user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..errors import RingDetached, TransportError
 from .memory.segment import Segment
 
 PROTOCOL = 2
-_LARGEST = 4096
+_MAX_MESSAGE_BYTES = 4096
 
 
 def address(segment: Segment) -> str:
@@ -53,7 +53,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def trusted(connection: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
     """Whether the other side runs as this user."""
     return peer(connection)[1] == os.geteuid()
 
@@ -67,7 +67,8 @@ def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | No
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """One message and the descriptors that came with it. Errors: EOFError, TransportError, BlockingIOError."""
-    raw, ancillary, flags, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+    fd_space = socket.CMSG_SPACE(4 * 4)  # for four descriptors
+    raw, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE_BYTES, fd_space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -76,7 +77,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not raw:
             raise EOFError("the other side closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise TransportError(f"a message at the rendezvous is longer than {_LARGEST} bytes")
+            raise TransportError(f"a message at the rendezvous is longer than {_MAX_MESSAGE_BYTES} bytes")
         message = json.loads(raw)
         if not isinstance(message, dict):
             raise ValueError("no object")
@@ -89,14 +90,14 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, list(fds)
 
 
-def introduced(message: dict[str, Any]) -> bytes:
-    """The producer id in a first message. Errors: TransportError, whose text is sent back."""
-    if message.get("protocol") != PROTOCOL:
+def producer_id(hello: dict[str, Any]) -> bytes:
+    """The producer's id in its first message. Errors: TransportError, whose text the caller sends to the producer."""
+    if hello.get("protocol") != PROTOCOL:
         raise TransportError(
-            f"protocol {message.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
+            f"protocol {hello.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
         )
     try:
-        producer = bytes.fromhex(str(message["producer"]))
+        producer = bytes.fromhex(str(hello["producer"]))
         if len(producer) != 16:
             raise ValueError("16 bytes expected")
     except (KeyError, ValueError) as error:
@@ -120,7 +121,7 @@ class Attachment:
     space: int  # eventfd: the owner released something
 
     def close(self) -> None:
-        """Hang up, and close the eventfds."""
+        """Close the connection and the eventfds."""
         self.connection.close()
         _close([self.data, self.space])
 
@@ -135,7 +136,7 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection.connect(address(segment))
-            if not trusted(connection):  # another user bound a dead owner's address
+            if not is_same_user(connection):  # another user bound a dead owner's address
                 connection.close()
                 return None
             send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})

@@ -1,26 +1,25 @@
-"""The way of a version from the trainer to the engine, top to bottom.
+"""The way of a version of the weights from the trainer to the engine.
 
 `SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
-halves. `WeightPublisher` is the trainer's end of the board and `WeightReader` a worker's:
+halves, in host memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board and
+`WeightReader` a worker's. The fixed row (models/outputs.py): log-probs of 16 fixed tokens, which must be equal on both sides.
 
-    trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or it is
-                                 copied now. The trainer computes the fixed row (models/outputs.py)
-    node              _move      every worker gets version, half and fixed row
-    worker's lane     move       it copies the half, where its device is another one, and binds its modules; then it answers
-    worker's lane     _compare   it computes the fixed row: another result ends the run
-    node              _move      every worker has answered: the other half is free
+    trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or the
+                                 masters are copied now. The trainer computes the fixed row
+    trainer's loop    _move      every worker gets version, half and fixed row
+    worker's lane     move       the worker copies the half, if the half lies on another device, binds its modules, and answers
+    worker's lane     _compare   the worker computes the fixed row: a result that differs ends the run
+    trainer's loop    _move      every worker has answered: the other half is free
 
 A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) leaves workers on
-both halves, so none is free: the next update repeats that move before it writes. A pinned worker keeps the older half
-while the others move: that half is free once the pin is over, and the next update waits for it.
+both halves, so none is free: the next update repeats that move before it writes. A worker that is pinned (held at its version)
+keeps the older half while the others move. That half is free when the pin ends, and the next update waits for the end.
 
 The working copy of a bfloat16 model is itself a half of the board. Each optimizer step casts the masters into the free half
-(`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into memory of
-its own, and the next update copies that. Three kinds of models are copied in every version: float32 ones, because their modules
-read the masters; ones with adapters, because a merge writes only a part of the weights; and sharded ones, whose ranks gather into
-one place.
-
-The halves lie in the memory of the host or in a slab on a device: the board knows which (transport/memory/board.py).
+(`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into other
+memory, and the next update copies from there. Three kinds of models are copied in every version: float32 models, because their
+modules read the masters; models with adapters, because a merge writes only a part of the weights; and sharded models, whose ranks
+gather into one place.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, DeviceWait, wait_for_device
 from asyncrl.types import PostedVersion
 
-# The most of a run's time that the trainer spends on fixed rows.
-OUTPUTS_SHARE = 0.01
+OUTPUTS_SHARE = 0.01  # of a run's time: the most that fixed rows may take
 _SAMPLED_POSITIONS = 65_536
-# Any norm or optimizer can square a weight up to this.
-_LARGEST = 1e18
+_LARGEST = 1e18  # a norm or an optimizer may square a weight
 
 
 def require_current(policy: PolicyModel, version: int) -> None:
@@ -57,15 +54,18 @@ def require_current(policy: PolicyModel, version: int) -> None:
     numbers equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
+    # `flat` has the trained parameters. With adapters or shards they are not `policy.weights`, the weights that are served.
     flat, working = policy.flat, policy.weights.working
-    strays = policy.weights.misplaced_parameters() + (flat.misplaced_parameters() if flat is not policy.weights else [])
+    strays = policy.weights.misplaced_parameters()
+    if flat is not policy.weights:
+        strays += flat.misplaced_parameters()
     if strays:
         raise DivergenceError(
             f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody rebound "
             "the modules' parameters"
         )
-    every = max(working.numel() // _SAMPLED_POSITIONS, 1)
-    sample = working[::every].contiguous()
+    stride = max(working.numel() // _SAMPLED_POSITIONS, 1)
+    sample = working[::stride].contiguous()
     # In this form NaN fails too.
     if not bool((sample.abs() < _LARGEST).all()):
         error = DivergenceError(
@@ -74,8 +74,8 @@ def require_current(policy: PolicyModel, version: int) -> None:
         )
         error.spoiled = True
         raise error
-    cast = sample if flat is policy.weights else flat.working[::every]
-    if flat.has_working_copy and not torch.equal(flat.master[::every].to(cast.dtype), cast):
+    cast = sample if flat is policy.weights else flat.working[::stride]
+    if flat.has_working_copy and not torch.equal(flat.master[::stride].to(cast.dtype), cast):
         raise DivergenceError(
             f"publish of version {version}: the modules' weights are not those that the optimizer has made"
         )
@@ -108,7 +108,7 @@ class BoardWorkers(Protocol):
         """Whether a pinned worker may read this half."""
         ...
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         """Returns once no pinned worker reads this half."""
         ...
 
@@ -168,7 +168,7 @@ class WeightPublisher:
         """Returns the half that is not current, once no pinned worker reads it."""
         half = 1 - self.current.half
         if self._workers.reads(half):
-            await self._workers.left(half)
+            await self._workers.wait_unread(half)
             self._set_free(half)
         return half
 
@@ -178,8 +178,8 @@ class WeightPublisher:
         require_current(policy, version)
         if self._casts_into_halves:
             policy.flat.target = None
-        is_there = policy.weights.working.data_ptr() == board.half(half).data_ptr()
-        board.write(half, policy.version, None if is_there else policy.weights.working)
+        is_in_half = policy.weights.working.data_ptr() == board.half(half).data_ptr()
+        board.write(half, policy.version, None if is_in_half else policy.weights.working)
         return PostedVersion(policy.version, half, self._fixed_row())
 
     def _write_first(self) -> PostedVersion:
@@ -193,9 +193,9 @@ class WeightPublisher:
         began = time.monotonic()
         if began - self._computed_at < self._cost / OUTPUTS_SHARE:
             return None
-        found = fixed_logprobs(self._policy)
+        logprobs = fixed_logprobs(self._policy)
         self._computed_at, self._cost = began, time.monotonic() - began
-        return found
+        return logprobs
 
     async def _move(self, to: PostedVersion) -> None:
         self._announced = to
@@ -236,12 +236,12 @@ class BoardEngine(Protocol):
 
 
 class WeightReader:
-    """Moves the engine of a worker to the newest version that the node has announced."""
+    """Moves the engine of a worker to the newest version that the trainer's process has announced."""
 
     def __init__(
         self, board: Board, engine: BoardEngine, lane: Lane, send: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """`send`: a message to the node, `{"bound": version}` or `{"wrong": sentence}`."""
+        """`send`: sends `{"bound": version}` when a version is bound, or `{"wrong": sentence}`, to the trainer's process."""
         self._board, self._engine, self._lane, self._send = board, engine, lane, send
         self._comparisons = Comparisons(engine.bound)
         self._half = -1
@@ -250,7 +250,7 @@ class WeightReader:
         self._has_next = anyio.Event()
 
     def set_target(self, target: PostedVersion) -> None:
-        """Make `run` move to `target` next. The version of a move in progress is answered once, also if it is set again."""
+        """Make `run` move to `target` next. Setting the target of the move in progress again has no effect."""
         if self._moving is None or self._moving[:2] != target[:2]:
             self._next = target
             self._has_next.set()
@@ -266,24 +266,24 @@ class WeightReader:
                 self._moving = None
 
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Fetch and bind the version between closures of the lane, answer the node, and then compare the fixed row with `outputs`,
+        """Fetch and bind the version between closures of the lane, send the answer, and then compare the fixed row with `outputs`,
         the trainer's."""
         if self._board.reads_copies and half != self._half:
             fetch = partial(self._board.fetch, half)
             await wait_for_device(await self._lane.run(fetch, name="engine/fetch", priority=1))
-        found, has_left = await self._lane.run(partial(self._bind, version, half), name="engine/bind", priority=1)
+        found, reads_end = await self._lane.run(partial(self._bind, version, half), name="engine/bind", priority=1)
         if found != version:
             self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
             return
         # No closure that reads the other half is left, and the next closure uses the new version. Earlier closures may have
         # launched GPU work that still reads the other half. This waits for that work, while later closures run.
-        await wait_for_device(has_left)
+        await wait_for_device(reads_end)
         self._send({"bound": version})
         if outputs is not None:
             await self._compare(version, outputs)
 
     def _bind(self, version: int, half: int) -> tuple[int | None, DeviceWait]:
-        """Returns (the version in the half, what to wait for until nothing reads the other half)."""
+        """Returns (the version in the half, an event of the device: nothing reads the other half any more)."""
         found = self._board.version(half)
         if found == version:
             self._engine.move_to(self._board.half(half), version)
@@ -292,8 +292,8 @@ class WeightReader:
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         # JSON has no NaN: it arrives as None.
-        theirs = [math.nan if each is None else each for each in outputs]
-        found, wrong = self._comparisons.judge(await self._engine.outputs(), theirs)
-        self._engine.recorder.observe("weights/outputs_nats", found, reduce="max")
-        if wrong is not None:
-            self._send({"wrong": f"with the weights of version {version} it computes {wrong}"})
+        trainers = [math.nan if logprob is None else logprob for logprob in outputs]
+        distance, fault = self._comparisons.judge(await self._engine.outputs(), trainers)
+        self._engine.recorder.observe("weights/outputs_nats", distance, reduce="max")
+        if fault is not None:
+            self._send({"wrong": f"with the weights of version {version} the worker computes {fault}"})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.columns import ColumnForm, Jagged, clone, join, keep, materialize, nbytes, split, trim
+from asyncrl.data.columns import ColumnForm, Jagged, clone, join, materialize, nbytes, split, stored_copy, trim
 from asyncrl.errors import DataError
 
 lengths_of_rows = st.lists(st.integers(0, 7), max_size=8)
@@ -94,7 +94,7 @@ def test_nothing_is_cut_off_and_bad_jagged_columns_are_refused() -> None:
 )
 def test_every_form_goes_in_and_comes_out_as_it_was(column: Any, form: ColumnForm) -> None:
     found, rows = split(column, 3, "x")
-    back = join(form, [keep(form, row) for row in rows], "x")
+    back = join(form, [stored_copy(form, row) for row in rows], "x")
     assert found is form and len(back) == 3
     for a, b in zip(back, column, strict=True):
         assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
@@ -136,6 +136,6 @@ def test_copies_share_nothing_and_sizes_count_contents() -> None:
     assert copy["a"][1]["b"].tolist() == [0, 0] and len(copy["a"]) == 2 and copy["c"] == ({"x"},)
     assert nbytes(np.zeros(3, np.float32)) == 12 and nbytes(np.float16(1)) == 2
     assert nbytes({"ab": ["cde", b"f"]}) == 6 and nbytes(None) == 8
-    kept = keep(ColumnForm.JAGGED, np.arange(3)[::-1])
+    kept = stored_copy(ColumnForm.JAGGED, np.arange(3)[::-1])
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 1

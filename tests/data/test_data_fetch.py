@@ -18,7 +18,7 @@ import torch.distributed as dist
 import warm
 
 from asyncrl.data.batch_meta import BatchMeta
-from asyncrl.data.columns import ColumnForm, Columns, Jagged, join, keep, split
+from asyncrl.data.columns import ColumnForm, Columns, Jagged, join, split, stored_copy
 from asyncrl.data.fetch import fetch, write_back
 from asyncrl.distributed.replica import Coordinates, RankLayout, ReplicaGroup
 from asyncrl.errors import ConfigError, DataError, FetchFailed, LifecycleError
@@ -64,7 +64,7 @@ class Table:
         self.puts += 1
         for name, column in columns.items():
             form, rows = split(column, len(ids), name)
-            self.columns[name] = form, {row: keep(form, value) for row, value in zip(ids, rows, strict=True)}
+            self.columns[name] = form, {row: stored_copy(form, value) for row, value in zip(ids, rows, strict=True)}
         return BatchMeta(partition, tuple(ids), tuple(self.columns))
 
     def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:

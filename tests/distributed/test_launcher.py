@@ -27,10 +27,10 @@ place = Path(os.environ["PLACE"])
 launcher = os.getppid()
 while "ORPHANED" in os.environ and os.getppid() == launcher:
     time.sleep(0.01)
-from asyncrl.distributed.launcher import tied
+from asyncrl.distributed.launcher import tie_to_launcher
 from asyncrl.errors import PlatformError
 try:
-    tie = tied()
+    tie = tie_to_launcher()
 except PlatformError as error:
     (place / f"refused_{os.environ['RANK']}").write_text(str(error))
     raise SystemExit(1)
@@ -120,7 +120,7 @@ def test_a_shutdown_in_progress_is_not_cut_short(tmp_path: Path) -> None:
 
 def test_without_torchruns_store_where_it_was_nobody_is_there() -> None:
     """In a process of its own: what is asked of the kernel stays."""
-    code = "from asyncrl.distributed.launcher import tied; print(tied())"
+    code = "from asyncrl.distributed.launcher import tie_to_launcher; print(tie_to_launcher())"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def ask(**more: str) -> subprocess.CompletedProcess[str]:

@@ -218,7 +218,7 @@ class Workers:
     def reads(self, half: int) -> bool:
         return False
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         raise AssertionError("nobody is pinned")
 
 

@@ -75,7 +75,7 @@ async def test_weights_that_do_not_all_arrive_are_told_to_the_node(
 ) -> None:
     sent = await sent_after(way, *made_policy)
     assert len(sent) == (not right)
-    assert all("it computes log-probs of a fixed row that are" in message["wrong"] for message in sent)
+    assert all("the worker computes log-probs of a fixed row that are" in message["wrong"] for message in sent)
 
 
 @pytest.mark.parametrize("made_policy", ["llama", "olmoe"], indirect=True)

@@ -70,7 +70,7 @@ async def test_one_stays_while_the_others_go_on_and_follows_at_the_end() -> None
         assert await versions(late.tasks) == {1}
         engine.kill(pin.worker, signal.SIGCONT)
         assert await versions(held_out) == {0}
-        left = asyncio.ensure_future(engine.left(0))
+        left = asyncio.ensure_future(engine.wait_unread(0))
         await asyncio.sleep(0)
         assert not left.done()
         pin.end()
@@ -131,7 +131,7 @@ async def test_the_successor_of_a_pinned_worker_begins_with_the_pinned_version(t
         assert engine.lives.count(pin.worker) == 2 and bound(engine) == {pin.worker: 0, 1 - pin.worker: 1}
         pin.end()
         async with asyncio.timeout(SOON):
-            await engine.left(0)
+            await engine.wait_unread(0)
         assert bound(engine) == {0: 1, 1: 1}
 
 
@@ -209,7 +209,7 @@ async def test_an_engine_that_ends_ends_whoever_waits_for_a_pinned_worker(monkey
         held_out = evaluate(pin, [request(0)])
         async with asyncio.timeout(SOON):
             await engine.update_weights(1, 1, None)
-        waiting = [asyncio.ensure_future(engine.left(0)), asyncio.ensure_future(engine.pin(1)), *held_out]
+        waiting = [asyncio.ensure_future(engine.wait_unread(0)), asyncio.ensure_future(engine.pin(1)), *held_out]
         await asyncio.sleep(0)
         engine.kill(pin.worker, signal.SIGCONT)
     async with asyncio.timeout(SOON):

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from asyncrl import Runtime, load_config
-from asyncrl.distributed.launcher import tied
+from asyncrl.distributed.launcher import tie_to_launcher
 from asyncrl.main import open_doors, open_ring
 
 
@@ -55,6 +55,6 @@ async def main() -> None:
         print(f"done: version {summary.version}")
 
 
-tied()  # as `asyncrl.main` is
+tie_to_launcher()  # as `asyncrl.main` is
 distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
 asyncio.run(main())

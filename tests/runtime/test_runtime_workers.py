@@ -239,10 +239,10 @@ def misread(sink: Any, tell: Tell) -> Tell:
         # A step may come before the comparison: then the gate ends it.
         (
             changed,
-            r"worker \d: with the weights of version \d+ it computes log-probs of a fixed row|trainer and sampler .* differ",
+            r"worker \d: with the weights of version \d+ the worker computes log-probs of a fixed|trainer and sampler .* differ",
         ),
         (lying, r"worker \d: the board holds version \d+ where version \d+ was announced"),
-        (misread, r"worker \d: with the weights of version \d+ it computes log-probs .* 0\.01 nats off"),
+        (misread, r"worker \d: with the weights of version \d+ the worker computes log-probs .* 0\.01 nats off"),
     ],
 )
 async def test_a_worker_that_reads_other_weights_than_the_trainer_wrote_ends_the_run(

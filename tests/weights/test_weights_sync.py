@@ -359,7 +359,7 @@ class Worker:
     def reads(self, half: int) -> bool:
         return False
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         return None
 
 

@@ -149,7 +149,7 @@ class Readers:
     def reads(self, half: int) -> bool:
         return self.pinned is not None and self.at[1] == half
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         while self.reads(half):
             assert self.pinned is not None
             self.waiting.set()

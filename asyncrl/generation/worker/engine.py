@@ -146,7 +146,7 @@ class WorkerEngine(EngineLife):
         """Whether a pinned worker may read this half of the board."""
         return self._pins.reads(half)
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         """Returns once no pinned worker reads this half of the board."""
         await self._pins.wait_unread(half)
 

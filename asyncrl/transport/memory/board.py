@@ -149,8 +149,8 @@ class _MappingBase:
 
     def __init__(self, mapping: mmap.mmap, start: int, size: int) -> None:
         self._export = memoryview(mapping)  # `mmap.close` fails while this export exists
-        base = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (base + start, False)}
+        address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address + start, False)}
 
 
 class Board:

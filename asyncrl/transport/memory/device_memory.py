@@ -19,23 +19,23 @@ FENCE_BYTES = 64
 
 
 class DeviceMemory:
-    """A mapping of memory in this process. `let_go` unmaps the memory when nothing refers to this object any more.
+    """A mapping of memory in this process. `unmap` is called when nothing refers to this object any more.
 
-    Every tensor of the memory refers to this object. Subclasses create, open and fence the memory. A fence is 64 bytes, which one
-    process sends to another.
+    Every tensor of the memory refers to this object. Subclasses create and open the memory, and make fences. A fence is 64 bytes,
+    which one process sends to another: work after `wait` runs when the work before `record` is done.
     """
 
     kind = b""
 
-    def __init__(self, size: int, let_go: Callable[[], None]) -> None:
+    def __init__(self, size: int, unmap: Callable[[], None]) -> None:
         self.size = size
-        self._after: list[Callable[[], None]] = []
-        self._finalizer = weakref.finalize(self, _let_go, let_go, self._after)
+        self._callbacks: list[Callable[[], None]] = []
+        self._finalizer = weakref.finalize(self, _unmap_and_notify, unmap, self._callbacks)
         self._finalizer.atexit = False
 
-    def after(self, call: Callable[[], None]) -> None:
-        """Call this, on any thread, when the memory is no longer mapped here."""
-        self._after.append(call)
+    def on_unmapped(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, when the memory is no longer mapped in this process."""
+        self._callbacks.append(callback)
 
     def tensor(self, offset: int, size: int, keep_alive: object) -> torch.Tensor:
         """`size` bytes as a flat uint8 tensor that keeps the memory and `keep_alive` alive."""
@@ -46,28 +46,28 @@ class DeviceMemory:
         return None
 
     def writing(self) -> AbstractContextManager[Any]:
-        """The stream on which the owner writes. It runs after earlier work of the current stream and before later work."""
+        """The stream on which the owner writes: after earlier work of the current stream and before its later work."""
         return nullcontext()
 
     def record(self, slot: int, stream: Any) -> bytes:
-        """A fence behind everything that was launched on the stream. Use a slot again only after every receiver of its last
-        fence has called `wait`."""
+        """A fence behind everything that was launched on the stream. Use a slot (a number) again only after every receiver of
+        the slot's last fence has called `wait`."""
         return bytes(FENCE_BYTES)
 
     def wait(self, fence: bytes, stream: Any) -> None:
         """Work that is launched on the stream from now on runs after the fence. Does not block the thread."""
 
 
-def _let_go(let_go: Callable[[], None], after: list[Callable[[], None]]) -> None:
+def _unmap_and_notify(unmap: Callable[[], None], callbacks: list[Callable[[], None]]) -> None:
     try:
-        let_go()
+        unmap()
     finally:
-        for call in after:
-            call()
+        for callback in callbacks:
+            callback()
 
 
 class HostMemory(DeviceMemory):
-    """The data of a segment from byte `start` on. Fences are empty, because x86-64 keeps the order of stores."""
+    """The data of a segment from byte `start` on. Fences are zeros and need no wait: x86-64 keeps the order of stores."""
 
     kind = b"cpu"
 

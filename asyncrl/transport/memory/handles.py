@@ -18,7 +18,7 @@ BFLOAT16 = "bfloat16"  # numpy lacks bfloat16 and views such arrays as uint16
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An array of `dtype` and `shape`, `offset` bytes after the start of the slab with the given `run` (16 bytes)."""
+    """An array of `dtype` and `shape`, `offset` bytes after the start of a slab. `run`: the slab's id, 16 random bytes."""
 
     run: bytes
     offset: int
@@ -55,7 +55,8 @@ def dtype_name(dtype: Any) -> str:
     text = str(dtype).removeprefix("torch.")
     if text == BFLOAT16:
         return BFLOAT16
-    numpy_form = np.dtype(text if text != str(dtype) else dtype)
+    is_torch = text != str(dtype)
+    numpy_form = np.dtype(text if is_torch else dtype)
     if numpy_form.kind not in "biufc" or len(numpy_form.str) > 8:
         raise ValueError(f"arrays of {numpy_form} have no place in shared memory; use numbers or booleans")
     return numpy_form.str

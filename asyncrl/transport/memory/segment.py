@@ -82,8 +82,8 @@ def path_of(name: str) -> str:
 def parts_of(name: str, *kinds: str) -> list[str]:
     """The sorted names of all segments NAME.KIND-HEX of `name`, with a kind of `kinds` ("ring", "damaged")."""
     folder, prefix = os.path.split(path_of(name))
-    own = re.compile(rf"{re.escape(prefix)}\.({'|'.join(kinds)})-[0-9a-f]{{16}}")
-    return sorted(file.removeprefix(PREFIX) for file in os.listdir(folder) if own.fullmatch(file))
+    part = re.compile(rf"{re.escape(prefix)}\.({'|'.join(kinds)})-[0-9a-f]{{16}}")
+    return sorted(file.removeprefix(PREFIX) for file in os.listdir(folder) if part.fullmatch(file))
 
 
 def base_name(name: str) -> str:
@@ -137,7 +137,7 @@ class Segment:
             _link(fd, path)
         except FileExistsError:
             descriptor.abandon()
-            raise _name_in_use(name) from None
+            raise _name_in_use_error(name) from None
         except BaseException:
             descriptor.abandon()
             raise
@@ -246,7 +246,7 @@ class _Descriptor:
     path: str
     owner: bool
     pid: int
-    keep_name: bool = True  # when closed; True until this process owns the name
+    keep_name: bool = True  # a descriptor that does not own the name must not remove it
 
     def close_file(self) -> None:
         if self.fd < 0 or self.pid != os.getpid():
@@ -361,15 +361,10 @@ def _map_unlocked(fd: int, total: int) -> mmap.mmap:
 
 def _link(fd: int, path: str) -> None:
     """Give the file its name. `os.link` resolves the link in /proc only with directory descriptors."""
+    source, name = f"/proc/self/fd/{fd}", os.path.basename(path)
     directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.link(
-            f"/proc/self/fd/{fd}",
-            os.path.basename(path),
-            src_dir_fd=directory,
-            dst_dir_fd=directory,
-            follow_symlinks=True,
-        )
+        os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
     finally:
         os.close(directory)
 
@@ -393,7 +388,7 @@ def _lock(name: str, path: str) -> int:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _name_in_use(name, locked=True) from None
+                raise _name_in_use_error(name, locked=True) from None
             # The old owner may have unlinked the file between our open and our lock: then try again.
             if _still_named(fd, path):
                 return fd
@@ -420,7 +415,7 @@ def locked(name: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _name_in_use(name: str, *, locked: bool = False) -> TransportError:
+def _name_in_use_error(name: str, *, locked: bool = False) -> TransportError:
     path = path_of(name)
     try:
         fd = _open(path)

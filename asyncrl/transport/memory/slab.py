@@ -1,10 +1,10 @@
 """A slab: one long-lived block of memory of a sending process. Other processes read arrays there without a copy.
 
-    with Slab.create("weights", 1 << 30, device="cuda") as slab:      another process, with these bytes:
+    with Slab.create("weights", 1 << 30, device="cuda") as slab:      another process, which got raw and fence:
         handle = slab.handle(slab.allocate(nbytes), dtype, shape)         peer = Slab.attach("weights")
         slab.view(handle).copy_(values)                                   peer.memory.wait(fence, peer.memory.stream())
         fence = slab.memory.record(0, slab.memory.stream())               use(peer.view(Handle.decode(raw)))
-        send(handle.encode(), fence)
+        send(raw=handle.encode(), fence=fence)
 
 A CUDA IPC handle names a whole allocation. For a tensor of torch's allocator, the receiver would also see all other
 tensors of the same allocator segment, and would open each tensor separately. A slab is one allocation, which is

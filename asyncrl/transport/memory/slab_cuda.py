@@ -103,7 +103,8 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
-        """Make the primary context current. The yielded function takes a reference for new memory; `last` drops one."""
+        """Make the primary context current. The yielded function takes the reference of new memory. `last`: this is the last call
+        for a block of memory, so drop its reference."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -141,12 +142,12 @@ class CudaMemory(DeviceMemory):
     ) -> None:
         # The owner drops its events only with the memory, because receivers wait for these events until they unmap.
         events: dict[int, Any] = {}
-        opened_events: dict[bytes, Any] = {}
-        super().__init__(size, partial(_unmap_and_drop_events, unmap, events, opened_events))
+        all_events: dict[bytes, Any] = {}
+        super().__init__(size, partial(_unmap_and_drop_events, unmap, events, all_events))
         self.device, self.address = device, address
         self.description = description
-        # Own events by slot; the events of all processes by IPC handle.
-        self._events, self._opened_events = events, opened_events
+        # This process's own events by slot; all events, also those opened from other processes, by IPC handle.
+        self._events, self._all_events = events, all_events
         self._handles: dict[int, bytes] = {}
         self._write_stream: torch.cuda.Stream | None = None
 
@@ -210,15 +211,15 @@ class CudaMemory(DeviceMemory):
             with torch.cuda.device(self.device):
                 event = torch.cuda.Event(interprocess=True)
                 handle = event.ipc_handle()  # the first call creates the event, on the current device
-            self._events[slot], self._handles[slot], self._opened_events[handle] = event, handle, event
+            self._events[slot], self._handles[slot], self._all_events[handle] = event, handle, event
         event.record(stream)
         return self._handles[slot]
 
     def wait(self, fence: bytes, stream: torch.cuda.Stream) -> None:
         """As `DeviceMemory.wait`. The first wait for a handle of another process opens its event."""
-        event = self._opened_events.get(fence)
+        event = self._all_events.get(fence)
         if event is None:
-            event = self._opened_events[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
+            event = self._all_events[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
         stream.wait_event(event)
 
 
@@ -227,22 +228,17 @@ class _CudaArrayBase:
 
     def __init__(self, address: int, size: int, keep_alive: object) -> None:
         self._keep_alive = keep_alive
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "strides": None,
-            "data": (address, False),
-        }
+        shape, data = (size,), (address, False)
+        self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": None, "data": data}
 
 
-def _unmap_and_drop_events(unmap: Callable[[], None], events: dict[int, Any], opened_events: dict[bytes, Any]) -> None:
+def _unmap_and_drop_events(unmap: Callable[[], None], events: dict[int, Any], all_events: dict[bytes, Any]) -> None:
     try:
         # Unmapping waits for the device, so no event is pending afterwards.
         unmap()
     finally:
         events.clear()
-        opened_events.clear()
+        all_events.clear()
 
 
 def check_cuda(device: torch.device) -> None:

@@ -17,15 +17,14 @@ beyond those of `tensor_queue.py`:
   So a change of a tensor after `put` is safe. An item belongs to the stream that is current at `get`. If other streams
   read the item, join these streams before the release (torch's own rule for freeing a tensor).
 * The memory belongs to the sender and ends with its process. So a sender that closes waits, at most `linger_s`, until
-  the receiver has closed and its last tensor is gone. After `linger_s` the sender's process keeps the slab until then.
-  If the process dies, `get` raises `anyio.BrokenResourceError`, and the receiver must not use its items any more.
+  the receiver has closed and its last tensor is gone. If that takes longer, the sender closes, and its process keeps
+  the memory. If the process dies, `get` raises `anyio.BrokenResourceError`, and the receiver must not use its items.
 * If sender and receiver are in one process, the receiver uses the sender's memory directly.
 * `device="cpu"` gives the same queue in shared memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -45,7 +44,8 @@ from .queue import wait_for_wake
 from .tensor_queue import Received, TensorReceiver, TensorSender, attach_receiver, prepare_name, run_sender
 from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, MAX_MESSAGE_BYTES, Piece, item_message, number_of, release_message
 
-_TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message: slot, fence after the writes
+# A slot, and a fence: the bytes by which the receiver waits for the sender's event (memory/device_memory.py).
+_TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message
 # Memory of closed queues that receivers in other processes still map. A receiver's socket ends with its mapping.
 _mapped_slabs: list[tuple[socket.socket, DeviceMemory]] = []
 
@@ -117,7 +117,7 @@ class _DeviceSender(TensorSender):
         if self._mapped_elsewhere:
             assert self._socket is not None
             connection = self._socket.detach()
-            connection.shutdown(socket.SHUT_WR)  # the receiver reads the end, but may still send
+            connection.shutdown(socket.SHUT_WR)  # the receiver gets end-of-file, but can still send
             _mapped_slabs.append((connection, self._memory))
         del self._memory
         super().disconnect()
@@ -175,7 +175,7 @@ class _DeviceReceiver(TensorReceiver):
         connection, self._half_closed = self._half_closed, None
         if connection is not None:
             if self.slab.opened:
-                self.slab.memory.after(connection.close)
+                self.slab.memory.on_unmapped(connection.close)
             else:
                 connection.close()
 
@@ -203,12 +203,7 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
 
 @asynccontextmanager
 async def share_device_queue(
-    name: str,
-    capacity: int,
-    size: int,
-    *,
-    device: str | torch.device = "cuda",
-    linger_s: float = 30.0,
+    name: str, capacity: int, size: int, *, device: str | torch.device = "cuda", linger_s: float = 30.0
 ) -> AsyncIterator[TensorSender]:
     """A context with the send end of a new queue: a slab `name` of `size` bytes on `device`.
 
@@ -232,9 +227,12 @@ async def attach_device_queue(name: str, *, timeout_s: float = 30.0) -> TensorRe
 def _free_unmapped_slabs() -> None:
     """Free the slabs of closed queues whose receivers have unmapped the memory since."""
     for connection, memory in list(_mapped_slabs):
-        with contextlib.suppress(BlockingIOError):
-            with contextlib.suppress(ConnectionResetError):
-                while connection.recv(MAX_MESSAGE_BYTES):
-                    pass
-            connection.close()
-            _mapped_slabs.remove((connection, memory))
+        try:
+            while connection.recv(MAX_MESSAGE_BYTES):
+                pass
+        except BlockingIOError:
+            continue  # open, so the receiver still maps the memory
+        except ConnectionResetError:
+            pass  # the receiver's process died
+        connection.close()
+        _mapped_slabs.remove((connection, memory))

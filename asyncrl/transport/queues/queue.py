@@ -58,10 +58,7 @@ class _LocalEnd(QueueEnd, Generic[T]):
     """Base of both ends within a process: the name, the gauge of the depth, and the recording of waits."""
 
     def __init__(
-        self,
-        name: str,
-        stream: MemoryObjectSendStream[T] | MemoryObjectReceiveStream[T],
-        recorder: Recorder | None,
+        self, name: str, stream: MemoryObjectSendStream[T] | MemoryObjectReceiveStream[T], recorder: Recorder | None
     ) -> None:
         self._name = name
         self._stream = stream

@@ -57,7 +57,7 @@ from .tensor_wire import (
     release_message,
 )
 
-# The least time in which the owner's event loop must answer a receiver.
+# The owner's event loop has at least this time to answer a receiver, even if the receiver's timeout ends before.
 _ANSWER_S = 5.0
 
 
@@ -185,7 +185,7 @@ class TensorSender(_TensorEnd):
             connection, _address = self._listener.accept()
         except BlockingIOError:
             return
-        if not rendezvous.trusted(connection):
+        if not rendezvous.is_same_user(connection):
             connection.close()
             return
         self.same_process = rendezvous.peer(connection)[0] == os.getpid()
@@ -283,7 +283,7 @@ class TensorReceiver(_TensorEnd):
     kind = HOST
 
     def __init__(self, slab: Slab, connection: socket.socket) -> None:
-        super().__init__(slab, 0)
+        super().__init__(slab, 0)  # the greeting brings the capacity
         self.greeting: bytes | None = None  # the kind of memory; None until the sender answers
         self._items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # number, handles, message
         self._ended = self._broken = False
@@ -501,7 +501,7 @@ def _connect(end_class: type[TensorReceiver], name: str) -> TensorReceiver | Non
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.connect(rendezvous.address(slab.segment))  # a local socket connects at once or refuses
-        if not rendezvous.trusted(connection):
+        if not rendezvous.is_same_user(connection):
             raise ConnectionRefusedError  # the socket belongs to another user
         return end_class(slab, connection)
     except BaseException as error:

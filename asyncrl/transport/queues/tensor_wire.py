@@ -1,10 +1,12 @@
 """The messages of a tensor queue between processes, over one AF_UNIX socket. The tensors themselves are in the slab.
 
-sender -> receiver   I, number, (name, handle) of each tensor: an item   E: the end   H, capacity, kind of memory: a greeting
-receiver -> sender   R, number: the item is released, and its memory and credit are free
+sender -> receiver   "I", number, (name, handle) of each tensor     an item
+                     "H", capacity, kind of memory                  the greeting
+                     "E"                                            the end
+receiver -> sender   "R", number                                    the item is released: its memory and credit are free
+                     "C"                                            the receiver takes no more items, but may still read tensors
 
 For a slab on a device, I also has the item's slot and the fence after its writes. R also has the fence after its reads.
-C comes from a receiver that closes: the receiver takes no more items, but may still read its tensors.
 """
 
 from __future__ import annotations

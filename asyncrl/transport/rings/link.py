@@ -50,6 +50,10 @@ class Link:
         prepare = partial(format_ring, slots=slots, producer=producer, pid=pid, started=started)
         return cls(Segment.create(name, ring_bytes(slots, payload), prepare=prepare))
 
+    def publish_version(self, version: int) -> None:
+        """Write the policy version for the producer to read. The word is version + 1, because 0 stands for no version."""
+        self.memory.owner.store(1, version + 1)
+
     def holds_records(self) -> bool:
         """Whether the ring has unreleased or lost records. Call it after the producer's last put."""
         return bool(self.reader.poll() or self.reader.outstanding or self.reader.lost)
@@ -183,7 +187,7 @@ class ProducerListener:
                 self._retry = self._loop.call_later(PAUSE_S, self._call, self._listen)
                 return
             connection.setblocking(False)
-            if rendezvous.trusted(connection):
+            if rendezvous.is_same_user(connection):
                 self._pending.add(connection)
                 self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
             else:

@@ -122,7 +122,7 @@ class ProducerCore:
         self.unnotified = True
         if attachment is not None:
             os.eventfd_write(attachment.data, 1)
-            # Check the owner after the store: a live owner got the notification, and a new owner polls the ring.
+            # An owner that is connected after the write was notified. Otherwise a new owner may not know of the record.
             self.unnotified = self._owner_disconnected()
         if segment.sealed:
             # The owner may have polled the ring for the last time before the store: put the record again, elsewhere.
@@ -178,7 +178,7 @@ class ProducerCore:
         return ProducerStatistics(self.puts, self.bytes, self.waits, attached, self.attachments, *self._used())
 
     def _used(self) -> tuple[int, int, int]:
-        """(records accepted and not released, their bytes, bytes of the payload)."""
+        """(records accepted and not released, their bytes, bytes for records in the ring)."""
         return (0, 0, 0) if self._writer is None else (*self._writer.used(), self._writer.capacity)
 
     def close(self) -> None:
@@ -346,6 +346,7 @@ def _attach(core: ProducerCore, deadline: float) -> Waits:
             )
         began, pause = time.monotonic(), next(pauses)
         yield Pause(pause)
+        # The time in which this process was suspended (SIGSTOP) does not count.
         deadline += stopped_s(began, pause)
 
 

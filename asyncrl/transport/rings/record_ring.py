@@ -14,10 +14,10 @@ Guarantees
 * No polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
 * Each producer has its own segment `NAME.ring-...`, which only the producer and the owner map. So a producer that
   damages its ring damages no other ring. A damaged ring is renamed to `NAME.damaged-...` and kept for inspection until
-  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. A failed opening removes nothing.
+  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If `async with` fails, no ring was removed.
 * `end_intake` detaches all producers. `close` does so too, and keeps rings with records for the next owner.
 
-The segment NAME has no data. The owner holds its lock, and the owner's address contains the secret in its header.
+The segment NAME has no data. The owner holds its lock. Producers find the owner's socket by the secret in its header.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class RecordRing:
         self._seen = SeenMembers(_REMEMBERED)
         self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
-        self._damaged_links: list[Link] = []  # damaged here; their records may still be in use
+        self._damaged_links: list[Link] = []  # found damaged while open; their records may be in use
         self._ready: deque[tuple[Link, int, int]] = deque()  # link, slot, sequence
         self._getters: deque[asyncio.Future[None]] = deque()
         self._segment: Segment | None = None  # of the name itself
         self._version = -1
-        self._listener: ProducerListener | None = None  # None before and after the intake
+        self._listener: ProducerListener | None = None  # None before opening and after `end_intake`
         self._data_event = -1  # eventfd that producers write after a put
         self._failure: Exception | None = None  # of a callback
         self._state = "new"
@@ -166,7 +166,7 @@ class RecordRing:
         for link in list(self._links.values()):
             self._poll_ring(link)
         for link in self._links.values():
-            # A later `put` sees the seal and may put its record elsewhere, so only the next owner reads it here.
+            # A `put` that sees the seal may put its record into another ring, so this owner must not deliver it from this ring.
             link.segment.seal()
             link.disconnect(self._loop)
         self._close_listener()
@@ -257,7 +257,7 @@ class RecordRing:
         self._check_open()
         self._version = version
         for link in self._links.values():
-            link.memory.owner.store(1, version + 1)
+            link.publish_version(version)
 
     def statistics(self) -> RingStatistics:
         """The current counts over all rings."""
@@ -313,7 +313,7 @@ class RecordRing:
             self._poll_ring(link)
 
     def _poll_ring(self, link: Link) -> None:
-        if self._listener is None:  # after the intake
+        if self._listener is None:  # after `end_intake`
             return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
@@ -366,7 +366,7 @@ class RecordRing:
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
         """Answer a hello with the producer's ring, an old one or a new one. Errors: TransportError to send back."""
-        producer = rendezvous.introduced(message)
+        producer = rendezvous.producer_id(message)
         link = self._links.get(producer)
         fresh = link is None
         if link is None:
@@ -388,7 +388,7 @@ class RecordRing:
         name = new_part(self.name, "ring")
         self._links[producer] = link = Link.create(name, producer, pid, settings.slots, settings.ring_bytes)
         try:
-            link.memory.owner.store(1, self._version + 1)
+            link.publish_version(self._version)
             self._watch(link)
         except BaseException:  # without a watch nobody would notice a death
             self._links.pop(producer).close(self._loop, unlink=True)
@@ -437,7 +437,7 @@ class RecordRing:
     def _free_if_ended(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
             return
-        if self._listener is None:  # after the intake, records may be unpolled
+        if self._listener is None:  # after `end_intake`, records may be unpolled
             return
         self._drop_link(link)
         link.close(self._loop, unlink=True)

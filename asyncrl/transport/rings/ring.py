@@ -4,7 +4,7 @@ A ring is the data of one segment. One producer and one consumer write words and
 
     0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), its pid and start time, CRC32 of these
     128   head       producer   positions given out; the store that raises the head past a record accepts the record
-    192   releases   consumer   XOR of all words `released`, stored before `released`;  policy version + 1 (0: none)
+    192   owner      consumer   XOR of all words `released` (a check, see `find_damage`);  policy version + 1 (0: none)
     256   state      producer   1 attached, 2 closed by the producer;  position of the last put that was begun, + 1
     320   sequences  producer   [slots] position + 1 of the slot's record
           released   consumer   [slots] sequence of the slot's last released record
@@ -51,7 +51,7 @@ def _payload_offset(slots: int) -> int:
 
 
 def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, started: int) -> None:
-    """Make an empty ring of zeros in `buffer`, for the producer process `pid` that started at clock tick `started`."""
+    """Make an empty ring in `buffer`, which holds zeros, for the producer process `pid` that started at clock tick `started`."""
     payload_at = _payload_offset(slots)
     static = _STATIC.pack(MAGIC, VERSION, slots, payload_at, len(buffer) - payload_at, producer, pid, started)
     static += zlib.crc32(static).to_bytes(4, "little")
@@ -105,6 +105,7 @@ class RingMemory:
         later_head, latest = self.head[0], int(sequences.max())
         released = np.array(self.released.view)
         slots = np.arange(self.slots, dtype=np.uint64)
+        # A record gets its sequence before the head is raised to it, so one may be ahead.
         if not head <= latest <= later_head + 1:
             return f"its head says {head} records, its latest has number {latest}"
         for numbers in (sequences, released):

@@ -31,14 +31,14 @@ class RingStatistics:
     duplicates: int = 0  # members that an earlier record had
     torn: int = 0  # records with damaged bytes
     half_written: int = 0  # records that a dead producer began but did not put
-    passed_over: int = 0  # positions skipped, as their slot was in use
+    passed_over: int = 0  # ring positions that puts skipped: slots in use
     replayed: int = 0  # found in rings of an earlier owner
     producers: int = 0  # attached now
     rings: int = 0
     deaths: int = 0  # producers that died without closing
     reclaimed: int = 0  # rings freed
     refused: int = 0  # producers refused
-    pauses: int = 0  # of 0.1 s, as this process had no free descriptor
+    pauses: int = 0  # of 0.1 s in accepting producers: no free descriptor
     damaged: int = 0  # rings and segments renamed as damaged
 
 
@@ -116,6 +116,6 @@ class SeenMembers:
             self._released_count -= len(self._released.popitem(last=False)[1])
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # most records are new, and have few sizes
 def _positions(count: int) -> tuple[int, ...]:
     return tuple(range(count))

@@ -27,7 +27,7 @@ class Readable:
         poll = select.poll()
         for fd in self.fds:
             poll.register(fd, select.POLLIN)
-        poll.poll(max(1.0, self.seconds * 1000))
+        poll.poll(max(1.0, self.seconds * 1000))  # 0 ms would not wait
 
     async def wait(self) -> None:
         """Wait in the loop's selector."""
@@ -72,16 +72,16 @@ class Call:
         return self.work()
 
     async def wait(self) -> Any:
-        """Call it in another thread. A cancelled caller first waits for the end of `work`, so that no work outlives its caller."""
-        done = asyncio.get_running_loop().run_in_executor(None, self.work)
+        """Call `work` in another thread. A cancelled caller waits for the end of `work`, so that no work outlives its caller."""
+        future = asyncio.get_running_loop().run_in_executor(None, self.work)
         try:
-            return await asyncio.shield(done)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
-            while not done.done():
+            while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([done])
-            if not done.cancelled():
-                done.exception()  # asyncio logs exceptions that are never retrieved
+                    await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # asyncio logs exceptions that are never retrieved
             raise
 
 
