@@ -66,7 +66,7 @@ SWITCHED: Mapping[str, Switch] = {
     "generation": Switch(
         lambda c: c.generation.placement != "shared",
         "generation.placement is shared: there are no workers; set it to worker",
-        ("placement",),
+        ("placement", "engine"),
     ),
     "dry_run": Switch(
         lambda c: "dry_run" in (c.engine.kind, c.train.kind), "neither engine.kind nor train.kind is dry_run; set them"
@@ -379,6 +379,11 @@ def _check_generation(config: Config) -> Iterator[str]:
         )
     if config.generation.engine != "vllm":
         return
+    if config.generation.placement == "shared":
+        yield (
+            "generation.engine is vllm but generation.placement is shared: vLLM runs in workers; set placement "
+            "to worker (on one card too: a worker may be on the trainer's), or engine to embedded"
+        )
     if config.engine.kind == "dry_run":
         yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
     if config.model.dtype == "float64":

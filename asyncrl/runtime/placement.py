@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.versions import refuse_ranks, require_vllm
+from asyncrl.generation.vllm.versions import RANKS, SERVED, missing_vllm, refuse_ranks, require_vllm
+from asyncrl.models.loading import describe_module
 from asyncrl.telemetry.machine import free_cores
 
 from .cards import Cards
@@ -46,6 +49,50 @@ class Placement:
     def is_apart(self, number: int) -> bool:
         """Whether this worker is on another device than the trainer. Such a worker reads a copy of the board."""
         return self.devices[number] != self.trainer
+
+
+def choose_engine(config: Config, device: torch.device) -> tuple[Config, list[str]]:
+    """The configuration with `generation.engine` filled in, and a line for the user where the trainer is on a GPU. Call after
+    `choose_dtype`. Errors: ConfigError for a model that cannot be described."""
+    if config.generation.engine != "auto":
+        return config, []
+    problem = _why_embedded(config, device)
+    engine = "embedded" if problem else "vllm"
+    reason = problem or f"vLLM {require_vllm(device.type)} is installed, and every setting works with it"
+    lines = [f"generation.engine: {engine} (auto: {reason})"] if device.type == "cuda" else []
+    return with_values(config, {"generation.engine": engine}), lines
+
+
+def _why_embedded(config: Config, device: torch.device) -> str | None:
+    """Why `generation.engine: auto` is embedded. None: it is vllm."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "the trainer is not on a GPU of NVIDIA"
+    if config.engine.kind == "dry_run" or config.generation.placement == "shared":
+        return "nothing generates in workers"
+    if config.algorithm.router_replay:
+        return "algorithm.router_replay is true"
+    # In float32 the check of outputs allows little difference between two engines.
+    if config.model.dtype != "bfloat16":
+        return f"model.dtype is {config.model.dtype}"
+    if (problem := missing_vllm(device.type)) is not None:
+        return problem
+    if RANKS in os.environ:
+        return f"the environment has {RANKS}"
+    module = describe_module(config.model)
+    if type(module).__name__ not in SERVED:
+        return f"{type(module).__name__} has not been compared with vLLM's"
+    longest = longest_row(module.config.get_text_config())
+    return None if longest is None or row_limit(config) <= longest else f"rows may be longer than {longest} tokens"
+
+
+def longest_row(text: Any) -> int | None:
+    """The tokens of the longest row that vLLM computes, by the text part of a model's configuration. None: not known. If a factor
+    scales the rotary positions, vLLM computes the length itself."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict)):
+        return None
+    longest: int | None = getattr(text, "max_position_embeddings", None)
+    return longest
 
 
 def place(

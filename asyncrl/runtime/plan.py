@@ -21,7 +21,7 @@ from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable
 from .inputs import measure_prompts
 from .memory import cache_line, fit_card, on_own_card, predicted, table, warn_of
-from .placement import place
+from .placement import choose_engine, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -35,6 +35,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         ranks = assumed.ranks(config)
         world = World(0, assumed.nodes * ranks, 0, ranks)
     config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
+    config, engine_lines = choose_engine(config, device)
     config, card_lines = fit_card(config, device, world, partial(resolve, world_size=world.world_size), cards)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
@@ -61,6 +62,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         lines += [
             *dtype_lines,
             *card_lines,
+            *engine_lines,
             placement.line,
             *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),

