@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
+from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
 from asyncrl.concurrency.ending import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tie_to_launcher
@@ -83,14 +83,14 @@ def _main(arguments: list[str]) -> int:
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         notes = list(dict.fromkeys(getattr(error, "__notes__", [])))
-        if none_left(error) and way_out() not in notes:
-            notes.append(way_out())
+        if lacks_descriptors(error) and descriptor_advice() not in notes:
+            notes.append(descriptor_advice())
         for note in notes:
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        if none_left(error):
-            advice = way_out()
+        if lacks_descriptors(error):
+            advice = descriptor_advice()
         elif isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
             advice = (
                 "no more threads or processes may be started; raise the limit of this user (`ulimit -u`) or of the container "
@@ -275,10 +275,10 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
 
     import anyio
 
-    from asyncrl.runtime.door import rings_here, serve
+    from asyncrl.runtime.door import local_rings, serve
 
     door, world = runtime.config.door, runtime.world
-    rings = rings_here(runtime.config, world)
+    rings = local_rings(runtime.config, world)
     more = f" and {', '.join(repr(name) for name in rings[1:])} (one per rank)" if len(rings) > 1 else ""
     runtime.note(f"waiting for producers at the record ring {rings[0]!r}{more} (asyncrl.client)")
     try:

@@ -130,7 +130,7 @@ class Channel:
         self._readable.set()
 
     def _on_readable(self) -> None:
-        """Read until the socket is empty: uvloop calls this only once after the peer died with input of ours unread."""
+        """Read until the socket is empty: if the peer died before it had read all our data, uvloop calls this only once."""
         try:
             while not self._input_ended:
                 # If the peer closed without reading our data, the kernel reports one reset between its last bytes and its end.

@@ -1,7 +1,7 @@
 """Child processes of a run. Each is a new interpreter, not a fork of this process, and has a channel to this process.
 
-A child is a module that is run as `python -m MODULE CHANNEL PARENT`: the descriptor of its end of the channel, and the number of
-its parent. It calls `die_with_parent(PARENT)` before anything else.
+A child is run as `python -m MODULE CHANNEL PARENT`. CHANNEL is the descriptor of the child's end of the channel, and PARENT is the
+process number of its parent. The child calls `die_with_parent(PARENT)` before anything else.
 
 Guarantees
 * A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only the descriptors in `fds`. Its
@@ -38,14 +38,14 @@ from .shield import wait_shielded
 # The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# A guard that runs for longer after SIGTERM is stopped, or waits for a process that is stuck in the kernel.
+# From SIGTERM to SIGKILL. A guard needs longer only if it is suspended, or waits for a process that is stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
 
 
 class ChildProcess:
-    """States: running, ended (`ended` is done). `aclose`, or `kill` and the end of `ended`, must follow."""
+    """A running child. `ended` is done when the child has ended. The owner calls `aclose`, or calls `kill` and awaits `ended`."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class ChildProcess:
 
         name: for error messages.
         fds: descriptors that the child inherits, under the same numbers.
-        environment: the whole of it.
-        output: the file of its standard output and error, which this object closes; None: our standard error.
-        folder: its working directory; None: ours.
+        environment: all environment variables of the child.
+        output: the file for the child's standard output and error, which this object closes; None: our standard error.
+        folder: the child's working directory; None: ours.
         mark: start the child under a guard; processes of the child have this mark in their environment (`leftovers.py`).
         notify: see `Channel`.
         """
@@ -84,10 +84,11 @@ class ChildProcess:
                 channel, parent = str(theirs.fileno()), str(os.getpid())
                 # -P: no working directory in front of sys.path, where the user's files could shadow the standard library.
                 command = [sys.executable, "-P", "-m", module, channel]
-                if mark is not None:
-                    command = [sys.executable, "-I", "-S", guard.__file__, parent, mark, *command]
-                else:
+                if mark is None:
                     command.append(parent)
+                else:
+                    # The guard is the child's parent: it appends its own process number to `command`.
+                    command = [sys.executable, "-I", "-S", guard.__file__, parent, mark, *command]
                 self._popen = _start(command, (theirs.fileno(), *fds), environment, output or 2, folder)
             undo.callback(self._popen.wait)
             undo.callback(self._popen.kill)
@@ -108,7 +109,7 @@ class ChildProcess:
 
     @property
     def status(self) -> str:
-        """ "is running", or how the child ended: words for a message."""
+        """The predicate of a message about the child: "is running", "exited with status 1", "was killed by SIGKILL"."""
         code = self._popen.returncode
         if code is None:
             return "is running"
@@ -119,14 +120,14 @@ class ChildProcess:
         return f"exited with status {code}"
 
     def processor_s(self) -> float:
-        """CPU seconds of all its threads; NaN on a platform without such a clock."""
+        """CPU seconds of all threads of the child; NaN on a platform without such a clock."""
         with contextlib.suppress(OSError):
             # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
         return math.nan
 
     def last_lines(self, count: int = 20) -> str:
-        """The last lines of its output, without control characters. Works while the child runs and after its end."""
+        """The last lines of the child's output, without control characters. Works while the child runs and after its end."""
         tail = self._read_tail() if self._popen.returncode is None else self._output_tail
         lines = [_shown(line) for line in tail.decode("utf-8", "replace").split("\n")]
         return "\n".join([line for line in lines if line][-count:])
@@ -150,7 +151,7 @@ class ChildProcess:
 
     async def aclose(self, grace_s: float) -> None:
         """Close the channel; kill the child after `grace_s` seconds or when this call is cancelled. The child has ended when this
-        returns or raises. It may be called twice."""
+        returns or raises. A second call is allowed."""
         self.channel.close()
         cancelled = None
         try:
@@ -166,6 +167,7 @@ class ChildProcess:
         if self._cancel_timer is not None:
             self._cancel_timer()
         if not self.ended.done():
+            # Leaves out the time in which this process is suspended.
             self._cancel_timer = awake.call_later(asyncio.get_running_loop(), seconds, act)
 
     def _signal_group(self, number: int) -> None:
@@ -176,7 +178,7 @@ class ChildProcess:
                 os.killpg(self.pid, number)
 
     def _on_end(self) -> None:
-        # Processes that the child left in its group.
+        # The child's group may still have processes.
         self._signal_group(signal.SIGKILL)
         if self._popen.poll() is None:
             return
@@ -237,10 +239,8 @@ def _start(
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when process `parent` ends; exit if `parent` has ended already. A child calls it first.
-
-    To the kernel the parent is the thread that started this process.
-    """
+    """Ask the kernel to kill this process when process `parent` ends; exit if `parent` has ended already.
+    To the kernel the parent is the thread that started this process."""
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         # Nothing is open yet, and no process would read an error.

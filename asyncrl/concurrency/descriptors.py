@@ -17,7 +17,7 @@ class Reserve:
         self._held: list[int] = []
 
     def keep(self) -> None:
-        """Errors: OSError if fewer are free; the ones that were opened are kept."""
+        """Errors: OSError if fewer are free. The descriptors that were opened before the error stay open."""
         while len(self._held) < SPARE:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
@@ -26,23 +26,23 @@ class Reserve:
             os.close(self._held.pop())
 
 
-def none_left(error: BaseException | None) -> bool:
+def lacks_descriptors(error: BaseException | None) -> bool:
     """Whether an error, or one in its chain of causes, means that the process has no free descriptor."""
     seen = set[int]()
-    # The chain is a circle if an error is raised again while an error that it caused is handled.
+    # The chain can be a circle: A is raised again while B is handled, and A had caused B.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "oo many open files" in str(error):
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "too many open files" in str(error).lower():
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def way_out() -> str:
-    """The error message, with what the user can do."""
+def descriptor_advice() -> str:
+    """An error message that says how to get more descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
         f"too many open files: this process may have {limit} (ulimit -n), and all are in use. Start it with more: "
-        "`ulimit -n 4096`, LimitNOFILE= of a service, --ulimit nofile=4096 of a container. Where their number grows with the "
-        "steps, code of yours does not close what it opens"
+        "`ulimit -n 4096`, LimitNOFILE= of a service, --ulimit nofile=4096 of a container. If the number of open files grows with "
+        "every training step, your own code does not close the files that it opens"
     )

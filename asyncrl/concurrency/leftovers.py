@@ -1,8 +1,8 @@
 """Kills processes that dead runs left behind. The mark in a process's environment tells its run.
 
-This is the last resort. As long as the guard of a child lives, the guard kills every process of the child (`guard.py`). If the
-guard was killed, the child dies with it, but processes of the child go on. The next run finds them here, unless they cleared their
-environment.
+This is the last resort. When a child ends, its guard kills every process that the child has started (`guard.py`). If the guard
+itself was killed, the child dies too, but processes of the child go on. The next run finds and kills these processes here, unless
+they cleared their environment.
 
 A mark has the run's process number and start time, the namespaces in which both are valid, and the number of a child. Processes of
 other users, other namespaces and living runs are not touched.
@@ -44,18 +44,19 @@ def kill_leftovers(mark: str | None = None) -> list[str]:
 
 
 def _kill(wanted: str | None) -> Iterator[tuple[int, str]]:
-    # This run may be a process of a dead run's reward function. Then all processes of this run have the dead run's mark.
-    ours = os.environ.get(MARK)
+    # If a reward function of an earlier run started this run, this run has inherited the earlier run's mark. It spares itself.
+    inherited = os.environ.get(MARK)
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
         # OSError: the process has ended, or belongs to another user.
         with contextlib.suppress(OSError):
             if pid == os.getpid() or os.stat(f"/proc/{pid}").st_uid != os.geteuid():
                 continue
-            # Opened before the mark is read: a later process that gets the same number is never killed.
+            # Opened before the mark is read, so that a later process with the same number is never killed.
             handle = os.pidfd_open(pid)
             try:
                 mark = _mark(pid)
-                if mark != wanted if wanted else mark == ours or not _is_of_a_dead_run(mark):
+                is_wanted = mark == wanted if wanted else mark != inherited and _is_of_a_dead_run(mark)
+                if not is_wanted:
                     continue
                 name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
                 signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -116,7 +116,7 @@ def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bo
     return idlest, False
 
 
-def where() -> str | None:
+def offloaded_work() -> str | None:
     """The names and current frames of running `offload` work, for messages; None if nothing runs."""
     places = [f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())]
     return ", ".join(places) or None

@@ -200,8 +200,6 @@ class Watchdog:
         self._ending_reason = reason
         self._deadline = awake.now() + self._config.abort_grace_s
 
-    # -- the thread, and the loop that watches it ----------------------------------------------------------------------
-
     def _start_thread(self) -> None:
         self._last_check = awake.now()
         thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)

@@ -71,7 +71,9 @@ class Access:
     def url(self, port: int) -> str:
         """The base URL for clients, with the key."""
         host = socket.gethostname() if self._any_address else self._host
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}{f'/{self.key}' if self.key else ''}"
+        # A URL needs brackets around an IPv6 address.
+        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"http://{netloc}/{self.key}" if self.key else f"http://{netloc}"
 
     def check(self, request: web.BaseRequest) -> None:
         """Check Host, Origin, key and Content-Type of the request. Errors: Refused."""

@@ -47,7 +47,7 @@ from .parameters.source import (
 )
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
-from .rotary import hold_frequencies, not_held
+from .rotary import hold_frequencies, length_dependent_message
 
 logger = logging.getLogger("asyncrl.models")
 
@@ -216,7 +216,9 @@ def _describe_built(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
 def hold_rotary(module: PreTrainedModel, longest: int) -> None:
     """Fixes rotary frequencies to those for rows of `longest` tokens (`hold_frequencies`). Errors: ConfigError if this fails."""
     if not hold_frequencies(module, longest):
-        raise ConfigError(f"model.path: {type(module).__name__} is refused: {not_held(module.config, longest)}")
+        raise ConfigError(
+            f"model.path: {type(module).__name__} is refused: {length_dependent_message(module.config, longest)}"
+        )
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -96,7 +96,7 @@ def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, n
         )
 
 
-def not_held(config: PretrainedConfig, longest: int) -> str:
+def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
     """The reason to refuse rows of `longest` tokens, after `hold_frequencies` returned False."""
     return (
         "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "

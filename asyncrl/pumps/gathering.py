@@ -80,9 +80,10 @@ class Gathering:
             "door", MOST_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        self._names: OrderedDict[GroupKey, int] = OrderedDict()  # ids in this run of the groups that were begun
-        self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
-        self._over: dict[int, float] = {}  # epoch without producers -> when it ends
+        # Ids in this run of the latest groups. As many are kept as the stash remembers ended groups.
+        self._ids: OrderedDict[GroupKey, int] = OrderedDict()
+        self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
+        self._ends: dict[int, float] = {}  # epoch without producers -> when it ends
         self._changed = anyio.Event()
         self._failed: str | None = None  # the first group whose rewards could not be computed
 
@@ -93,20 +94,20 @@ class Gathering:
 
     # -- what the door calls
 
-    def own_id(self, epoch: int, group: int) -> int:
+    def group_id(self, epoch: int, group: int) -> int:
         """The id of a producer's group in this run: the same for all its members."""
         key = GroupKey(epoch, group)
-        if key not in self._names:
-            self._names[key] = self._intake.ids.take()
-            if len(self._names) > TOMBSTONES:
-                self._names.popitem(last=False)
-        return self._names[key]
+        if key not in self._ids:
+            self._ids[key] = self._intake.ids.take()
+            if len(self._ids) > TOMBSTONES:
+                self._ids.popitem(last=False)
+        return self._ids[key]
 
     def add(
         self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
     ) -> bool:
-        """Take members that came together. `columns`: of their prompt, for the reward functions. Returns False if it took none of
-        them; then the caller ends the lease."""
+        """Take members that came together. `columns`: those of the members' prompt, for the reward functions. Returns False if no
+        member was taken; then the caller ends the lease."""
         whole = self._stash.add_whole(members, columns, lease=lease, epoch=epoch, group=group)
         if whole is not None:
             self._whole_in.put_nowait(whole)
@@ -132,24 +133,24 @@ class Gathering:
         if rest is not None:
             _release(rest.leases)
 
-    def came(self, epoch: int, producer: bytes) -> None:
+    def on_producer(self, epoch: int, producer: bytes) -> None:
         """A producer feeds this epoch, so the epoch does not end before the producer leaves."""
         self._feeders.setdefault(epoch, set()).add(producer)
-        self._over.pop(epoch, None)
+        self._ends.pop(epoch, None)
 
-    def gone(self, producer: bytes) -> None:
+    def on_producer_gone(self, producer: bytes) -> None:
         """A producer left or died. Epochs without a producer end after `door.reconnect_s`."""
         for epoch, feeders in list(self._feeders.items()):
             feeders.discard(producer)
             if not feeders:
                 del self._feeders[epoch]
-                self._over[epoch] = anyio.current_time() + self._reconnect_s
+                self._ends[epoch] = anyio.current_time() + self._reconnect_s
         self._changed.set()
         self._changed = anyio.Event()
 
-    def end_stale(self, version: int, bound: int) -> None:
-        """Drop the groups that are older than `bound` versions at `version`: they cannot be trained any more."""
-        for group in self._stash.evict_stale(version, bound):
+    def end_stale(self, version: int, max_age: int) -> None:
+        """Drop groups that are more than `max_age` versions older than `version`: they cannot be trained any more."""
+        for group in self._stash.evict_stale(version, max_age):
             self._drop(group)
 
     def _refuse(self, error: Exception, epoch: int, group: int) -> None:
@@ -167,7 +168,7 @@ class Gathering:
         with contextlib.suppress(LifecycleError):
             async for group in self._whole:
                 await self._submit(group)
-                # Taking a group may not wait for anything, so many groups would block the event loop without this.
+                # The `async for` does not suspend while groups are queued, so many groups could block the event loop.
                 await anyio.lowlevel.checkpoint()
 
     async def expire(self) -> None:
@@ -184,11 +185,11 @@ class Gathering:
         """Drop the incomplete groups of epochs that are over, without end."""
         while True:
             changed, now = self._changed, anyio.current_time()
-            for epoch in [epoch for epoch, at in self._over.items() if at <= now]:
-                del self._over[epoch]
+            for epoch in [epoch for epoch, at in self._ends.items() if at <= now]:
+                del self._ends[epoch]
                 for group in self._stash.end_epoch(epoch):
                     self._drop(group)
-            with anyio.CancelScope(deadline=min(self._over.values(), default=math.inf)):
+            with anyio.CancelScope(deadline=min(self._ends.values(), default=math.inf)):
                 await changed.wait()
 
     # -- inside
@@ -229,7 +230,7 @@ class Gathering:
         before, self._failed = self._failed, self._counts.last_refusal
         if before is not None:
             raise RewardError(
-                f"{self._failed}; before it, {before}. The first was dropped, the second ends the run"
+                f"{self._failed}; before it, {before}. The earlier failure dropped its group; the later failure ends the run"
             ) from error
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:

@@ -92,7 +92,7 @@ async def open_ports(run: OpenRun) -> None:
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups that arrive without a prompt of the run's data."""
+    """The first id for groups that a program or a door submits. Ids below EMBEDDED_GROUPS belong to prompts of the run's data."""
     rank = run.world.rank
     return EMBEDDED_GROUPS + rank if run.saved is None else run.saved.next_group(rank)
 
@@ -103,13 +103,16 @@ def _ledger(run: OpenRun) -> Any:
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
     if world.world_size == 1:
         return LocalLedger(*bounds, recorder=run.recorder, warmup=rollout.sync_warmup_steps)
+    has_prompts = run.decided.rows is not None or config.data.train is not None
+    # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
+    shares_per_rank = config.preset == "sync" and has_prompts
     return StoreLedger.over(
         world.store("ledger"),
         *bounds,
         rank=world.rank,
         ranks=world.world_size,
         warmup=rollout.sync_warmup_steps,
-        by_rank=config.preset == "sync" and (run.decided.rows is not None or config.data.train is not None),
+        by_rank=shares_per_rank,
         recorder=run.recorder,
     )
 
@@ -137,11 +140,9 @@ def _limits(run: OpenRun) -> Limits:
     return Limits(vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
-# -- rewards and environment ------------------------------------------------------------------------------------------
-
-
 def _reward_functions(run: OpenRun) -> RewardPool:
     pool = RewardPool.from_config(run.config.reward, run.recorder, run.decided.rewards)
+    # Hooks may add columns, so the columns are known only without hooks.
     if run.decided.hooks is None and run.config.hooks is None:
         rows = run.decided.rows
         pool.columns = known_columns(run.config) + ([] if rows is None else [columns_of(rows, run.config)])
@@ -186,9 +187,6 @@ def _environment(run: OpenRun, functions: RewardPool) -> Environment:
         seed=config.seed,
         text=text,
     )
-
-
-# -- trainer and engine -----------------------------------------------------------------------------------------------
 
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:

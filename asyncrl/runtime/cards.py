@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 GIB = 1 << 30
-# Memory in GiB by the data sheet, and compute capability.
+# Memory in GiB according to the data sheet, and compute capability.
 KNOWN = {
     "A10": (24, (8, 6)), "A100": (80, (8, 0)), "A100-40": (40, (8, 0)), "B200": (180, (10, 0)), "H100": (80, (9, 0)),
     "H200": (141, (9, 0)), "L4": (24, (8, 9)), "L40S": (48, (8, 9)), "RTX4090": (24, (8, 9)), "T4": (16, (7, 5)),
@@ -34,20 +34,20 @@ class Cards:
         return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
     def memory(self, device: torch.device) -> int:
-        """Bytes of a GPU, used ones included: equal on equal GPUs."""
+        """All bytes of a GPU, in use or not. The number is the same on all GPUs of one model."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     def free(self, device: torch.device) -> int:
-        """Bytes of a GPU that nobody uses."""
+        """Unused bytes of a GPU."""
         return int(torch.cuda.mem_get_info(device)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class AssumedCards(Cards):
-    """`nodes` machines with `each` GPUs of the kind `name`, a key of KNOWN, none of which is here."""
+    """`nodes` machines with `per_node` GPUs each, of the kind `name`, a key of KNOWN. This machine need not have such a GPU."""
 
     nodes: int
-    each: int
+    per_node: int
     name: str
 
     @classmethod
@@ -64,7 +64,7 @@ class AssumedCards(Cards):
 
     @property
     def count(self) -> int:
-        return self.each
+        return self.per_node
 
     def describe(self, device: torch.device) -> tuple[str, tuple[int, int]]:
         return self.name, KNOWN[self.name][1]
@@ -83,9 +83,9 @@ class AssumedCards(Cards):
                 "takes no GPU of its own for each rank; leave --assume-devices out, or set train.kind=torch model.device=auto"
             )
         taken = {name for name in config.generation.devices if name.startswith("cuda:")}
-        if len(taken) >= self.each:
+        if len(taken) >= self.per_node:
             raise ConfigError(
-                f"generation.devices names {len(taken)} GPU(s) and --assume-devices {self.each} on each machine: none is left to "
-                "train on; name fewer in generation.devices, or assume more"
+                f"generation.devices names {len(taken)} GPU(s), and --assume-devices gives each machine {self.per_node}: none is "
+                "left to train on; name fewer GPUs in generation.devices, or more in --assume-devices"
             )
-        return self.each - len(taken)
+        return self.per_node - len(taken)

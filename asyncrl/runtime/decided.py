@@ -1,4 +1,4 @@
-"""The decisions of a run before any part is opened: device and dtype, resolved settings, and the objects of the program.
+"""The decisions of a run before any part is opened: device, dtype, resolved settings, and the objects that the program passed.
 
 `model.dtype: auto` means:
 
@@ -6,8 +6,8 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-The reason is the CPU time of bfloat16 divided by that of float32, measured on SmolLM2-135M in training (in decoding 32 sequences):
-0.56 (0.59) with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
+The reason is the measured CPU time of bfloat16, divided by the time of float32. Training of SmolLM2-135M: 0.56 with AVX512-BF16,
+2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
 
 The choice depends on the instruction set and not on a measurement, so every start on a machine makes the same choice. A resumed
 run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run also keeps
@@ -83,14 +83,14 @@ async def decide(
     config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program itself submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
-    resolve_here = partial(
+    resolve_settings = partial(
         resolve,
         world_size=world.world_size,
         embedding=submitted or prompts is not None,
         submitted=submitted,
         own_environment=environment is not None,
     )
-    resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_here), "device")
+    resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_settings), "device")
     passed = prompts is not None, bool(rewards), environment is not None, hooks is not None
     await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
@@ -111,8 +111,9 @@ def choose_dtype(
         return config, torch.device("cpu"), ()
     cards = cards or Cards()
     device = choose_device(config.model.device, local_rank, ranks, cards)
-    dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
-    if config.model.dtype == "auto":
+    saved = _saved(config)
+    dtype, reason = config.model.dtype, "model.dtype"
+    if dtype == "auto":
         dtype, reason = best_dtype(device, cards)
         saved_dtype = "auto" if saved is None else saved.model.dtype
         if saved_dtype not in ("auto", dtype):
@@ -151,13 +152,13 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank a single GPU. If ranks share this GPU, `meet` refuses the run.
+    # A launcher may show each rank a single GPU. If ranks share this GPU, `open_world` refuses the run.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
         raise ConfigError(
-            f"{ranks} ranks on this machine, and torch sees {count} GPUs: start as many ranks as there are GPUs, show more of "
-            "them (CUDA_VISIBLE_DEVICES), or set model.device=cpu"
+            f"{ranks} ranks on this machine, and torch sees {count} GPUs: start as many ranks as there are GPUs, show torch more "
+            "GPUs (CUDA_VISIBLE_DEVICES), or set model.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -173,8 +174,8 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
     return "float32", f"auto: no bfloat16 instructions that torch may use; this processor has {instruction_set()}"
 
 
-def meet(world: World, config: Config, device: torch.device) -> None:
-    """Open the world. Blocks until all ranks have called this function.
+def open_world(world: World, config: Config, device: torch.device) -> None:
+    """Open `world`, the connections of the ranks. Blocks until all ranks have called this function.
     Errors: ConfigError if automatic settings differ between ranks, or ranks have the same GPU; the errors of `World.open`."""
     world.open(device, alone=config.distributed.sharding == "fsdp")
     if world.world_size == 1:

@@ -32,7 +32,7 @@ import orjson
 
 from asyncrl.checkpoint.shards import SHARDS
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
+from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -45,7 +45,7 @@ from .lock import DirectoryLock
 
 # Old runs that `run.overwrite` keeps. With checkpoints of a real model each takes gigabytes.
 KEPT_ASIDE = 2
-# A file that `run.overwrite` writes into an old run. It holds the new name. A directory without the file is never removed.
+# `run.overwrite` writes this file, with the new name, into an old run. A directory without this file is never removed.
 MARK = ".moved-aside"
 FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}  # of a run
 
@@ -57,13 +57,13 @@ class RunDirectory:
         self._set_path(Path(config.run.dir) / config.run.name)
         # The target if `path` is a link, for example to a larger disk.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
-        # Why the directory is no longer this run's; empty while it is. `path` is then the directory of the last checkpoint.
+        # Empty while the directory belongs to this run. Otherwise the reason, and `path` is the directory of the last checkpoint.
         self.lost_reason = ""
         self._config = config
         self._lock = DirectoryLock(self.real)
         # On ranks other than the first: the content of `.lock` that rank 0 wrote.
-        self._owner: bytes | None = None
-        self._beside: Path | None = None  # a folder that is removed at the end
+        self._lock_content: bytes | None = None
+        self._temporary: Path | None = None  # a folder that is removed at the end
         self.reserve = Reserve()
         # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
@@ -98,13 +98,13 @@ class RunDirectory:
             # The other ranks check nothing: the leader may be writing the files at this moment.
             return self._open(config) if leader else []
         except OSError as error:
-            raise ConfigError(unusable(self.path, error)) from error
+            raise ConfigError(unusable_message(self.path, error)) from error
 
     def close(self) -> None:
         """Unlock the directory for the next run, after all ranks have ended. May be called twice."""
         self.reserve.spend()
-        if self._beside is not None:
-            shutil.rmtree(self._beside, ignore_errors=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
         self._lock.release()
 
     def check_still_ours(self) -> None:
@@ -112,7 +112,8 @@ class RunDirectory:
         After the error `path` is the moved directory, or a new one, so that the last checkpoint harms no other run."""
         if self.lost_reason or (loss := self._lock.find_loss()) is None:
             return
-        old_path, (self.lost_reason, moved_to) = self.path, loss
+        old_path = self.path
+        self.lost_reason, moved_to = loss
         new_name = f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._set_path(moved_to or self.real.with_name(new_name))
         if moved_to is None:
@@ -123,18 +124,18 @@ class RunDirectory:
             f"run.dir={self.path.parent} run.name={self.path.name} resume=true"
         )
 
-    def join(self) -> None:
+    def remember_lock(self) -> None:
         """Call on ranks other than the first, after rank 0 has opened the directory: remember the content of `.lock`. Blocks."""
         with contextlib.suppress(OSError):  # only fsdp needs a shared directory
-            self._owner = self._lock.path.read_bytes()
+            self._lock_content = self._lock.path.read_bytes()
 
     def shards(self, rank: int) -> Path:
         """The folder for the checkpoint part of rank > 0: in the run's directory, or beside the directory if another run has it."""
         with contextlib.suppress(OSError):
-            if self._owner is None or self._lock.path.read_bytes() == self._owner:
+            if self._lock_content is None or self._lock.path.read_bytes() == self._lock_content:
                 return self.checkpoints / SHARDS
-        self._beside = self.real.with_name(f"{self.real.name}.rank_{rank}-{os.getpid()}")
-        return self._beside
+        self._temporary = self.real.with_name(f"{self.real.name}.rank_{rank}-{os.getpid()}")
+        return self._temporary
 
     def refuse_foreign(self) -> None:
         """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to a missing target."""
@@ -153,7 +154,7 @@ class RunDirectory:
 
     def _open(self, config: Config) -> list[str]:
         if self.path.is_symlink():
-            # The lock would make the missing target of a link.
+            # `acquire` would create the missing target of a link.
             self.refuse_foreign()
         warning = self._lock.acquire()
         lines = [line for line in (warning, self.restart) if line is not None]
@@ -172,7 +173,7 @@ class RunDirectory:
             for path in (self.metrics, self.trace, self.report):
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        # A run that was moved aside may be resumed. It must not be removed any more.
+        # The resumed run may have been moved aside before. Without MARK no later run removes this directory.
         (self.path / MARK).unlink(missing_ok=True)
         # Fail now, and not at the first checkpoint.
         for folder in (self.checkpoints, self.rollouts):
@@ -204,13 +205,13 @@ class RunDirectory:
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
             )
         moved_before = self._moved_aside()
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        names = (f"{self.real.name}.{stamp}" + (f"-{number}" if number > 1 else "") for number in count(1))
-        target = next(path for path in map(self.real.with_name, names) if not os.path.lexists(path))
+        stem = f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+        candidates = (self.real.with_name(stem if number == 1 else f"{stem}-{number}") for number in count(1))
+        target = next(path for path in candidates if not os.path.lexists(path))
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
         self._lock.release()
-        # Locks a new directory. Another run that started at this moment may be faster: ConfigError.
+        # Makes and locks a new directory. ConfigError if another run, started at the same time, has locked it first.
         self._lock.acquire()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for old in moved_before[: max(len(moved_before) + 1 - KEPT_ASIDE, 0)]:
@@ -222,7 +223,7 @@ class RunDirectory:
         return lines
 
     def _moved_aside(self) -> list[Path]:
-        """The directories that `_move_aside` renamed, oldest first. MARK excludes directories that a person named alike."""
+        """The directories that `_move_aside` renamed, oldest first. MARK excludes directories that a person named so."""
         pattern = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
         ages: dict[Path, tuple[str, int]] = {}
         for path in self.real.parent.iterdir():
@@ -257,10 +258,10 @@ def _name_in(config_file: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def unusable(path: Path, error: OSError) -> str:
+def unusable_message(path: Path, error: OSError) -> str:
     """The error message for a run directory that cannot be made or written."""
-    if none_left(error):
-        return way_out()
+    if lacks_descriptors(error):
+        return descriptor_advice()
     reason = error.strerror or str(error)
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         reason = "there is a file where a directory is needed"

@@ -15,7 +15,7 @@
   finds the records in the ring, and a resumed run does not train the records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
   all the same, that group is dropped. A second such failure ends the run (`pumps/step.py`). All errors name the group.
-* All other records that were not trained at the end of the run stay in the ring for the next run of this name. Open the ring
+* Records that are neither trained nor refused when the run ends stay in the ring for the next run of this name. Open the ring
   before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
 """
 
@@ -63,7 +63,7 @@ class _Door:
     def __init__(self, runtime: Runtime, ring: RecordRing, statistics: DoorStatistics) -> None:
         self._ring = ring
         self._limits = limits_of(runtime)
-        self._bound = staleness_bound(runtime.config)
+        self._max_age = staleness_bound(runtime.config)
         self._intake = runtime.intake
         self._gathering = Gathering(
             self._intake, runtime.config.door, runtime.tokenizer.decode, runtime.recorder, runtime.note, statistics
@@ -74,14 +74,14 @@ class _Door:
         """Publish the new version to the producers, and drop groups that are now too old."""
         with contextlib.suppress(anyio.ClosedResourceError):  # the ring may be closed first
             self._ring.publish_version(report.version)
-        self._gathering.end_stale(report.version, self._bound)
+        self._gathering.end_stale(report.version, self._max_age)
 
     def close(self) -> None:
         """End `run`: no further step can use a group."""
         self.scope.cancel()
 
     def producer_gone(self, producer: bytes) -> None:
-        self._gathering.gone(producer)
+        self._gathering.on_producer_gone(producer)
 
     async def run(self) -> None:
         with self.scope, contextlib.closing(self._gathering):
@@ -95,10 +95,10 @@ class _Door:
 
     def _take(self, delivery: Delivery) -> None:
         record, gathering = delivery.record, self._gathering
-        gathering.came(record.epoch, record.producer)
+        gathering.on_producer(record.epoch, record.producer)
         try:
             refuse_sections(record)
-            members = trajectories_of(record, copy=False, group=gathering.own_id(record.epoch, record.group))
+            members = trajectories_of(record, copy=False, group=gathering.group_id(record.epoch, record.group))
             # `delivery.fresh` omits members that arrived in an earlier record.
             new_members = [members[position] for position in delivery.fresh]
             for trajectory in new_members:
@@ -128,7 +128,7 @@ def ring_name(config: Config, rank: int) -> str:
     return ring if rank == 0 else f"{ring}-{rank}"
 
 
-def rings_here(config: Config, world: World) -> list[str]:
+def local_rings(config: Config, world: World) -> list[str]:
     """The names of the rings of this machine's ranks, in the order of the ranks. Errors: ConfigError."""
     first = world.rank - world.local_rank
     return [ring_name(config, rank) for rank in range(first, first + world.local_world_size)]
@@ -153,7 +153,7 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     door = _Door(runtime, ring, counts)
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
-    # The Runtime has only a weak reference to the door. This reference keeps the door alive.
+    # This reference keeps the door alive, because the Runtime has only a weak one.
     ring.on_producer_end = door.producer_gone
     for line in ring.damage.lines:  # found at the opening
         runtime.note(line)

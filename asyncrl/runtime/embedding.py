@@ -41,7 +41,7 @@ async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -
         raise DataError(f"a group of n={n} completions was asked for; expected 1 or more")
     results: dict[int, Trajectory] = {}
 
-    async def one(member: int) -> None:
+    async def play_member(member: int) -> None:
         try:
             results[member] = await episodes.play(prompt, member, n, generate, priority=0)
         except EpisodeFailed as failed:
@@ -54,29 +54,33 @@ async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -
 
     async with plain_task_group() as tasks:
         for member in range(n):
-            tasks.start_soon(one, member)
+            tasks.start_soon(play_member, member)
     return [results[member] for member in range(n)]
 
 
-def as_numbers(given: Mapping[str, Any], count: int, what: str, prefix: str = "") -> list[dict[str, float]]:
-    """The numbers of each member. `given`: by name a number or None for all `count` members, or a list with one for each.
-    Errors: DataError."""
+def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
+    """For each of `count` members: name -> number. `named`: name -> a list with a value for each member, or one value for all
+    members; a value is a number or None, which is left out. `argument` is for errors. Errors: DataError."""
     rows: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, values in given.items():
+    for name, values in named.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise DataError(f"{what}: {name!r:.80} is no name: letters, digits and _ - . : @, in parts between slashes")
-        each = list(values) if isinstance(values, list | tuple) or getattr(values, "shape", None) else [values] * count
-        if len(each) != count:
-            raise DataError(f"{what}: {name} has {len(each)} values for {count} trajectories")
-        for place, value in enumerate(each):
-            try:  # a tensor or an array of one number, too
+            raise DataError(f"{argument}: {name!r:.80} is no name: letters, digits, _ - . : @, parts between slashes")
+        has_many = isinstance(values, list | tuple) or bool(getattr(values, "shape", None))
+        member_values = list(values) if has_many else [values] * count
+        if len(member_values) != count:
+            raise DataError(f"{argument}: {name} has {len(member_values)} values for {count} trajectories")
+        for member, value in enumerate(member_values):
+            if value is None:
+                continue
+            try:
+                # Tensors and arrays of one number have `item`.
                 plain = value.item() if hasattr(value, "item") else value
-                number = math.nan if isinstance(plain, str | bytes) else float(0 if plain is None else plain)
+                number = math.nan if isinstance(plain, str | bytes) else float(plain)
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 number = math.nan
             if not math.isfinite(number):
-                raise DataError(f"{what}: {name} {place} is {value!r:.80}; expected a finite number, or None")
-            rows[place] |= {} if value is None else {f"{prefix}{name}": number}
+                raise DataError(f"{argument}: {name} {member} is {value!r:.80}; expected a finite number, or None")
+            rows[member][f"{prefix}{name}"] = number
     return rows
 
 
@@ -88,15 +92,16 @@ def as_group(
     metrics: Mapping[str, Any] | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """The trajectories with rewards, components and metrics of `submit`, and their prompt. Errors: ValueError (DataError)."""
+    """(the trajectories, to which rewards, components and metrics were added; their prompt). Arguments: of `Runtime.submit`.
+    Errors: DataError."""
     if not trajectories or len(trajectories) != len(rewards):
         raise DataError(
-            f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
+            f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; give at least one, and one reward each"
         )
-    for index, given in enumerate(trajectories):
-        if not isinstance(given, Trajectory):
+    for index, trajectory in enumerate(trajectories):
+        if not isinstance(trajectory, Trajectory):
             raise DataError(
-                f"submit: trajectory {index} is {type(given).__name__}; expected an asyncrl.Trajectory, as `generate` returns"
+                f"submit: trajectory {index} is {type(trajectory).__name__}; expected an asyncrl.Trajectory from `generate`"
             )
     if len(group_ids := {t.group_id for t in trajectories}) != 1:
         raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
@@ -104,10 +109,10 @@ def as_group(
         raise DataError(f"submit: columns has {taken[0]!r}, which the run itself gives to reward functions; rename it")
     scores = as_numbers({"reward": list(rewards)}, len(rewards), "submit")
     parts = as_numbers(components or {}, len(rewards), "submit: components")
-    own = as_numbers(metrics or {}, len(rewards), "submit: metrics", "own/")
+    extras = as_numbers(metrics or {}, len(rewards), "submit: metrics", "own/")
     members = tuple(
         replace(t, reward=score.get("reward"), components={**t.components, **part}, extras={**t.extras, **numbers})
-        for t, score, part, numbers in zip(trajectories, scores, parts, own, strict=True)
+        for t, score, part, numbers in zip(trajectories, scores, parts, extras, strict=True)
     )
     first = members[0]
     ids = first.tokens[: first.prompt_length]

@@ -29,7 +29,7 @@ from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
 from asyncrl.models.probe import WIDTHS, build_probe, positions_end
-from asyncrl.models.rotary import describe, not_held, outgrows
+from asyncrl.models.rotary import describe, length_dependent_message, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
 
@@ -93,7 +93,9 @@ class Verdict:
         if chosen is None or chosen.distance is None:
             return [f"model: {self.name}, refused", *(f"  {result}" for result in self.results)]
         path = chosen.path
-        lines = [f"model: {self.name} on the {path.name} path; {chosen.distance} from itself, {self._extent()}"]
+        lines = [
+            f"model: {self.name} on the {path.name} path; against its eager pass {chosen.distance}, {self._extent()}"
+        ]
         if self.rotary:
             lines.append(self.rotary)
         lines += self.notes
@@ -126,7 +128,7 @@ def check_model(
 ) -> Verdict:
     """Compare paths on `device` until a path agrees, or all paths if `every` is set.
 
-    `module`: as loaded, or on the meta device; then the probe has random weights. `dtype`: the run's dtype; a path of
+    `module`: as loaded. If it is on the meta device, the probe has random weights. `dtype`: the run's dtype; a path of
     transformers' own layers must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
     the original context. `sharded`: the layers are sharded over the ranks, so the packed path must agree and the plain path is
     excluded. `show`: is called with a sentence before each comparison.
@@ -142,8 +144,8 @@ def check_model(
             trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing, dtype=dtype)
             layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
-            if longest is not None and not trial.holds():
-                raise ConfigError(not_held(module.config, longest))
+            if longest is not None and not trial.has_fixed_frequencies():
+                raise ConfigError(length_dependent_message(module.config, longest))
             if longest is not None and (end := _positions_end(module, longest)) is not None:
                 raise ConfigError(
                     f"it has positions for {end} tokens, and rows may have {longest}; make data.max_prompt_tokens or "
@@ -185,6 +187,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: boo
             probe = build_probe(module, device, width=width, outgrown=outgrown)
             _require_same_parts(module, probe)
             trial = Trial(probe, outgrown=outgrown, **options)
+            # Raises if the class cannot compute this width.
             trial.eager(alone=False)
             return trial
         except Exception:
@@ -197,23 +200,24 @@ def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None
     """Errors: ConfigError for a model in which parts were replaced after its class built them: the probe has other parts."""
     parts = dict(module.named_modules())
     for name, built in probe.named_modules():
-        names = [f"{type(part).__module__}.{type(part).__qualname__}" for part in (parts.get(name, built), built)]
-        if names[0] != names[1]:
+        part_class, built_class = type(parts.get(name, built)), type(built)
+        if part_class is not built_class:
             raise ConfigError(
-                f"its {name} is a {names[0]}, but its class builds a {names[1]}, so a comparison would prove nothing; merge "
-                "adapters into their weights first"
+                f"its {name} is a {part_class.__module__}.{part_class.__qualname__}, but its class builds a "
+                f"{built_class.__module__}.{built_class.__qualname__}, so a comparison would prove nothing; merge adapters into "
+                "their weights first"
             )
 
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
-    """As `positions_end`, on the first width at which the class can be built; None if there is none."""
+    """`probe.positions_end` at the first width at which the class can be built; None if no width can be built."""
     for width in WIDTHS:
         with contextlib.suppress(Exception):  # the class may raise anything
             return positions_end(module, longest, width=width)
     return None
 
 
-def check_for(
+def check_run_model(
     config: Config,
     module: PreTrainedModel,
     device: torch.device | str = "cpu",

@@ -5,14 +5,15 @@
     sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version in between, against an eager forward over prompt and completion
 
-Everything is in float32. The eager side shares only the weights with the path: it has no cache, and its rows are alone, or (which
-is faster) in a padded batch, which transformers makes, where the path packs them.
+Everything is in float32. The eager side shares only the weights with the path. It has no cache, and it computes each row alone, or
+all rows in one padded batch, which is faster.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,28 +48,28 @@ from asyncrl.types import (
 
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)))
-# (prompt, completion, shares the prompt of the row before it). A product over a new number of rows costs a compilation, several
-# times its computation. So every prefill is full: 16 + 8 tokens before the new version (a prompt's last token is decoded) and
-# 16 + 8 + 3 x 4 after it. Two of the three rows end at the same step.
+# (prompt, completion, whether the prompt is the previous request's). A product of a new size costs a compilation, several times
+# its computation. So every prefill is full: 16 + 8 tokens before the new version, because a prompt's last token is decoded, and
+# 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 # For the plain path, where all rows share a cache and the first row ends before the others.
 _PLAIN_PREFILL = 64
 _NEW_VERSION = 4  # decode steps before the new version
 _LONGEST = 40  # tokens of a row
-NATS = 1e-4  # most that a log-prob may differ, training or sampler
-RELATIVE = 1e-4  # most that a gradient may
+NATS = 1e-4  # largest allowed difference of a log-prob
+RELATIVE = 1e-4  # largest allowed relative error of a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a path is from the eager model. logprobs, sampler: largest difference in nats; gradients: largest |g - g'| / |g'|
-    of a parameter (norms), where gradients far below all others are measured by the largest."""
+    """How far a path is from the eager model. logprobs, sampler: largest difference in nats. gradients: largest |g - g'| / |g'|
+    of a parameter, with norms. |g'| is at least 0.001 of the largest such norm, so that tiny gradients do not count."""
 
     logprobs: float
     gradients: float
     sampler: float
-    parameter: str = ""  # the one whose gradient is farthest
+    parameter: str = ""  # with the largest relative error
 
     @property
     def agrees(self) -> bool:
@@ -117,11 +118,9 @@ class Trial:
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
         self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
 
-    # -- the eager side -----------------------------------------------------------------------------------------------
-
     def eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`). `alone`: each row by itself. A class
-        whose forward fails on a batch always gets its rows alone."""
+        """(log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`). `alone`: compute each row
+        by itself. A class whose forward fails on a batch always gets its rows alone."""
         alone = alone or not self._knows_batches
         if alone not in self._eager:
             try:
@@ -137,23 +136,24 @@ class Trial:
         probe, device = self.probe, self.probe.device
         probe.requires_grad_(True)
         probe.zero_grad()
-        found = torch.zeros(self.batch.scored)
+        logp_S = torch.zeros(self.batch.scored)
         by_row = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
         places = [np.flatnonzero(self.batch.sequence == sequence) for sequence in range(self.batch.sequences)]
         rows = [by_row[key] for key in zip(self.batch.group_ids.tolist(), self.batch.members.tolist(), strict=True)]
-        for together in [[number] for number in range(len(rows))] if alone else [list(range(len(rows)))]:
-            logits = self._logits([rows[number].tokens for number in together])
+        batches = [[number] for number in range(len(rows))] if alone else [list(range(len(rows)))]
+        for numbers in batches:
+            logits = self._logits([rows[number].tokens for number in numbers])
             loss = torch.zeros((), device=device)
-            for number, logits_LV in zip(together, logits, strict=True):
+            for number, logits_LV in zip(numbers, logits, strict=True):
                 place = torch.from_numpy(places[number])
                 logp = self._logprobs(rows[number].tokens, rows[number].prompt_length, logits_LV)
                 loss = loss + (logp * self._weight_S[place].to(device)).sum()
-                found[place] = logp.detach().cpu()
+                logp_S[place] = logp.detach().cpu()
             loss.backward()
         self.unreached = unreached_families({name: p.grad for name, p in probe.named_parameters()})
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
         probe.requires_grad_(False)
-        return found, gradients
+        return logp_S, gradients
 
     def _logits(self, rows: Sequence[Int32Array | Int64Array]) -> list[Tensor]:
         """Rows of [L] tokens, as one batch -> [L, V] each. Rows are padded to the longest one, which changes nothing in a causal
@@ -185,22 +185,20 @@ class Trial:
                     f"{length - part} more follow"
                 )
 
-    def holds(self) -> bool:
-        """Whether one choice of rotary frequencies is right for all rows."""
+    def has_fixed_frequencies(self) -> bool:
+        """Whether the rotary frequencies can be the same for rows of every length."""
         return not self._outgrown or hold_frequencies(copy_module(self._untouched), self._longest)
-
-    # -- a path -------------------------------------------------------------------------------------------------------
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError if the path refuses the model; any error of the model on the path."""
-        found = self._run(path, "float32", sampler)
-        if path.name == "plain" and self._dtype != "float32" and found.agrees:
-            # Some classes fail in another dtype, and without this they would in the middle of a run.
+        distance = self._run(path, "float32", sampler)
+        if path.name == "plain" and self._dtype != "float32" and distance.agrees:
+            # Some classes fail in another dtype. Without this trial they would fail in the middle of a run.
             try:
                 self._run(path, self._dtype, sampler)
             except Exception as error:
                 raise ConfigError(f"fails in {self._dtype} ({first_line(error)}); model.dtype=float32 works") from error
-        return found
+        return distance
 
     def _run(self, path: ModelPath, dtype: str, sampler: bool) -> Distance:
         module = copy_module(self._untouched)
@@ -208,10 +206,10 @@ class Trial:
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logp_S = self._train(policy)
         sampled = self._sample(policy) if sampler else []
-        # Rows in a batch cost half of rows alone, but a class may mix the rows of a batch. So a difference is decided by rows
-        # alone, and so is the plain path, which computes batches itself.
-        if path.name != "plain" and (found := self._distance(policy, logp_S, sampled, alone=False)).agrees:
-            return found
+        # The eager model needs half the time for a batch, but a class may mix the rows of a batch. So only rows alone can refuse a
+        # path. The plain path would mix the rows in the same way, so it is always compared with rows alone.
+        if path.name != "plain" and (distance := self._distance(policy, logp_S, sampled, alone=False)).agrees:
+            return distance
         return self._distance(policy, logp_S, sampled, alone=True)
 
     def _train(self, policy: PolicyModel) -> Tensor:
@@ -262,18 +260,18 @@ class Trial:
     ) -> Distance:
         """Distance from the eager model. `logp_S`, `sampled`: results of `_train` and `_sample`."""
         expected_S, gradients = self.eager(alone)
-        found = dict(policy.flat.named_grads())
-        pairs = (
-            {name: (found[name], gradients[name]) for name in found}
-            if policy.lora is None
-            else _adapter_pairs(policy, found, gradients)
-        )
-        size = max(float(wanted.norm()) for _, wanted in pairs.values())
+        computed = dict(policy.flat.named_grads())
+        if policy.lora is None:
+            pairs = {name: (computed[name], gradients[name]) for name in computed}
+        else:
+            pairs = _adapter_pairs(policy, computed, gradients)
+        largest = max(float(expected.norm()) for _, expected in pairs.values())
         errors = {
-            name: float((own - wanted).norm()) / max(float(wanted.norm()), 1e-3 * size, 1e-30)
-            for name, (own, wanted) in pairs.items()
+            name: float((gradient - expected).norm()) / max(float(expected.norm()), 1e-3 * largest, 1e-30)
+            for name, (gradient, expected) in pairs.items()
         }
-        worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+        # An error that is NaN counts as the worst.
+        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
         sampler = self._sampler_distance(sampled, alone) if sampled else 0.0
         return Distance(_largest(logp_S - expected_S), errors[worst], sampler, worst)
 
@@ -287,8 +285,6 @@ class Trial:
             expected = self._logprobs(row, int(request.prompt_ids.size), logits_LV)
             worst = _larger(worst, _largest(logprobs - expected.cpu()))
         return worst
-
-    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _make_rows(self) -> list[tuple[Group, list[float]]]:
         groups = []
@@ -304,7 +300,7 @@ class Trial:
     def _trajectory(self, group: int, member: int, members: int, prompt: Int32Array, length: int) -> Trajectory:
         size = prompt.size + length
         mask = np.arange(size) >= prompt.size
-        nothing = np.zeros(size, np.float32)
+        zeros = np.zeros(size, np.float32)
         return Trajectory(
             group_id=group,
             member=member,
@@ -312,8 +308,8 @@ class Trial:
             prompt_length=int(prompt.size),
             tokens=np.concatenate([prompt, self._tokens(length)]),
             mask=mask,
-            logprobs=nothing,
-            sampled_logprobs=nothing,
+            logprobs=zeros,
+            sampled_logprobs=zeros,
             versions=np.where(mask, 0, -1).astype(np.int32),
             temperature=self.temperature,
             finish_reason=FinishReason.LENGTH,
@@ -324,6 +320,7 @@ class Trial:
         for number, (prompt, length, shared) in enumerate(_REQUESTS):
             ids = requests[-1].prompt_ids if shared else self._tokens(min(prompt, self._longest - 1))
             limit = min(length, self._longest - int(ids.size))
+            # The key of a prompt cache. The first two requests have the same prompt.
             key = "shared" if number < 2 else None
             sampling = SamplingParams(temperature=self.temperature, max_tokens=limit, ignore_eos=True)
             requests.append(GenerationRequest(ids, sampling, number, key))
@@ -334,18 +331,19 @@ class Trial:
 
 
 def _adapter_pairs(
-    policy: PolicyModel, found: dict[str, Tensor], gradients: dict[str, Tensor]
+    policy: PolicyModel, computed: dict[str, Tensor], gradients: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/parameters/lora.py). A's gradient is 0, as B is 0."""
+    """Name of an adapter's B -> its computed and its expected gradient, which is `scale dW A'` (models/parameters/lora.py).
+    A is not compared: its gradient is 0, because B is 0 at first."""
     lora = policy.lora
     assert lora is not None
     names = {id(parameter): name for name, parameter in policy.module.named_parameters()}
     pairs, masters = {}, dict(policy.flat.named_masters())
     for number, target in enumerate(lora.targets):
         first, name = lora.names[2 * number : 2 * number + 2]
-        a_ErI, own_EOr = target.factors(masters[first], found[name])
+        a_ErI, computed_EOr = target.factors(masters[first], computed[name])
         gradient_EOI = target.stacked(gradients[names[id(target.weight)]])
-        pairs[name] = own_EOr, lora.scale * gradient_EOI @ a_ErI.transpose(1, 2)
+        pairs[name] = computed_EOr, lora.scale * gradient_EOI @ a_ErI.transpose(1, 2)
     return pairs
 
 
@@ -353,6 +351,6 @@ def _largest(difference: Tensor) -> float:
     return float(difference.abs().max())
 
 
-def _larger(one: float, other: float) -> float:
-    """The larger number; NaN counts as larger than any."""
-    return other if other != other or other > one else one
+def _larger(a: float, b: float) -> float:
+    """The larger number; NaN counts as larger than any number."""
+    return b if math.isnan(b) or b > a else a

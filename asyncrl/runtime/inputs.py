@@ -1,4 +1,4 @@
-"""Checks the files, packages and code that the settings name, before a run makes or loads anything; and reads the prompts.
+"""Checks the files, packages and code that the settings name, before a run makes or loads anything. Also reads the prompts.
 
 All functions block: call them on a thread. One error lists all problems. User code runs only if the other checks found no problem:
 it may import torch, which takes seconds. A run loads reward functions, environment and hooks later, before its model.
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _CHECKED_ROWS = 20_000  # takes a fraction of a second
-# Source of prompts -> names of columns, and -> rows. The run takes the rows, so that no source is read twice.
+# Source of prompts -> its rows and the names of their columns. The run uses these rows, so that no source is read twice.
+_rows: dict[str, PromptRows] = {}
 _columns: dict[str, list[str]] = {}
-_read: dict[str, PromptRows] = {}
 
 
 def check_start(config: Config, code: bool) -> None:
@@ -79,8 +79,9 @@ def check_start(config: Config, code: bool) -> None:
 def check_inputs(
     config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
 ) -> None:
-    """Check the files, functions and packages that the configuration names. A True argument means that the program passes an object
-    instead. Errors: ConfigError or DataError; for several problems one ConfigError with a line each."""
+    """Check the files, functions and packages that the configuration names. `prompts`, `rewards`, `environment`, `hooks`: whether
+    the program passes such an object instead. Errors: ConfigError or DataError; for several problems one ConfigError with a line
+    for each problem."""
     forget_rows()
     _check_names(config, prompts, rewards, environment, hooks)
     check_code(config, prompts)
@@ -95,7 +96,7 @@ def check_code(config: Config, prompts: bool = False) -> None:
             if is_import_path(reward_model.path):
                 check(load_builder, reward_model.path, "reward.model")
         for setting, source in _sources(config, prompts, "code", "hub"):
-            check(_read_rows, config, source, of=setting)
+            check(_read_rows, config, source, setting=setting)
         if ":" in config.algorithm.advantage:
             check(method_trial.try_advantage, config)
         if ":" in config.algorithm.loss and config.train.kind == "torch":
@@ -109,7 +110,7 @@ def check_prompts(config: Config) -> None:
     forget_rows()
     with Checks() as check:
         check(check_model_source, config.model)
-        check(_read_rows, config, config.data.train, of="data.train")
+        check(_read_rows, config, config.data.train, setting="data.train")
 
 
 class Checks:
@@ -122,12 +123,12 @@ class Checks:
     def __enter__(self) -> Checks:
         return self
 
-    def __call__(self, check: Callable[..., object], *arguments: Any, of: str = "") -> None:
-        """`of`: a setting that is put in front of the error's message."""
+    def __call__(self, check: Callable[..., object], *arguments: Any, setting: str = "") -> None:
+        """`setting`: is put in front of the error's message."""
         try:
             check(*arguments)
         except AsyncrlError as error:
-            self._errors.append(type(error)(f"{of}: {error}") if of else error)
+            self._errors.append(type(error)(f"{setting}: {error}") if setting else error)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None and len(self._errors) == 1:
@@ -178,12 +179,12 @@ def import_code(config: Config, environment: bool = False, hooks: bool = False) 
 
 def rows_of(source: str) -> PromptRows:
     """As `load_rows`, but rows that `check_inputs` has read are not read again."""
-    return _read[source] if source in _read else load_rows(source)
+    return _rows[source] if source in _rows else load_rows(source)
 
 
 def forget_rows() -> None:
     """Free the rows that `check_inputs` has read."""
-    _read.clear()
+    _rows.clear()
     _columns.clear()
 
 
@@ -196,21 +197,21 @@ def _check_names(
             check(check_model_source, config.model)
         for path in (reward_model.path for reward_model in config.reward.model):
             if is_import_path(path):
-                check(check_address, path, of="reward.model")
+                check(check_address, path, setting="reward.model")
             else:
                 check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), path)
         for setting, source in _sources(config, prompts, "file"):
-            check(_read_rows, config, source, of=setting)
+            check(_read_rows, config, source, setting=setting)
         for setting, source in _sources(config, prompts, "code"):
-            check(check_address, source, of=setting)
+            check(check_address, source, setting=setting)
         for setting, source in _sources(config, prompts, "hub"):
-            check(require_data_hub, source, of=setting)
+            check(require_data_hub, source, setting=setting)
         for function in () if rewards else config.reward.functions:
-            check(check_address, function.function, of="reward.functions")
+            check(check_address, function.function, setting="reward.functions")
         if not environment and config.rollout.environment != "single_turn":
-            check(check_address, config.rollout.environment, of="rollout.environment")
+            check(check_address, config.rollout.environment, setting="rollout.environment")
         if not hooks and config.hooks is not None:
-            check(check_address, config.hooks, of="hooks")
+            check(check_address, config.hooks, setting="hooks")
         for setting, package, extra in _packages(config):
             check(_check_package, setting, package, extra)
         if config.generation.engine == "vllm":
@@ -222,7 +223,7 @@ def check_model_source(model: ModelConfig) -> None:
     with Checks() as check:
         check(refuse_unread_settings, model)
         if is_builder(model):
-            check(check_address, str(model.path), of="model.path")
+            check(check_address, str(model.path), setting="model.path")
             return
         check(lambda: _check_model(model_source(model), "model.path"))
         if model.tokenizer:
@@ -249,7 +250,8 @@ def _read_rows(config: Config, source: str) -> None:
     # The constructor checks that there are rows, and that the first row has a prompt.
     prompts = PromptSource(rows, None, config.data)
     prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)
-    _read[source], _columns[source] = rows, columns_of(rows, config)
+    _rows[source] = rows
+    _columns[source] = columns_of(rows, config)
 
 
 def columns_of(rows: PromptRows, config: Config) -> list[str]:
@@ -279,9 +281,6 @@ def _check_package(setting: str, package: str, extra: str) -> None:
         raise ConfigError(f"{setting}, and the package {package} is not installed: `{install(extra)}`")
 
 
-# -- prompts ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
     """The number of tokens of the longest prompt. `how`: a phrase that says how the number was found."""
@@ -291,24 +290,26 @@ class PromptLengths:
     notes: tuple[str, ...] = ()  # sentences about the rendered prompts
 
 
-def measure_prompts(config: Config, given: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
+def measure_prompts(config: Config, passed: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
     """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is `data.max_prompt_tokens`.
-    `given`: rows instead of `data.train`. `own_environment`: the program passes an environment. The result may be too small if
-    only a sample of the prompts is measured: a longer prompt then waits for room in the cache. Errors: DataError, ConfigError."""
+    `passed`: rows that the program passed instead of `data.train`. `own_environment`: the program passes an environment. If only
+    a sample of the prompts is measured, another prompt may be longer; it waits for room in the cache. Errors: DataError,
+    ConfigError."""
     limit = config.data.max_prompt_tokens
     _check_sampling(config)
     if own_environment or config.rollout.environment != "single_turn":
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
-    if given is None and config.data.train is None:
+    if passed is None and config.data.train is None:
         return PromptLengths(limit, "data.max_prompt_tokens: the prompts arrive during the run")
     from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
 
     tokenizer = load_tokenizer_of(config.model)
-    sources = [] if given is None else [given]
-    for name in (config.data.train if given is None else None, config.data.eval if config.evaluate.every else None):
-        if name is not None:
-            sources.append(rows_of(name))
-    # Under `overlong: refuse` this function cuts: `load_prompts` raises the error.
+    sources = [] if passed is None else [passed]
+    if passed is None and config.data.train is not None:
+        sources.append(rows_of(config.data.train))
+    if config.evaluate.every and config.data.eval is not None:
+        sources.append(rows_of(config.data.eval))
+    # `overlong: refuse` must not raise here: `load_prompts` raises the error later.
     cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}
     prompts = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
     longest, measured = zip(*(source.longest() for source in prompts), strict=True)
@@ -347,12 +348,12 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
 
 
 def load_prompts(
-    config: Config, tokenizer: Any, world: World, given: PromptRows | None
+    config: Config, tokenizer: Any, world: World, passed: PromptRows | None
 ) -> tuple[PromptSource | None, list[Prompt], list[str]]:
     """(the cursor over the training prompts, the held-out prompts, sentences for the terminal). The cursor is None if groups are
-    submitted by a program or through `door.ring`. `given`: rows instead of `data.train`. Errors: DataError, also for over-long
-    prompts under `overlong: refuse`."""
-    rows = given
+    submitted by a program or through `door.ring`. `passed`: rows that the program passed instead of `data.train`. Errors:
+    DataError, also for over-long prompts under `overlong: refuse`."""
+    rows = passed
     if rows is None and config.data.train is not None:
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:

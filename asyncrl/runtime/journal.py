@@ -34,7 +34,7 @@ from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
-from .directory import RunDirectory, unusable
+from .directory import RunDirectory, unusable_message
 
 logger = logging.getLogger("asyncrl.runtime")
 
@@ -95,7 +95,7 @@ class Journal:
                 await offload(open_files, "sinks")
                 free = await offload(lambda: shutil.disk_usage(directory.path).free, "sinks")
             except OSError as error:
-                raise ConfigError(unusable(directory.path, error)) from error
+                raise ConfigError(unusable_message(directory.path, error)) from error
             if free < self.reserve:
                 self.warn(
                     f"warning: a checkpoint takes about {self.reserve / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free in "

@@ -74,20 +74,24 @@ class DirectoryLock:
         Opens no descriptor: the process may have none left."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
-        ours, current = os.fstat(self._descriptors[0]), self._directory.stat() if self._directory.exists() else None
+        ours = os.fstat(self._descriptors[0])
+        current = self._directory.stat() if self._directory.exists() else None
         if current is not None and os.path.samestat(ours, current):
-            # If only the file was removed, the directory is still locked.
-            return (f"another run writes there ({self._holder()})", None) if self.path.exists() else None
+            if not self.path.exists():
+                # Only the file `.lock` was removed: this run still holds the lock on the directory.
+                return None
+            return f"another run writes there ({self._holder()})", None
         with contextlib.suppress(OSError):
             new_path = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))
             if os.path.samestat(ours, new_path.stat()):
                 return f"it was moved to {new_path}", new_path
-        return "it was removed" if current is None else "another directory replaced it", None
+        reason = "it was removed" if current is None else "another directory replaced it"
+        return reason, None
 
     def release(self) -> None:
         """Remove the file and release the lock. May be called twice."""
         if self._descriptors:
-            # By descriptor: the directory may have been moved. Before the unlock: afterwards the file may be another run's.
+            # `dir_fd`, because the directory may have been moved. After the unlock the file could belong to another run.
             with contextlib.suppress(OSError):
                 if self._is_unchanged():
                     os.unlink(self.path.name, dir_fd=self._descriptors[0])

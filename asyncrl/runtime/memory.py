@@ -30,9 +30,8 @@ _STATE = 18
 # Shares of a GPU's memory: of that state, above which ranks share it, and of a whole run as predicted.
 _MOST_STATE = 0.7
 _MOST_USED = 0.85
-_MICROBATCHES = (16384, 8192, 4096, 2048)
 logger = logging.getLogger("asyncrl.runtime")
-
+_MICROBATCHES = (16384, 8192, 4096, 2048)
 # A worker before it computes: Python, torch and transformers.
 _PROCESS = 400 << 20
 _VLLM_PROCESS = 900 << 20  # the same with vLLM

@@ -38,7 +38,7 @@ def try_loss(config: Config) -> None:
             count = int((~np.isfinite(expected[1:])).sum())
             raise ConfigError(
                 f"{subject}: its sum is {expected[0]:g}, and {count} numbers of its gradient are not finite; a sampler log-prob "
-                "may be NaN, and a ratio is 1 where the policy trains on its own data"
+                "may be NaN; where the policy trains on its own data the ratio is 1, and its logarithm 0 (do not divide by it)"
             )
         for result in results:
             # The tolerance allows a loss that computes in float32.
@@ -61,7 +61,9 @@ def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old
     sampler_S, old_S, reference_S = logp_S + 0.3 * noise[2:]
     sampler_S[4] = float("nan")  # some samplers give no log-prob
     advantage_S = torch.tensor([1.3, 0.0, -0.4, 0.9, -0.7]).double().repeat_interleave(torch.tensor(_LENGTHS))
-    leaves, tokens = (logp_S.requires_grad_(), entropy_S.requires_grad_()), torch.arange(len(logp_S)).split(_LENGTHS)
+    leaves = logp_S.requires_grad_(), entropy_S.requires_grad_()
+    # The positions along S of each sequence.
+    tokens = torch.arange(len(logp_S)).split(_LENGTHS)
     value = torch.zeros((), dtype=torch.float64)
     for rows in split:
         index = torch.cat([tokens[row] for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)

@@ -177,8 +177,6 @@ class OpenRun:
         sentence = "nothing was generated, scored or trained"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
-    # -- steps and versions ------------------------------------------------------------------------------------------
-
     def _on_step(self, report: StepReport) -> None:
         extra: dict[str, float] = {}
         rates, policy, seconds = self.rates, self.policy, report.metrics.get("time/step")
@@ -239,8 +237,6 @@ class OpenRun:
         if ranks > 0:
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """End without an error: train all submitted groups, and wait until every rank has released its last step."""

@@ -18,7 +18,7 @@ from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
 
 from .build import open_ports
-from .decided import Decided, meet
+from .decided import Decided, open_world
 from .directory import RunDirectory
 from .inputs import load_prompts
 from .journal import Journal
@@ -91,7 +91,7 @@ async def _meet_ranks(run: OpenRun) -> None:
     run.stack.push_async_exit(close)
     run.stages.begin("meeting the other ranks")
     # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
-    await offload(lambda: meet(world, run.config, run.decided.device), "rendezvous", abandon=True)
+    await offload(lambda: open_world(world, run.config, run.decided.device), "rendezvous", abandon=True)
     for line in world.notes:
         run.journal.live.note(line)
     if world.world_size > 1:
@@ -109,7 +109,7 @@ def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None)
         return None
     resumes = store.get("resumes") == b"True"
     if not world.is_first:
-        directory.join()
+        directory.remember_lock()
     if not resumes:
         return None
     return saved or SavedRun.latest(directory)

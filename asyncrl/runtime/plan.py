@@ -18,7 +18,7 @@ from asyncrl.generation.requests import sampling_params
 
 from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
-from .directory import RunDirectory, unusable
+from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts
 from .memory import cache_line, fit_card, on_own_card, predicted, table, warn_of
 from .placement import choose_engine, place
@@ -80,7 +80,7 @@ def _notes(lines: Sequence[str]) -> list[str]:
 def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
     """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run."""
     ranks, nodes = world.local_world_size, assumed.nodes
-    lines = [f"assumed: {nodes} machine(s) with {assumed.each} x {assumed.name}"]
+    lines = [f"assumed: {nodes} machine(s) with {assumed.per_node} x {assumed.name}"]
     for rank in range(ranks):
         device = choose_device(config.model.device, rank, ranks, assumed)
         placement = place(config, device, World(rank, world.world_size, rank, ranks), weights, assumed)
@@ -107,12 +107,12 @@ def _verdict(config: Config) -> Verdict:
     # transformers takes seconds to import, and `train.kind: dry_run` needs no model.
     from asyncrl.models.loading import describe_module, load_tokenizer_of, require_rows, require_saveable
 
-    from .gate import check_for
+    from .gate import check_run_model
 
     module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
     require_rows(module, tokenizer)
     require_saveable(module, tokenizer)
-    return check_for(config, module)
+    return check_run_model(config, module)
 
 
 def announcement(
@@ -156,4 +156,4 @@ def print_plan(config: Config, devices: str | None = None) -> None:
         directory.path.mkdir(parents=True, exist_ok=True)
         (directory.path / "plan.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(unusable(directory.path, error)) from error
+        raise ConfigError(unusable_message(directory.path, error)) from error

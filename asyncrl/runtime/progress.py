@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from asyncrl.concurrency.offload import where
+from asyncrl.concurrency.offload import offloaded_work
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.telemetry.recorder import Recorder
@@ -54,7 +54,7 @@ class Stages:
         self._stage = ""
 
     def silent_ranks(self, longest_s: float | None) -> list[str]:
-        """A phrase about each other rank, or only about ranks that have been silent for more than `longest_s` seconds."""
+        """One phrase for every rank but this one, or only for ranks that have been silent for more than `longest_s` seconds."""
         return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
 
     def progress_limit(self, limit_s: float) -> ProgressLimit | None:
@@ -62,11 +62,11 @@ class Stages:
         stage = self._stage
         if not stage:
             return None
-        return ProgressLimit((self._moves,), limit_s, f"the run stands still at {stage!r}", where)
+        return ProgressLimit((self._moves,), limit_s, f"the run stands still at {stage!r}", offloaded_work)
 
 
 class Listener(Protocol[T_in]):
-    """`push` is called at the commit of each step, without an await in between. `close` is called once or twice at the end."""
+    """`push` is called at each step's commit, without an `await` after the commit. `close` is called once or twice at the end."""
 
     def push(self, item: T_in) -> None: ...
 
@@ -146,7 +146,7 @@ def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]
     # Frozen garbage would never be freed.
     gc.collect()
     gc.freeze()
-    # A program that only generates commits no step. Python then makes the full collections, but a hundred times as rarely.
+    # `collect` is never called in a program that generates without training. There Python collects, but 100 times as rarely.
     gc.set_threshold(thresholds[0], thresholds[1], 100 * thresholds[2])
     try:
         yield collect

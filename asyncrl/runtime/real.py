@@ -36,7 +36,7 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.weights.sync import SharedWeights, WeightPublisher
 
-from .gate import check_for
+from .gate import check_run_model
 from .inputs import measure_prompts
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .opened import OpenRun
@@ -116,7 +116,7 @@ def _load(run: OpenRun) -> TorchTrainer:
     config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
-        run.verdict = check_for(config, module, device, run.stages.show)
+        run.verdict = check_run_model(config, module, device, run.stages.show)
         return run.verdict.path
 
     policy, tokenizer, core = _build(config, run.world, device, choose)
@@ -144,9 +144,6 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
     second_buffer = needs_second_buffer(config.algorithm)
     return policy, tokenizer, TorchTrainer(policy, config.train, world, second_buffer=second_buffer, **options)
-
-
-# -- workers ----------------------------------------------------------------------------------------------------------
 
 
 async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:

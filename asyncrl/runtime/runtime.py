@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from asyncrl.concurrency.descriptors import none_left, way_out
+from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
 from asyncrl.concurrency.ending import exit_blockers
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
@@ -108,8 +108,6 @@ class Runtime:
         self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(config.watchdog)
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def __aenter__(self) -> Runtime:
         if self._state is not _State.NEW:
             raise LifecycleError(
@@ -173,8 +171,8 @@ class Runtime:
                 if isinstance(later, AsyncrlError) or later is last:
                     first.add_note(f"and at the end: {type(later).__name__}: {later}")
                 later = later.__context__
-            if none_left(last) or none_left(first):
-                first.add_note(way_out())
+            if lacks_descriptors(last) or lacks_descriptors(first):
+                first.add_note(descriptor_advice())
             raise first from first.__cause__
 
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
@@ -216,8 +214,6 @@ class Runtime:
         """Whether a checkpoint is being written, or the last checkpoint is being made."""
         return self._run is not None and self._run.checkpointer.saving
 
-    # -- a run over configured data --------------------------------------------------------------------------------
-
     async def run(self) -> RunSummary:
         """Train on the configured prompts, or on groups of `door.ring` (`asyncrl.runtime.door`), until `max_steps`, `max_epochs` or
         the time limit. May be called once."""
@@ -241,8 +237,6 @@ class Runtime:
     def summary(self) -> RunSummary:
         """The state of the run, or its result after the end."""
         return self._require_run("summary").summary()
-
-    # -- embedding -------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -338,8 +332,6 @@ class Runtime:
         """Notify `listener` of every step from now on. The Runtime keeps only a weak reference."""
         self._require_open("listen")
         self._listeners.add(listener)
-
-    # -- state of an open or closed Runtime ------------------------------------------------------------------------
 
     @property
     def version(self) -> int:

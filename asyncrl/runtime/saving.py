@@ -20,7 +20,7 @@ import anyio
 from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
-from asyncrl.concurrency.descriptors import none_left
+from asyncrl.concurrency.descriptors import lacks_descriptors
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
@@ -85,7 +85,7 @@ class SavedRun:
         return int(self.checkpoint.run["turn"])
 
     def next_group(self, rank: int) -> int:
-        """The first unused id for groups of a program. An id is never used twice: random numbers are derived from ids."""
+        """The first unused id for groups of `Runtime.submit`. No id is used twice, because random numbers are derived from ids."""
         return int(self.checkpoint.run["next_group"][str(rank)])
 
     def positions(self) -> dict[int, RankState]:
@@ -166,11 +166,12 @@ class Checkpointer:
         return by_interval or (last and self._config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
-        """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled; `error` may still be another error,
-        such as the failure of a collective that a stopped rank has left.
+        """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled. Then `error` need not be the
+        cancellation: a collective fails, for example, when a stopped rank leaves it.
         A stalled run saves nothing: the save could hang, too. With a sharded model, a rank that failed alone saves nothing: the
         other ranks are still running and write no parts."""
-        if isinstance(error, (StallError, CheckpointError)) and not none_left(error):
+        # If the process ran out of descriptors, the reserved ones suffice for a checkpoint.
+        if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
             return False
         core = self._core
         if core is not None and core.is_sharded and self._world.world_size > 1 and error is not None and not stopped:
@@ -256,7 +257,7 @@ class Checkpointer:
         with anyio.move_on_after(LEAVE_TIMEOUT_S):
             while ledger.statistics().turn <= ledger.turn:
                 seen = ledger.changes
-                # A change before the line above would not end the wait.
+                # `wait_changed` does not notice a commit that came before `ledger.changes` was read.
                 if ledger.statistics().turn <= ledger.turn:
                     await ledger.wait_changed(seen)
         return ledger.committed_elsewhere()
@@ -439,7 +440,8 @@ class Checkpointer:
         states, missing = await offload(lambda: positions.gather(version, state, sharded=sharded), "checkpoint-gather")
         ledger, turn = self._ports.ledger, state["turn"]
         for rank in [*missing]:
-            if ledger.statistics().turn == turn == states[rank]["turn"] + 1:
+            # The missing rank announced its state one step ago, and all ranks have committed that step.
+            if ledger.statistics().turn == turn and states[rank]["turn"] == turn - 1:
                 trained = ledger.last_step(rank)
                 states[rank] |= after_step(states[rank], trained, self._world.world_size)
                 missing.remove(rank)

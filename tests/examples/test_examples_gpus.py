@@ -105,7 +105,7 @@ def test_where_one_row_is_longer_than_the_usual_microbatch_it_is_the_microbatch(
         (["--dry-run", "--assume-devices"], "is ''"),
         (["--dry-run", "--assume-devices", "8xTPU"], "A10, A100"),
         (["model.device=cpu", "--dry-run", "--assume-devices", "8xH100"], "on model.device cpu"),
-        (["generation.devices=[cuda:0]", "--dry-run", "--assume-devices", "1xH100"], "none is left to train on"),
+        (["generation.devices=[cuda:0]", "--dry-run", "--assume-devices", "1xH100"], "left to train on"),
     ],
 )
 def test_what_cannot_be_assumed_is_refused(

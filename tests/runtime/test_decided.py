@@ -18,7 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
 from asyncrl.runtime import decided as module
-from asyncrl.runtime.decided import choose_device, choose_dtype, meet
+from asyncrl.runtime.decided import choose_device, choose_dtype, open_world
 from asyncrl.runtime.gate import check_model
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
@@ -168,7 +168,7 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
 
 
 class TwoRanks:
-    """Of `World` what `meet` needs, over one store in this process."""
+    """Of `World` what `open_world` needs, over one store in this process."""
 
     world_size = 2
     shared = torch.distributed.HashStore()
@@ -186,13 +186,13 @@ class TwoRanks:
 def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, base=AUTO)
     processor(monkeypatch, "avx2", "avx512_bf16")
-    meet(TwoRanks(0), *choose_dtype(config)[:2])  # type: ignore[arg-type]
-    meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
+    open_world(TwoRanks(0), *choose_dtype(config)[:2])  # type: ignore[arg-type]
+    open_world(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
     processor(monkeypatch, "avx2")
     with pytest.raises(
         ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on the machine of rank 1; set"
     ):
-        meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
+        open_world(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -203,12 +203,12 @@ def test_ranks_that_a_launcher_put_on_one_gpu_are_told_apart(
     settled = config_of(tmp_path, base=AUTO), torch.device("cuda", 0)
     uuids = iter(["GPU-a", "GPU-a" if shared else "GPU-b"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
-    meet(TwoRanks(0), *settled)  # type: ignore[arg-type]
+    open_world(TwoRanks(0), *settled)  # type: ignore[arg-type]
     if not shared:
-        meet(TwoRanks(1), *settled)  # type: ignore[arg-type]
+        open_world(TwoRanks(1), *settled)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError, match=r"ranks 0 and 1 have the same GPU \(cuda:0, GPU-a\): start as many"):
-        meet(TwoRanks(1), *settled)  # type: ignore[arg-type]
+        open_world(TwoRanks(1), *settled)  # type: ignore[arg-type]
 
 
 class TensorFloat32(TorchFunctionMode):

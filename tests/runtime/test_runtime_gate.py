@@ -49,7 +49,7 @@ from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
 from asyncrl.runtime import gate_trial
-from asyncrl.runtime.gate import RELATIVE, check_for, check_model
+from asyncrl.runtime.gate import RELATIVE, check_model, check_run_model
 from asyncrl.runtime.gate_trial import Trial
 from asyncrl.runtime.plan import announcement, plan
 from asyncrl.runtime.runtime import Runtime
@@ -464,10 +464,10 @@ def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
     config = resolve(config_of(tmp_path, "data.max_prompt_tokens=12", "rollout.max_tokens=8"), 1)
     rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]} if kind == "longrope" else {}
-    within = check_for(config, llama(rope_parameters=dict(rope), max_position_embeddings=20))
+    within = check_run_model(config, llama(rope_parameters=dict(rope), max_position_embeddings=20))
     assert within.path == FUSED and f"rotary ({kind}): rows of up to 20 tokens stay within" in within.lines()[1]
     past = llama(rope_parameters=dict(rope), max_position_embeddings=19)
-    verdict = check_for(config, past)
+    verdict = check_run_model(config, past)
     assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
     said = "they must use the rotary frequencies named above"
     assert any(said in line for line in announcement(config, None, verdict, "", outside=True))
@@ -485,7 +485,7 @@ def test_frequencies_that_nobody_can_hold_are_refused_for_rows_past_the_original
     with pytest.raises(
         ConfigError, match="rows of 20 tokens are past its original context of 19; it can be trained where"
     ):
-        check_for(config, built(phimoe))
+        check_run_model(config, built(phimoe))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mpt"])
@@ -501,19 +501,19 @@ def test_rows_that_a_table_of_positions_does_not_hold_are_refused(tmp_path: Path
     with pytest.raises(
         ConfigError, match="is refused: it has positions for 19 tokens, and rows may have 20; make data"
     ):
-        check_for(config, of(19))
-    assert check_for(config, of(20)).path == (PACKED if kind == "gpt2" else PLAIN[1])
-    assert check_for(config, llama(max_position_embeddings=19)).path == FUSED  # rotary angles go on
+        check_run_model(config, of(19))
+    assert check_run_model(config, of(20)).path == (PACKED if kind == "gpt2" else PLAIN[1])
+    assert check_run_model(config, llama(max_position_embeddings=19)).path == FUSED  # rotary angles go on
 
 
 def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> None:
     keep = resolve(config_of(tmp_path, "engine.kv_after_update=keep"), 1)
     with pytest.raises(ConfigError, match="to recompute, or leave the setting out"):
-        check_for(keep, stateful())
-    assert check_for(keep, llama()).path == FUSED
+        check_run_model(keep, stateful())
+    assert check_run_model(keep, llama()).path == FUSED
     for setting in ("recompute", "null"):
         config = resolve(config_of(tmp_path, f"engine.kv_after_update={setting}"), 1)
-        assert any("rebuilds caches after an update" in line for line in check_for(config, stateful()).lines())
+        assert any("rebuilds caches after an update" in line for line in check_run_model(config, stateful()).lines())
 
 
 # -- as users meet it ---------------------------------------------------------------------------------------------------
