@@ -34,9 +34,9 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
     return Prompt(group_id=group_id, ids=ids, prompt=read_prompt(prompt, config), columns=columns)
 
 
-async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
-    """Play the `n` members of one group at the same time; returns them in order. Errors: those of asyncrl; GenerationError for any
-    other error of the environment; DataError if `n` is below 1."""
+async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
+    """Play the `n` members of one group at the same time. Returns the members in order. Errors: those of asyncrl; GenerationError
+    for any other error of the environment; DataError if `n` is below 1."""
     if n < 1:
         raise DataError(f"a group of n={n} completions was asked for; expected 1 or more")
     results: dict[int, Trajectory] = {}

@@ -100,12 +100,10 @@ class Verdict:
             lines.append(self.rotary)
         lines += self.notes
         if path.name == "plain":
-            lines.append(
-                "note: the plain path computes every prompt once per member, and rebuilds caches after an update"
-            )
+            lines.append("note: the plain path computes a prompt once per member, and rebuilds caches after an update")
         if not path.cached:
             lines.append(
-                "note: sampled without a cache, which is wrong here: each token costs a forward over its whole row"
+                "note: sampled without the cache, which is wrong: each token costs a forward over its whole row"
             )
         return lines + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
 
@@ -187,8 +185,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: boo
             probe = build_probe(module, device, width=width, outgrown=outgrown)
             _require_same_parts(module, probe)
             trial = Trial(probe, outgrown=outgrown, **options)
-            # Raises if the class cannot compute this width.
-            trial.eager(alone=False)
+            trial.eager(alone=False)  # raises if the class cannot compute this width
             return trial
         except Exception:
             if width == WIDTHS[-1]:
@@ -200,12 +197,11 @@ def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None
     """Errors: ConfigError for a model in which parts were replaced after its class built them: the probe has other parts."""
     parts = dict(module.named_modules())
     for name, built in probe.named_modules():
-        part_class, built_class = type(parts.get(name, built)), type(built)
-        if part_class is not built_class:
+        found, expected = (f"{type(p).__module__}.{type(p).__qualname__}" for p in (parts.get(name, built), built))
+        if found != expected:
             raise ConfigError(
-                f"its {name} is a {part_class.__module__}.{part_class.__qualname__}, but its class builds a "
-                f"{built_class.__module__}.{built_class.__qualname__}, so a comparison would prove nothing; merge adapters into "
-                "their weights first"
+                f"its {name} is a {found}, but its class builds a {expected}, so a comparison would prove nothing; merge "
+                "adapters into their weights first"
             )
 
 

@@ -320,8 +320,7 @@ class Trial:
         for number, (prompt, length, shared) in enumerate(_REQUESTS):
             ids = requests[-1].prompt_ids if shared else self._tokens(min(prompt, self._longest - 1))
             limit = min(length, self._longest - int(ids.size))
-            # The key of a prompt cache. The first two requests have the same prompt.
-            key = "shared" if number < 2 else None
+            key = "shared" if number < 2 else None  # of a cached prompt
             sampling = SamplingParams(temperature=self.temperature, max_tokens=limit, ignore_eos=True)
             requests.append(GenerationRequest(ids, sampling, number, key))
         return requests

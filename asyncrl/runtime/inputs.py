@@ -80,8 +80,7 @@ def check_inputs(
     config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
 ) -> None:
     """Check the files, functions and packages that the configuration names. `prompts`, `rewards`, `environment`, `hooks`: whether
-    the program passes such an object instead. Errors: ConfigError or DataError; for several problems one ConfigError with a line
-    for each problem."""
+    the program passes such an object instead. Errors: ConfigError or DataError; several problems are lines of one ConfigError."""
     forget_rows()
     _check_names(config, prompts, rewards, environment, hooks)
     check_code(config, prompts)
@@ -293,8 +292,7 @@ class PromptLengths:
 def measure_prompts(config: Config, passed: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
     """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is `data.max_prompt_tokens`.
     `passed`: rows that the program passed instead of `data.train`. `own_environment`: the program passes an environment. If only
-    a sample of the prompts is measured, another prompt may be longer; it waits for room in the cache. Errors: DataError,
-    ConfigError."""
+    a sample is measured, a longer prompt may come; it waits for room in the cache. Errors: DataError, ConfigError."""
     limit = config.data.max_prompt_tokens
     _check_sampling(config)
     if own_environment or config.rollout.environment != "single_turn":

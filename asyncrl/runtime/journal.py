@@ -53,9 +53,9 @@ class Journal:
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        # Sentences of the start that explain why completions do not end.
-        self.known: list[str] = []
-        # Metrics of omitted text that a warning has already named.
+        # Notes of the start on why completions may not end. Later warnings name these reasons.
+        self.endless_notes: list[str] = []
+        # Names of metrics about missing text for which a line was shown.
         self._warned: set[str] = set()
         # Free bytes that rollouts must leave on the disk for the next checkpoint.
         self.reserve = 0
@@ -67,7 +67,7 @@ class Journal:
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         # (version, metrics) of every `_every`-th line and of the last line.
         self.history: list[tuple[int, dict[str, float]]] = []
-        self._added, self._every = 0, 1
+        self._added, self._every = 0, 1  # lines added; distance of the kept lines
         start = max(0, since or 0)
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=start)
         self._newest = since  # the version of the last line
@@ -129,7 +129,7 @@ class Journal:
                 with contextlib.suppress(OSError):
                     target.with_name(target.name + ".partial").unlink(missing_ok=True)
 
-    def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
+    def on_commit(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
         """Call at the commit of a step. Returns the report with all metrics of the step. `extra`: metrics of the caller."""
         window = self._recorder.take_window()
         metrics = {
@@ -164,12 +164,11 @@ class Journal:
             if version != self._newest:
                 self._sinks.write(version, line)
             else:
-                # More metrics of a version that has a line: the sink opens its file again, which blocks.
                 await offload(lambda: self._sinks.write(version, line, more=True), "metrics")
         self._newest = version
         if report is not None:
             self.live.step(version, line)
-            for text in (*warnings(line, self.known), *left_out(line, self._warned)):
+            for text in (*warnings(line, self.endless_notes), *left_out(line, self._warned)):
                 self.warn(text)
             self.warn(self._waits.step(line))
         else:
@@ -188,8 +187,10 @@ class Journal:
         self.history.append((version, line))
         self._added += 1
         if len(self.history) > HISTORY:
+            # `[::2]` drops the last line if the number of lines is even.
             last = [] if len(self.history) % 2 else self.history[-1:]
-            self.history, self._every = self.history[::2] + last, 2 * self._every
+            self.history = self.history[::2] + last
+            self._every *= 2
 
     def warn(self, text: str | None) -> None:
         """Print a warning in the live view, or log it if the view is off. Ranks that write no files print nothing."""
@@ -214,9 +215,7 @@ class Journal:
         def write() -> None:
             free = shutil.disk_usage(writer.directory).free
             if free < self.reserve:
-                raise OSError(
-                    errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of the disk are reserved for a checkpoint"
-                )
+                raise OSError(errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of disk are reserved for a checkpoint")
             writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
 
         path = writer.path(version)
@@ -245,7 +244,7 @@ class Journal:
         with anyio.CancelScope(shield=True):
             await offload(write, "report")
 
-    def idle(self) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:
         """Shares of time of the run so far: `busy/*` and `idle/*`."""
         return self._budget.metrics()
 

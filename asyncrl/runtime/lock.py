@@ -78,8 +78,7 @@ class DirectoryLock:
         current = self._directory.stat() if self._directory.exists() else None
         if current is not None and os.path.samestat(ours, current):
             if not self.path.exists():
-                # Only the file `.lock` was removed: this run still holds the lock on the directory.
-                return None
+                return None  # only the file was removed: the directory is locked
             return f"another run writes there ({self._holder()})", None
         with contextlib.suppress(OSError):
             new_path = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))

@@ -27,15 +27,14 @@ from .placement import Placement, place
 
 # Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
 _STATE = 18
-# Shares of a GPU's memory: of that state, above which ranks share it, and of a whole run as predicted.
-_MOST_STATE = 0.7
-_MOST_USED = 0.85
+_MOST_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
+_MOST_USED = 0.85  # of a GPU's memory, as predicted, which is rough
 logger = logging.getLogger("asyncrl.runtime")
 _MICROBATCHES = (16384, 8192, 4096, 2048)
 # A worker before it computes: Python, torch and transformers.
 _PROCESS = 400 << 20
 _VLLM_PROCESS = 900 << 20  # the same with vLLM
-# CUDA's code and libraries for a worker. They lie on the trainer's device too, because the worker opens the board there.
+# CUDA's code and libraries for a worker. They take memory of the trainer's device too, because the worker opens the board there.
 _CONTEXT = 600 << 20
 
 
@@ -46,9 +45,9 @@ def predicted(
     path: ModelPath | None = None,
     placement: Placement | None = None,
 ) -> dict[str, int]:
-    """Bytes of one of `ranks` by purpose, from the model's configuration alone (nothing is allocated). `prompts`: result of
-    `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known. `placement`: of the engine; None: on the
-    trainer's device."""
+    """Purpose -> bytes that one rank needs, computed from the model's configuration: nothing is allocated. `ranks`: number of
+    ranks. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known.
+    `placement`: of the engine; None: on the trainer's device."""
     assert config.engine.max_sequences is not None
     device = config.model.device if placement is None else placement.trainer.type
     if device == "auto":
@@ -66,14 +65,13 @@ def predicted(
         device=torch.device(device).type,
     )
     sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
-    token = route_bytes(config.model) if config.algorithm.router_replay else 0  # bytes
-    if token:
-        parts["routes"] = token * _routed_tokens(config, ranks, prompts)
+    if config.algorithm.router_replay and (bytes_per_token := route_bytes(config.model)):
+        parts["routes"] = bytes_per_token * _routed_tokens(config, ranks, prompts)
     if placement is not None and placement.workers:
-        parts |= _of_workers(config, parts, placement, kv_positions(config, prompts))
+        parts |= _parts_with_workers(config, parts, placement, kv_positions(config, prompts))
     if sizes:
-        parts["reward_models"] = sum(each.weights for each in sizes)
-        parts["reward_scoring"] = max(each.working for each in sizes)
+        parts["reward_models"] = sum(size.weights for size in sizes)
+        parts["reward_scoring"] = max(size.working for size in sizes)
     return parts
 
 
@@ -81,40 +79,40 @@ def fit_card(
     config: Config,
     device: torch.device,
     world: World,
-    resolved: Callable[[Config], Config],
+    resolve: Callable[[Config], Config],
     cards: Cards | None = None,
 ) -> tuple[Config, list[str]]:
-    """The resolved configuration, and lines for the user. Where the trainer is on a GPU, `distributed.sharding` and
-    `train.tokens_per_microbatch` are chosen if they were left out. The choice depends on the total memory of the GPU and not on its
-    free memory: all ranks must make the same. Errors: ConfigError, those of `resolved`."""
+    """The resolved configuration, and lines for the user. If the trainer is on a GPU, `distributed.sharding` and
+    `train.tokens_per_microbatch` are chosen if they were left out. All ranks must choose the same, so the choice depends on the
+    total memory of a GPU and not on its free memory. Errors: ConfigError, those of `resolve`."""
     if device.type != "cuda" or config.train.kind != "torch":
-        return resolved(config), []
+        return resolve(config), []
     lines, cards = [], cards or Cards()
     memory, name = cards.memory(device), cards.describe(device)[0]
     state = _STATE * parameter_count(config.model)
     if world.world_size > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
-        cut = with_values(config, {"distributed.sharding": "fsdp"})
-        # Some settings do not work with FSDP.
+        sharded = with_values(config, {"distributed.sharding": "fsdp"})
+        # `resolve` refuses settings that do not work with FSDP.
         with contextlib.suppress(ConfigError):
-            resolved(cut)
-            config = cut
+            resolve(sharded)
+            config = sharded
             lines.append(
                 f"distributed.sharding: fsdp (left out; replicate would hold {state / GIB:.0f} GiB of state on each {name})"
             )
     if "tokens_per_microbatch" in config.train.model_fields_set:
-        return resolved(config), lines
+        return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
-        chosen = resolved(with_values(config, {"train.tokens_per_microbatch": tokens}))
+        chosen = resolve(with_values(config, {"train.tokens_per_microbatch": tokens}))
         placement = place(chosen, device, world, None, cards)
         if sum(predicted(chosen, world.world_size, placement=placement).values()) <= _MOST_USED * memory:
             break
     else:
-        chosen = resolved(config)
+        chosen = resolve(config)
     lines.append(f"train.tokens_per_microbatch: {chosen.train.tokens_per_microbatch} (left out; chosen for {name})")
     return chosen, lines
 
 
-def on_own_card(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
+def worker_parts(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
     """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
     weights = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
     process = _CONTEXT
@@ -124,34 +122,35 @@ def on_own_card(config: Config, placement: Placement, parts: dict[str, int]) -> 
     return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": process}
 
 
-def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
-    """The parts that change with workers, on the memory that they share with the trainer."""
+def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
+    """The parts that change if the engine runs in workers, in the memory of the trainer's device."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
     # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
-    apart = config.model.lora.rank or config.distributed.sharding == "fsdp"
-    working = parts["working_copy"] if apart else 0
+    is_separate = config.model.lora.rank or config.distributed.sharding == "fsdp"
+    working = parts["working_copy"] if is_separate else 0
     if placement.trainer.type != "cpu":
         # Caches of workers on other GPUs are not counted.
-        here = sum(not placement.is_apart(number) for number in range(placement.workers))
-        # vLLM has parameters of its own. The embedded engine reads the board.
-        own = board // 2 + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
+        beside_trainer = sum(not placement.is_apart(number) for number in range(placement.workers))
+        # vLLM has its own parameters. The embedded engine reads the board.
+        own_bytes = board // 2 + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
         return {
             "weight_board": board,
-            "workers": placement.workers * _CONTEXT + here * own,
-            "kv_cache": parts["kv_cache"] * here // placement.workers,
+            "workers": placement.workers * _CONTEXT + beside_trainer * own_bytes,
+            "kv_cache": parts["kv_cache"] * beside_trainer // placement.workers,
             "working_copy": working,
         }
-    each = parts["packed_weights"] + parts["compiled"] + _PROCESS
+    per_worker = parts["packed_weights"] + parts["compiled"] + _PROCESS
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
-        begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
+        # A cache block that is not full yet, for each sequence.
+        partial_positions = BLOCK * placement.share(config.engine.max_sequences)
         # The largest use comes at the start, with weights that are not packed yet.
-        each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
-    return {"weight_board": board, "workers": placement.workers * each, "working_copy": working}
+        per_worker = board // 2 + parts["kv_cache"] * partial_positions // positions + _VLLM_PROCESS
+    return {"weight_board": board, "workers": placement.workers * per_worker, "working_copy": working}
 
 
 def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:
-    """Tokens whose routes may lie in memory at one time: those of running rows, of groups that wait for training, of the replay
+    """Tokens whose routes may be in memory at one time: tokens of running rows, of groups that wait for training, of the replay
     buffer, and of a packed step."""
     rollout, rows, prompt = config.rollout, config.engine.max_sequences, _longest(config, prompts)
     assert rows is not None
@@ -173,10 +172,10 @@ def batch_tokens(config: Config) -> int:
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
     """Positions of the engine's cache: as configured, or enough for all sequences at once with the longest of these prompts."""
-    given, sequences = config.engine.kv_positions, config.engine.max_sequences
+    configured, sequences = config.engine.kv_positions, config.engine.max_sequences
     assert sequences is not None
-    if given is not None:
-        return given
+    if configured is not None:
+        return configured
     completion = config.rollout.max_tokens
     return max(sequences * (_longest(config, prompts) + completion), config.data.max_prompt_tokens + completion)
 
@@ -198,7 +197,7 @@ def available(device: torch.device, cards: Cards | None = None) -> int:
     if device.type == "cuda":
         return (cards or Cards()).free(device)
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # not Linux: no cheap and honest number
+    if not meminfo.exists():  # not Linux: no check
         return 1 << 62
     fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
@@ -211,14 +210,14 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
-def warn_of(parts: dict[str, int], device: torch.device, cards: Cards | None = None) -> list[str]:
-    """A warning if the prediction is above the free memory, else nothing."""
+def memory_warnings(parts: dict[str, int], device: torch.device, cards: Cards | None = None) -> list[str]:
+    """A list with a warning if the prediction is above the free memory; else an empty list."""
     total, free = sum(parts.values()), available(device, cards)
     if total <= free:
         return []
     return [
         f"this run needs about {total / GIB:.1f} GiB on {device}, give or take a quarter, and {free / GIB:.1f} GiB are free; "
-        f"where memory runs out, {LESS_MEMORY}"
+        f"if memory runs out, {LESS_MEMORY}"
     ]
 
 
@@ -231,6 +230,6 @@ def check_memory(
 ) -> int:
     """Bytes that the run will need. Logs a warning with the table if less is free."""
     parts = predicted(config, ranks, prompts, placement=placement)
-    for line in warn_of(parts, device):
+    for line in memory_warnings(parts, device):
         logger.warning("%s\n%s", line, table(parts))
     return sum(parts.values())

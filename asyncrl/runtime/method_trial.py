@@ -62,8 +62,7 @@ def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old
     sampler_S[4] = float("nan")  # some samplers give no log-prob
     advantage_S = torch.tensor([1.3, 0.0, -0.4, 0.9, -0.7]).double().repeat_interleave(torch.tensor(_LENGTHS))
     leaves = logp_S.requires_grad_(), entropy_S.requires_grad_()
-    # The positions along S of each sequence.
-    tokens = torch.arange(len(logp_S)).split(_LENGTHS)
+    tokens = torch.arange(len(logp_S)).split(_LENGTHS)  # of each sequence, along S
     value = torch.zeros((), dtype=torch.float64)
     for rows in split:
         index = torch.cat([tokens[row] for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)

@@ -34,12 +34,11 @@ from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
-    # transformers takes seconds to import, and a dry run does not need it
+    # These modules import transformers, which takes seconds, and which a dry run does not need.
     from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
 
     from .gate import Verdict
-
 
 _SHOWN_EVERY_S = 1.0
 
@@ -69,7 +68,7 @@ class OpenRun:
     core: TorchTrainer | None = None
     rates: DeviceRates | None = None
     verdict: Verdict | None = None
-    round: Round | None = None  # under fsdp, where every microbatch is a collective
+    round: Round | None = None  # only under fsdp, whose microbatches are collectives
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
     placed: str = ""  # a sentence: device and threads of the engine
     ports: Ports
@@ -100,13 +99,13 @@ class OpenRun:
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False
-        self._at_version_now = False  # whether `_at_version` is running
+        self._in_at_version = False  # whether `_at_version` is running
 
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         evaluated = self.saved.evaluated if self.saved else -1
-        callbacks = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *callbacks, evaluated)
+        at_version, on_step, catch_up = self._at_version, self._on_step, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, at_version, on_step, catch_up, evaluated)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
@@ -139,9 +138,7 @@ class OpenRun:
         """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError without either; LifecycleError if
         called twice; the error that ends the pumps."""
         if self.prompts is None and self.config.door.ring is None:
-            raise ConfigError(
-                "Runtime.run needs prompts: set data.train (or door.ring), or pass prompts=[...] to Runtime"
-            )
+            raise ConfigError("Runtime.run needs prompts: set data.train or door.ring, or pass Runtime prompts=[...]")
         if self._ran:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
         self._ran = True
@@ -155,7 +152,7 @@ class OpenRun:
             books=self.ports.ledger.statistics(),
             reasons=dict(self.ports.book.reasons),
             seconds=time.perf_counter() - self._began,
-            shares=self.journal.idle(),
+            shares=self.journal.shares(),
             history=self.journal.history[:],
         )
 
@@ -168,7 +165,7 @@ class OpenRun:
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
             sentence = f"a task that was cancelled when the training ended{why} has not ended"
             return ProgressLimit((), limits.stage_timeout_s, sentence)
-        if not (self.graph.busy or self._at_version_now or self.graph.evaluations.progress):
+        if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
             return None
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
@@ -185,14 +182,14 @@ class OpenRun:
         if self.prompts is not None:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
-        self.listeners.push(self.journal.committed(report, extra))
+        self.listeners.push(self.journal.on_commit(report, extra))
         self.collect_garbage()
 
     async def _at_version(self, version: int, first: bool = False) -> None:
-        """Evaluate, write the line of metrics, and save a checkpoint, as far as due. The slots of the step are released afterwards.
+        """Evaluate if due, write the line of metrics, and save a checkpoint if due. The slots of the step are released afterwards.
         The checkpoint comes last, so a run that is killed and resumed misses no line. If the evaluation runs beside further steps,
-        later lines and the writing of the checkpoint (not its copy) wait for the end of the evaluation. `first`: of the run."""
-        self._at_version_now = True
+        later lines and the writing of the checkpoint (not its copy) wait for its end. `first`: this is the run's first version."""
+        self._in_at_version = True
         try:
             await self.checkpointer.check_directory()
             await self.profiler.at(version)
@@ -204,7 +201,7 @@ class OpenRun:
                 state = self.checkpointer.rank_state(self.graph.waiting_prompt)
                 await self.checkpointer.at_version(version, state, last, self._start_after_evaluations)
         finally:
-            self._at_version_now = False
+            self._in_at_version = False
 
     async def _catch_up(self, last: bool) -> None:
         """Before the first step: the work at the first version of a new run, or an evaluation that a resumed run has missed.
@@ -231,10 +228,10 @@ class OpenRun:
             return
         time_is_up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
         # On the trainer's lane: all ranks must run their collectives in the same order.
-        ranks = await self.lanes[0].run(
+        ranks_with_time_up = await self.lanes[0].run(
             lambda: float(world.all_reduce_sum_(time_is_up)), name="publish/time", priority=1
         )
-        if ranks > 0:
+        if ranks_with_time_up > 0:
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
@@ -249,9 +246,12 @@ class OpenRun:
         """Wait until every rank has released its last step, so that the shared books can be checked.
         If a rank dies, torchrun sends a signal to this rank, which cancels the wait."""
         ledger = self.ports.ledger
-        while self.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
+        while self.world.world_size > 1:
+            books = ledger.statistics()
+            if not books.held + books.live + books.claimed:
+                return
             seen = ledger.changes
-            # A change before the line above would not end the wait.
+            # `wait_changed` does not notice a change that came before `ledger.changes` was read.
             if ledger.statistics() == books:
                 await ledger.wait_changed(seen)
 
@@ -260,6 +260,7 @@ class OpenRun:
         self.ended_by = error
         if self.directory is not None:
             self.directory.reserve.spend()
+        # In a cancelled scope the deadline is -inf, whatever `error` is.
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the live groups")
@@ -294,7 +295,7 @@ class OpenRun:
                 self._check_books()
 
     def _check_books(self) -> None:
-        """Check that every admitted group has ended exactly once, and that no rows are left. Errors: LedgerError."""
+        """Check that every admitted group has ended exactly once, and that the store has no rows. Errors: LedgerError."""
         books, store = self.ports.ledger.statistics(), self.ports.store.statistics()
         ended = books.trained + books.dropped + books.failed
         if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:

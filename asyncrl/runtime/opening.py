@@ -1,6 +1,6 @@
 """Opens a decided run, in this order: run directory and journal, other ranks, ports, prompts, checkpoint, pumps.
 
-Everything that must be closed goes on one exit stack, which closes it in the opposite order, also after a start that failed.
+All parts are on one exit stack, which closes them in the opposite order, also after a start that failed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ async def open_run(
             lambda: load_prompts(run.config, run.tokenizer, run.world, decided.rows), "prompts"
         )
     stages.begin("restoring the checkpoint")
-    saved = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
-    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved)
+    saved_parts = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
+    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts)
     if run.saved is not None:
         await run.checkpointer.restore(run.saved)
     stages.begin("opening what the run writes")
@@ -71,8 +71,10 @@ async def _open_directory(run: OpenRun) -> None:
         run.stack.callback(directory.close)
         opened = await offload(lambda: directory.open(config, leader=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
-    # The journal drops lines after this version; -1: all lines.
-    since = run.saved.version if run.saved else -1 if directory and directory.restart else None
+    # The journal removes lines after this version. A restart without a checkpoint begins anew: -1 removes all lines.
+    since = -1 if directory and directory.restart else None
+    if run.saved:
+        since = run.saved.version
     run.journal = Journal(config, directory if run.world.is_first else None, run.recorder, since)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
@@ -95,13 +97,13 @@ async def _meet_ranks(run: OpenRun) -> None:
     for line in world.notes:
         run.journal.live.note(line)
     if world.world_size > 1:
-        run.saved = await offload(lambda: _agree(world, directory, run.saved), "find-checkpoint")
+        run.saved = await offload(lambda: _agree_on_checkpoint(world, directory, run.saved), "find-checkpoint")
         heartbeat = Heartbeat(world.store("alive"), world.rank, world.world_size)
         run.stages.heartbeat = run.stack.enter_context(heartbeat)
 
 
-def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
-    """The checkpoint that the first rank resumes from: it may have begun to write before the other ranks searched."""
+def _agree_on_checkpoint(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
+    """The checkpoint from which all ranks resume. Rank 0 decides, because it may write files before another rank has searched."""
     store = world.store("start")
     if world.is_first:
         store.set("resumes", str(saved is not None))
@@ -122,10 +124,10 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
     await journal.open(partial(decode, run.tokenizer))
     if policy is not None:
         stops = sampling_params(config.rollout, run.tokenizer).stop_token_ids
-        ends = (*eos_token_ids(policy.module, run.tokenizer), *stops)
+        end_ids = (*eos_token_ids(policy.module, run.tokenizer), *stops)
         vocabulary = int(policy.config.get_text_config().vocab_size)
-        journal.known, lacking = text_notes(config, run.tokenizer, ends, vocabulary)
-        notes = [*notes, *journal.known, *lacking]
+        journal.endless_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids, vocabulary)
+        notes = [*notes, *journal.endless_notes, *missing_text_notes]
     for line in notes:
         journal.live.note(f"note: {line}")
     folder = None if directory is None else directory.path

@@ -27,10 +27,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.pumps.pipeline import StepReport
 
 if TYPE_CHECKING:
-    # transformers takes seconds to import, and a dry run needs none
+    # This module imports transformers, which takes seconds, and which a dry run does not need.
     from asyncrl.models.policy import PolicyModel
 
-# TFLOP/s of dense bfloat16 products on tensor cores, from NVIDIA's data sheets, which print twice that, for sparse products.
+# TFLOP/s of dense bfloat16 products on tensor cores: half of the numbers in NVIDIA's data sheets, which are for sparse products.
 # The first match counts. A MIG slice, a part of a card, has no stated peak.
 _PEAK_TFLOPS = (
     (r"\bMIG\b", None),
@@ -59,7 +59,9 @@ class DeviceRates:
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """Measure the rates, with products of 512^3 on a CPU (1024^3 with more than four threads) and 8192^3 on a GPU. Call on the
     lane. The best of six products counts. After half a second no further product is made: emulated bfloat16 takes seconds."""
-    size = 8192 if device.type != "cpu" else 512 if torch.get_num_threads() <= 4 else 1024
+    size = 8192
+    if device.type == "cpu":
+        size = 512 if torch.get_num_threads() <= 4 else 1024
     matrix = torch.randn(size, size, device=device).to(dtype)
     best, deadline = float("inf"), time.perf_counter() + 0.5
     for number in range(6):
@@ -132,7 +134,7 @@ class StepProfiler:
             raise ConfigError("telemetry.profile writes into the run directory: a Runtime with write=False has none")
 
     async def at(self, version: int) -> None:
-        """Start or stop the profile if `version`, which has just been published, is its first or last version."""
+        """Start the profile if `version`, which has just been published, is the profile's first version; stop it at its last."""
         if self._recording and version >= self._last_version:
             await self._stop(version)
         elif self._pending and not self._recording and self._first_version <= version < self._last_version:
@@ -160,7 +162,7 @@ class StepProfiler:
         if self._profile is not None:
             self._profile.stop()
         else:
-            # Kernels that were launched must end within the range.
+            # The profiler must record the end of all kernels that were launched.
             torch.cuda.synchronize(self._device)
             torch.cuda.profiler.stop()
 

@@ -19,8 +19,8 @@ from asyncrl.telemetry.machine import free_cores
 
 from .cards import Cards
 
-# A model on a CPU gets one thread for so many weights. With more threads its operations are so short that threads wait for each
-# other longer than they compute, above all where another program takes a core.
+# A model on a CPU gets one thread for each 3 million weights. With more threads the operations are so short that threads wait for
+# each other longer than they compute, above all if another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
 
@@ -98,71 +98,75 @@ def longest_row(text: Any) -> int | None:
 def place(
     config: Config, device: torch.device, world: World, weights: int | None = None, cards: Cards | None = None
 ) -> Placement:
-    """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known. `cards`
-    None: those that torch sees. Errors: ConfigError for a device whose memory workers cannot share, or a missing engine."""
+    """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known.
+    `cards`: the machine's GPUs; None: the GPUs that torch sees. Errors: ConfigError for a device whose memory workers cannot share,
+    or a missing engine."""
     count = (cards or Cards()).count
     generation = config.generation
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)
-    trainer = _numbered(device)
+    trainer = _with_index(device)
     spare = _spare(trainer, world, count)
-    wanted = generation.placement == "worker" or (
-        generation.placement == "auto" and (configured or vllm or bool(spare))
-    )
-    if not wanted or config.engine.kind == "dry_run":
-        why = _why_shared(config, trainer)
-        _, own, chosen = _threads(config, trainer, world, weights, 0)
-        line = f"generation: shared, on the trainer's {device} ({why}); {own} thread(s): {chosen}"
-        return Placement((), 0, own, line, trainer)
-    _refuse(config, device)
+    by_auto = generation.placement == "auto" and (configured or vllm or bool(spare))
+    in_workers = generation.placement == "worker" or by_auto
+    if not in_workers or config.engine.kind == "dry_run":
+        reason = _reason_to_share(config, trainer)
+        _, trainer_threads, why_threads = _threads(config, trainer, world, weights, 0)
+        line = f"generation: shared, on the trainer's {device} ({reason}); {trainer_threads} thread(s): {why_threads}"
+        return Placement((), 0, trainer_threads, line, trainer)
+    _refuse_workers(config, device)
     engine = ""
     if vllm:
         engine = f" with vLLM {require_vllm(trainer.type)}"
         refuse_ranks()
     devices = _devices(config, trainer, world, spare, count)
     workers = len(devices)
-    per_worker, own, chosen = _threads(config, trainer, world, weights, workers)
-    why = "as set"
-    if generation.placement == "auto":
-        why = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
-        why = "auto: workers, threads or devices are given" if configured else why
-    where = ", ".join(dict.fromkeys(map(str, devices)))
+    per_worker, trainer_threads, why_threads = _threads(config, trainer, world, weights, workers)
+    if generation.placement != "auto":
+        reason = "as set"
+    elif configured:
+        reason = "auto: workers, threads or devices are given"
+    else:
+        reason = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
+    names = ", ".join(dict.fromkeys(map(str, devices)))
     line = (
-        f"generation: {workers} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why}); "
-        f"threads: {chosen}"
+        f"generation: {workers} worker(s){engine} on {names}, {per_worker} thread(s) each, {trainer_threads} for the trainer "
+        f"({reason}); threads: {why_threads}"
     )
-    return Placement(devices, per_worker, own, line, trainer)
+    return Placement(devices, per_worker, trainer_threads, line, trainer)
 
 
 def _threads(
     config: Config, trainer: torch.device, world: World, weights: int | None, workers: int
 ) -> tuple[int, int, str]:
-    """(threads of a worker, of the trainer, why): the settings, else OMP_NUM_THREADS, else this rank's part of the free cores,
-    divided by its processes."""
-    each, own, omp = config.generation.threads, config.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if own and (each or not workers):
-        return each or own, own, "as set"
+    """(threads of a worker, threads of the trainer, the reason): from the settings, else from OMP_NUM_THREADS, else this rank's
+    part of the free cores, divided by its processes."""
+    per_worker, own = config.generation.threads, config.threads
+    omp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if own and (per_worker or not workers):
+        return per_worker or own, own, "as set"
     if omp.strip().isdecimal() and int(omp) > 0:
-        return each or int(omp), own or int(omp), f"OMP_NUM_THREADS={omp.strip()}"
+        return per_worker or int(omp), own or int(omp), f"OMP_NUM_THREADS={omp.strip()}"
     free = free_cores()
-    mine, most = max(1, free // world.local_world_size), free
-    why = f"{free} of {os.cpu_count()} cores are free"
+    rank_cores, limit = max(1, free // world.local_world_size), free
+    reason = f"{free} of {os.cpu_count()} cores are free"
     if trainer.type == "cpu" and weights is not None:
-        most = max(1, weights // _WEIGHTS_PER_THREAD)
-        why += f", and {weights:,} weights are worth {most}"
-    each = each or min(most, max(1, mine // (workers + 1)))
-    return each, own or min(most, max(1, mine - workers * each)), why
+        limit = max(1, weights // _WEIGHTS_PER_THREAD)
+        reason += f", and {weights:,} weights are worth {limit}"
+    per_worker = per_worker or min(limit, max(1, rank_cores // (workers + 1)))
+    return per_worker, own or min(limit, max(1, rank_cores - workers * per_worker)), reason
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device with its index, as tensors have it, so that `==` finds equal devices. A CPU has no index."""
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its index: the device of a tensor has one, and `==` compares it. A CPU has no index."""
     if device.type == "cuda":
         return torch.device("cuda", device.index or 0)
     return torch.device(device.type)
 
 
 def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device]:
-    """This rank's part of the `count` GPUs on which no rank of this machine trains. Empty where those are fewer than ranks."""
+    """This rank's part of the GPUs on which no rank of this machine trains. Empty if there are fewer such GPUs than ranks.
+    `count`: the GPUs of this machine."""
     if trainer.type != "cuda" or torch.version.hip is not None:
         return []
     ranks = world.local_world_size
@@ -174,22 +178,22 @@ def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device
 def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
-    """One device for each worker of this rank. The ranks of a machine get `generation.devices` in turn, and share a device where
-    there are too few. Without that setting workers use spare GPUs, else the trainer's device. Errors: ConfigError."""
-    named = [_named(text, trainer, gpus) for text in config.generation.devices]
+    """One device for each worker of this rank. The ranks of a machine get `generation.devices` in turn, and share a device if there
+    are too few. Without that setting workers use spare GPUs, else the trainer's device. Errors: ConfigError."""
+    named = [_parse_device(text, trainer, gpus) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
-    mine = named[rank::ranks] or [named[rank % len(named)]] if named else [*spare] or [trainer]
-    count = config.generation.workers or (len(mine) if named else 1)
-    return tuple(mine[number % len(mine)] for number in range(count))
+    devices = (named[rank::ranks] or [named[rank % len(named)]]) if named else ([*spare] or [trainer])
+    count = config.generation.workers or (len(devices) if named else 1)
+    return tuple(devices[number % len(devices)] for number in range(count))
 
 
-def _named(text: str, trainer: torch.device, count: int) -> torch.device:
+def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:
     """A device of `generation.devices`, on a machine with `count` GPUs. Errors: ConfigError."""
     try:
         device = torch.device(text)
     except RuntimeError:
         raise ConfigError(
-            f"generation.devices has {text!r}, which is no device; give names as cuda:1, or leave it out"
+            f"generation.devices has {text!r}, which is no device; give names like cuda:1, or leave the setting out"
         ) from None
     if device.type != trainer.type:
         raise ConfigError(
@@ -200,10 +204,10 @@ def _named(text: str, trainer: torch.device, count: int) -> torch.device:
         raise ConfigError(
             f"generation.devices has {text}, and torch sees {count} GPU(s) here; give numbers from cuda:0 to cuda:{count - 1}"
         )
-    return _numbered(device)
+    return _with_index(device)
 
 
-def _refuse(config: Config, device: torch.device) -> None:
+def _refuse_workers(config: Config, device: torch.device) -> None:
     """Errors: ConfigError for a trainer whose weights workers cannot read."""
     if device.type == "cpu":
         return
@@ -219,7 +223,7 @@ def _refuse(config: Config, device: torch.device) -> None:
         )
 
 
-def _why_shared(config: Config, trainer: torch.device) -> str:
+def _reason_to_share(config: Config, trainer: torch.device) -> str:
     if config.engine.kind == "dry_run":
         return "engine.kind is dry_run"
     if config.generation.placement == "shared":

@@ -20,7 +20,7 @@ from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts
-from .memory import cache_line, fit_card, on_own_card, predicted, table, warn_of
+from .memory import cache_line, fit_card, memory_warnings, predicted, table, worker_parts
 from .placement import choose_engine, place
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         weights = parameter_count(config.model)
         placement = place(config, device, world, weights, cards)
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
-        memory = ["predicted memory of one rank:", table(parts), *_notes(warn_of(parts, device, cards))]
+        memory = ["predicted memory of one rank:", table(parts), *_notes(memory_warnings(parts, device, cards))]
         if placement.workers and placement.is_apart(0):
             shared = predicted(config, world.world_size, prompts, verdict.path, replace(placement, devices=()))
-            apart = on_own_card(config, placement, shared)
-            memory += ["predicted memory of one worker:", table(apart)]
-            memory += _notes(warn_of(apart, placement.devices[0], cards))
+            worker = worker_parts(config, placement, shared)
+            memory += ["predicted memory of one worker:", table(worker)]
+            memory += _notes(memory_warnings(worker, placement.devices[0], cards))
         lines += [
             *dtype_lines,
             *card_lines,
@@ -88,8 +88,9 @@ def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) ->
         lines.append(f"  rank {rank}: trains on {device}, generates on {engines}")
     rendezvous = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" if nodes > 1 else ""
     torchrun = f"torchrun --nproc-per-node {ranks}{rendezvous} -m asyncrl.main"
-    command, where = "asyncrl run" if world.world_size == 1 else torchrun, " on each machine" if nodes > 1 else ""
-    return [*lines, f"start{where}: {command} CONFIG.yaml"]
+    command = "asyncrl run" if world.world_size == 1 else torchrun
+    start = "start on each machine" if nodes > 1 else "start"
+    return [*lines, f"{start}: {command} CONFIG.yaml"]
 
 
 def _text_notes(config: Config) -> list[str]:
@@ -97,9 +98,9 @@ def _text_notes(config: Config) -> list[str]:
 
     module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
     vocabulary = int(module.config.get_text_config().vocab_size)
-    ends = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
-    endless, lacking = notes(config, tokenizer, ends, vocabulary)
-    return endless + lacking
+    end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
+    endless_notes, missing_text_notes = notes(config, tokenizer, end_ids, vocabulary)
+    return endless_notes + missing_text_notes
 
 
 def _verdict(config: Config) -> Verdict:
@@ -116,22 +117,22 @@ def _verdict(config: Config) -> Verdict:
 
 
 def announcement(
-    config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, outside: bool = False
+    config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, submitted: bool = False
 ) -> list[str]:
     """The first lines of a run: sizes, placement, the model's path, and warnings about a resolved configuration.
-    `placed`: the sentence about the placement. `outside`: other processes sample the groups."""
+    `placed`: the sentence about the placement. `submitted`: the groups are sampled by other processes or by the program."""
     rollout = config.rollout
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {directory or 'no run directory'}"
     ]
-    lines += [placed, *verdict.lines(), *without_native(config)] if verdict else []
-    if outside and verdict and verdict.rotary:
+    lines += [placed, *verdict.lines(), *native_note(config)] if verdict else []
+    if submitted and verdict and verdict.rotary:
         lines.append("note: other processes sample the groups: they must use the rotary frequencies named above")
     return lines + [f"note: {warning}" for warning in warnings(config)]
 
 
-def without_native(config: Config) -> list[str]:
+def native_note(config: Config) -> list[str]:
     """A note if the model is computed on the CPU without the native kernels; else an empty list."""
     from asyncrl.builds import native_enabled
     from asyncrl.models.native.library import available

@@ -1,5 +1,5 @@
-"""The positions of all ranks in their prompts, exchanged through the ranks' store. So rank 0 can write a checkpoint of the last
-committed version alone, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
+"""The positions of all ranks in their prompts, exchanged through the ranks' store. So rank 0 alone can write a checkpoint of the
+last committed version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
 
     who          call                                      key in the store        value
     every rank   announce(version), at each version        {version}/{rank}        RankState without the replay buffer
@@ -40,7 +40,7 @@ class Departure:
     stopped_by: str | None  # the name of a signal; None: the rank failed
 
 
-# Wait for other ranks that end early, too. A rank in a collective that this rank never joins does not end by itself.
+# A rank that ends early waits so long for the records of other ranks. A rank that is stuck in a collective writes no record.
 LEAVE_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
 PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first
@@ -72,7 +72,7 @@ class Positions:
         Rank 0 decides this one version ahead (`save_next`), so all ranks get the same answer. Errors: RuntimeError (no store)."""
         save = bool(self._announced) and self._read(f"{self._announced[-1]}/save") is not None
         if self._rank == 0 and self._announced:
-            # The keys of the version before are complete, and exist until the next step is finished.
+            # All ranks have written the keys of the previous version, and delete them only after a later step.
             self._read_states(self._announced[-1])
         self._set(version, state)
         if self._rank == 0 and save_next:
@@ -88,7 +88,8 @@ class Positions:
 
     def leave(self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S) -> dict[int, Departure]:
         """Write that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
-        Returns the departures of other ranks. They tell a rank whose collective failed whether the others finished the step."""
+        Returns the departures of other ranks. From their versions a rank whose collective failed knows whether the other ranks
+        finished the step."""
         try:
             self._store.set(f"ended/{self._rank}", orjson.dumps([version, stopped_by]).decode())
             others = [f"ended/{rank}" for rank in self._ranks if rank != self._rank]
@@ -130,19 +131,22 @@ class Positions:
         if self._rank != 0:
             return [], []
         if failure is not None and sharded:
-            raise CheckpointError(self._message(version, self._ranks_without_part(version), failure)) from failure
+            raise CheckpointError(
+                self._unwritten_message(version, self._ranks_without_part(version), failure)
+            ) from failure
         announced = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
-        missing = [rank for rank, own in announced.items() if own is None]
-        # Every rank has announced the version before: it joined the last step afterwards.
+        missing = [rank for rank, rank_state in announced.items() if rank_state is None]
+        # A missing rank has announced the previous version, because it joined the last step after that announcement.
         if missing:
             for earlier in sorted(number for number in self._announced if number < version):
                 self._read_states(earlier)
         if unknown := [rank for rank in missing if rank not in self._known]:
-            raise CheckpointError(self._message(version, unknown, failure)) from failure
+            raise CheckpointError(self._unwritten_message(version, unknown, failure)) from failure
         states = [state]
-        for rank, own in announced.items():
+        for rank, rank_state in announced.items():
             replay = self._read(self._part_key(version, rank)) if has_parts else None
-            states.append({**(self._known[rank] if own is None else own), "replay": replay})
+            newest = self._known[rank] if rank_state is None else rank_state
+            states.append({**newest, "replay": replay})
         return states, missing
 
     def _wait(self, keys: list[str], timeout_s: float, version: int | None) -> None:
@@ -168,7 +172,7 @@ class Positions:
         except RuntimeError:
             return list(self._ranks)
 
-    def _message(self, version: int, ranks: list[int], error: BaseException | None) -> str:
+    def _unwritten_message(self, version: int, ranks: list[int], error: BaseException | None) -> str:
         return (
             f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
             f"(waited for {ranks}: {error}); earlier checkpoints are unchanged"

@@ -1,4 +1,4 @@
-"""Opens model, trainer and engine of a run that is no dry run: the engine on the trainer's lane, or in workers."""
+"""Opens the model, the trainer and the engine of a run that is no dry run. The engine is on the trainer's lane, or in workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError,
     OutOfMemory, WorkerDied."""
     decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
-    transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
+    transformers_logging.disable_progress_bar()  # a bar would break the live view
     run.stages.show("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     run.placed = placement.line
@@ -60,7 +60,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory")
 
     def on_start() -> None:
-        # OpenMP's count belongs to the calling thread: set it on the lane
+        # OpenMP has a number of threads for each calling thread, so the lane sets its own number.
         torch.set_num_threads(placement.trainer_threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -82,7 +82,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
 
 
 async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine, SharedWeights]:
-    """The engine on the trainer's lane. It reads the trainer's weights where they lie."""
+    """The engine on the trainer's lane. The engine reads the trainer's weights without a copy."""
     config, lane, policy = run.config, run.lanes[0], _policy(run)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -177,7 +177,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
         "max_context": context,
         "kv_positions": max(placement.share(kv_positions), context),
         "threads": placement.threads,
-        "form": _form_for_vllm(policy, run.tokenizer, context, routes) if vllm else _form(policy, run.tokenizer),
+        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
     }
     logs = None if run.directory is None else run.directory.workers
     if logs is not None and world.world_size > 1:
@@ -192,34 +192,34 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
         )
 
     engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.show)
-    posted = WeightPublisher(policy, board, engine, run.lanes[0])
-    # The workers, which read the board, end before it is closed.
-    stack.callback(posted.close)
-    engine.begin_with(*await posted.post_first())
+    publisher = WeightPublisher(policy, board, engine, run.lanes[0])
+    # The workers read the board. They end before the board is closed, because `engine` is entered later.
+    stack.callback(publisher.close)
+    engine.begin_with(*await publisher.post_first())
     await stack.enter_async_context(engine)
     with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
         await engine.all_serve()
-    return engine, posted
+    return engine, publisher
 
 
-def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
-    """What the embedded engine needs of the model beside its weights, in JSON types."""
+def _embedded_form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
+    """The description of the model, without its weights, that the embedded engine needs, in JSON types."""
     return {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
 
 
-def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
-    """What vLLM needs of the model beside its weights, in JSON types. `context`: tokens of the longest row; `routes`: shape of the
-    routes, where they are recorded. Errors: ConfigError."""
+def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
+    """The description of the model, without its weights, that vLLM needs, in JSON types. `context`: tokens of the longest row.
+    `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
-            f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
-            "their own have not been compared with vLLM's; use generation.engine=embedded"
+            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
+            "not been compared with vLLM's; use generation.engine=embedded"
         )
     text = policy.config.get_text_config()
     longest = longest_row(text)
     if longest is not None and context > longest:
         raise ConfigError(
-            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens) where "
+            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens), but "
             f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
             "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
         )

@@ -45,7 +45,7 @@ from asyncrl.types import Prompt, SamplingParams, Trajectory
 
 from .decided import decide
 from .directory import RunDirectory
-from .embedding import as_group, as_numbers, as_prompt, play
+from .embedding import as_group, as_numbers, as_prompt, play_group
 from .opened import OpenRun, RunSummary
 from .opening import open_run
 from .plan import announcement
@@ -141,9 +141,7 @@ class Runtime:
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
         if asyncio.current_task() is not self._task:
-            raise LifecycleError(
-                "a Runtime must be closed by the task that opened it; keep the `async with` in one task"
-            )
+            raise LifecycleError("a Runtime must be closed by the task that opened it; use `async with` in one task")
         if self._state is _State.CLOSED or self._run is None:
             return None
         self._state = _State.CLOSED
@@ -180,7 +178,9 @@ class Runtime:
 
         def progress_limit() -> ProgressLimit | None:
             stage_limit = self._stages.progress_limit(settings.stage_timeout_s)
-            return self._run.progress_limit() if stage_limit is None and self._run is not None else stage_limit
+            if stage_limit is not None or self._run is None:
+                return stage_limit
+            return self._run.progress_limit()
 
         return Watchdog(
             settings,
@@ -230,8 +230,8 @@ class Runtime:
     def announce(self) -> None:
         """Print the first lines of the run: sizes, placement, the model's path, warnings."""
         run, path = self._require_run("announce"), self.directory.path if self.directory else None
-        outside = run.decided.rows is None and self.config.data.train is None
-        for line in announcement(self.config, path, run.verdict, run.placed, outside=outside):
+        submitted = run.decided.rows is None and self.config.data.train is None
+        for line in announcement(self.config, path, run.verdict, run.placed, submitted=submitted):
             self.note(line)
 
     def summary(self) -> RunSummary:
@@ -248,14 +248,14 @@ class Runtime:
     ) -> list[Trajectory]:
         """Sample a group of `n` completions. `prompt`: text or messages, which are tokenized as configured, or token ids.
         Each call has a new group id, from which its random numbers are derived, so two equal calls return different completions.
-        `rollout.retries` and `rollout.timeout_s` apply. `columns`: of the prompt, for reward functions. Errors: `GenerationError`.
-        """
+        `rollout.retries` and `rollout.timeout_s` apply. `columns`: the columns of the prompt, for reward functions.
+        Errors: GenerationError."""
         ports = self._require_open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
         if sampling is None:
-            return await play(Episodes(ports), prepared, n, ports.engine.generate)
-        trajectories = await play(
+            return await play_group(Episodes(ports), prepared, n, ports.engine.generate)
+        trajectories = await play_group(
             Episodes(ports), prepared, n, lambda request: ports.engine.generate(replace(request, sampling=sampling))
         )
         # The environment has set the run's temperature. The trainer divides logits by the temperature of the trajectory.
@@ -273,8 +273,9 @@ class Runtime:
         """Submit all trajectories of a group, with one reward each. Waits for a slot (backpressure).
 
         A reward of None: the run's reward functions score that trajectory, with `columns` as the columns of its prompt.
-        `components` of the reward, `metrics` of your own: name -> a number or None for each trajectory, or one number for all. The
-        metrics of the step are `reward/NAME/mean` and `reward/own/NAME/mean`. Reward shaping and filters apply.
+        `components` are parts of the reward; `metrics` are numbers of your own. Both map a name to a list with a number or None for
+        each trajectory, or to one number for all. They become the step's metrics `reward/NAME/mean` and `reward/own/NAME/mean`.
+        Reward shaping and filters apply.
 
         Returns False if the oldest token is too old for `max_staleness`: the group is counted and not trained.
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained.
@@ -284,8 +285,8 @@ class Runtime:
         return await graph.submit(members, prompt)
 
     def log(self, name: str, value: float) -> None:
-        """Log a metric of your own, from any thread. `own/NAME` of a step is the mean of all values since the step before, over all
-        ranks. Values after the last step are in the last line. Errors: DataError for an invalid name or value."""
+        """Log a metric of your own, from any thread. `own/NAME` of a step is the mean of all ranks' values since the previous step.
+        Values after the last step are in the last line. Errors: DataError for an invalid name or value."""
         self._require_open("log")
         for metric, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
             self.recorder.log(metric, number)
@@ -293,10 +294,10 @@ class Runtime:
     async def evaluate(
         self, play: Callable[[Any], Awaitable[Trajectory]], prompts: Iterable[Any], *, name: str = "own"
     ) -> dict[str, float]:
-        """Evaluate a loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
-        `await play(prompt)` returns the trajectory of one episode with its reward; None: the run's functions score the trajectory.
+        """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
+        `await play(prompt)` returns the trajectory of one episode. If it has no reward, the run's functions score the trajectory.
         A failed episode is played again. The weights do not change during the call, so a `submit` in `play` may wait for ever.
-        The metrics are those of `data.eval` (`eval/NAME/avg@k`, ...), and are written into the line of the current version."""
+        The metrics have the names of those of `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
         run = self._require_open("evaluate")
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
@@ -386,9 +387,7 @@ class Runtime:
 
     def _misuse(self, method: str) -> LifecycleError:
         state = "not open yet" if self._state is _State.OPEN else self._state.value
-        return LifecycleError(
-            f"Runtime.{method}: the Runtime is {state}; use Runtime.{method} inside `async with Runtime(...)`"
-        )
+        return LifecycleError(f"Runtime.{method}: the Runtime is {state}; use it inside `async with Runtime(...)`")
 
 
 class NotebookRuntime(Runtime):

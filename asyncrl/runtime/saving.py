@@ -193,9 +193,7 @@ class Checkpointer:
         self._time_is_up = is_up
         if positions is not None and (saving.save_final or saving.every is not None or by_time):
             state = self._position(waiting_prompt)
-            self._time_is_up = await offload(
-                lambda: positions.announce(version, state, save_next=is_up), "checkpoint-announce"
-            )
+            self._time_is_up = await offload(lambda: positions.announce(version, state, save_next=is_up), "announce")
 
     def rank_state(self, waiting_prompt: int | None) -> RankState:
         """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.

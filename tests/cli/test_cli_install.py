@@ -99,15 +99,15 @@ def test_the_benchmarks_of_the_checkout_are_found_from_anywhere(tmp_path: Path) 
 
 def test_native_kernels_that_are_there_or_were_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.models.native import library as native
-    from asyncrl.runtime.plan import without_native
+    from asyncrl.runtime.plan import native_note
 
     config = asyncrl.load_config([ROOT / "examples" / "quickstart.yaml"], ["model.device=cpu"])
     monkeypatch.setattr(native, "_library", object())
-    assert without_native(config) == []
+    assert native_note(config) == []
     monkeypatch.setattr(native, "_library", None)
-    assert "no native kernels for this machine" in without_native(config)[0]
+    assert "no native kernels for this machine" in native_note(config)[0]
     monkeypatch.setenv("ASYNCRL_NATIVE", "0")
-    assert "native kernels are off (ASYNCRL_NATIVE=0)" in without_native(config)[0]
+    assert "native kernels are off (ASYNCRL_NATIVE=0)" in native_note(config)[0]
 
 
 def test_version_and_names(capsys: pytest.CaptureFixture[str]) -> None:

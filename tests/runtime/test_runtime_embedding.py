@@ -348,7 +348,7 @@ async def test_opened_once_used_open_closed_where_opened(tmp_path: Path) -> None
     assert {"version", "tokenizer", "config", "built", "intake"} <= set(parts)
     whole = set(vars(runtime))
     for name in parts:
-        with pytest.raises(LifecycleError, match=f"Runtime.{name}: the Runtime is new; use Runtime.{name} inside"):
+        with pytest.raises(LifecycleError, match=f"Runtime.{name}: the Runtime is new; use it inside"):
             getattr(runtime, name)
     async with runtime:
         async with asyncio.TaskGroup() as tasks:

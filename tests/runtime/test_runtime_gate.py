@@ -470,7 +470,7 @@ def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
     verdict = check_run_model(config, past)
     assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
     said = "they must use the rotary frequencies named above"
-    assert any(said in line for line in announcement(config, None, verdict, "", outside=True))
+    assert any(said in line for line in announcement(config, None, verdict, "", submitted=True))
     assert not any(said in line for line in announcement(config, None, verdict, ""))
     monkeypatch.setattr(gate_trial, "hold_frequencies", lambda module, longest: True)  # as if each row had its own
     wrong = check_model(past, longest=20, paths=[FUSED]).results[0].distance

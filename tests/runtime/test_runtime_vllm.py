@@ -125,7 +125,7 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Lfm2ForCausalLM is run on the plain path"):
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM runs on the plain path"):
         await run(tmp_path / "plain", *VLLM, f"model.path={MODEL}:build_stateful", base=WIDE)
     assert not left()
 
