@@ -50,8 +50,8 @@ class ShardedParameters:
         prefix: str = "",
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """`root`: with full weights in the master dtype, on the host or on `device`; only its forward may be called from
-        now on. `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
+        """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on.
+        `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
         `prefix`: is left out of the names. `frozen`: names of what is not trained.
 
         A process group must be open, one for a single rank too. Errors: LifecycleError.
@@ -66,14 +66,17 @@ class ShardedParameters:
         self.names = [name.removeprefix(prefix) for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
         self.numel = sum(parameter.numel() for _, parameter in named)
-        self.master_dtype = named[0][1].dtype
+        self.master_dtype = torch.float64 if compute == torch.float64 else torch.float32
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
+        full_names = [name for name, _ in named]
+        # A block's full weights are freed when the block has been cut.
+        del named
         self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # not None: it is open
-        self._parts = _shard(root, blocks, self._mesh, compute, self.master_dtype, names)
+        self._parts = _shard(root, blocks, device, self._mesh, compute, self.master_dtype, names)
         self._root: FSDPModule = root  # type: ignore[assignment]  # fully_shard changes its class in place
         sharded = dict(root.named_parameters())
-        self._parameters: list[DTensor] = [sharded[name] for name, _ in named]  # type: ignore[misc]  # it makes all DTensors
+        self._parameters: list[DTensor] = [sharded[name] for name in full_names]  # type: ignore[misc]  # it makes all DTensors
         with torch.no_grad():
             self._masters = [parameter.to_local() for parameter in self._parameters]
         self.grad = torch.zeros(sum(m.numel() for m in self._masters), dtype=self.master_dtype, device=device)
@@ -168,6 +171,7 @@ def _nothing() -> None:
 def _shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
+    device: torch.device,
     mesh: DeviceMesh,
     compute: torch.dtype,
     master: torch.dtype,
@@ -188,7 +192,11 @@ def _shard(
                     seen.add(id(parameter))
                     owned.append((names[id(parameter)], module, leaf))
         parts.append((part, owned))
-    for part, _ in parts:
+    for part, owned in parts:
+        for _, module, leaf in owned:
+            parameter = getattr(module, leaf)
+            # Cast on the device, a block at a time. Buffers keep their dtype: rotary tables stay as they were computed.
+            parameter.data = parameter.data.to(device).to(master)
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums

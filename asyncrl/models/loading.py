@@ -1,13 +1,16 @@
 """Loads a policy from a Hugging Face directory, a hub id, a GGUF file, a function, or a config.json with random weights.
 
-Weights are always loaded as float32 (the masters). `ModelConfig.dtype` is the dtype of the matrix products. A checkpoint that
-would load silently with wrong weights or settings is refused here, before training.
+A safetensors checkpoint in bfloat16 or float16 is mapped into memory and not copied. The policy casts its weights to float32 (the
+masters) on the device, one at a time, so a process needs little host memory beside the page cache, which all processes of a machine
+share. Other sources are loaded as float32 into host memory. `ModelConfig.dtype` is the dtype of the matrix products. A checkpoint
+that would load silently with wrong weights or settings is refused here, before training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import re
 import tempfile
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +30,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
@@ -82,8 +86,10 @@ def load_policy(
     path = None if choose is None else choose(module)
     if longest is not None:
         hold_rotary(module, longest)
-    nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path)
+    policy = PolicyModel(
+        module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path,
+        device=torch.device(device),
+    )  # fmt: skip
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
@@ -91,14 +97,17 @@ def load_served(
     config: ModelConfig, device: torch.device | str, seed: int, choose: Choose | None, longest: int
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
     """(policy, model, tokenizer) of a sharded run. The policy is on `device` in the dtype of the products, and cannot be trained.
-    The model is a float32 copy on the host, which the caller shards over the ranks. Errors: ConfigError."""
+    The model has the loaded tensors themselves, and the caller shards it over the ranks. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
     hold_rotary(module, longest)
-    twin = copy.deepcopy(module)
-    nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
+    # The policy copies the weights, and leaves the loaded tensors to the twin.
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+    twin = copy.deepcopy(module, shared)
+    policy = PolicyModel(
+        module, config.dtype, served=True, head_kernel=config.head_kernel, path=path, device=torch.device(device)
+    )
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
@@ -161,12 +170,12 @@ def load_reader(
     gate chose. Errors: ConfigError."""
     module, _ = load_module(config, seed)
     hold_rotary(module, longest)
-    nn.Module.to(module, torch.device(device))
-    return PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path)
+    return PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path, device=torch.device(device))
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """The model in float32 on the host, and the tokenizer of a builder function, otherwise None. Errors: ConfigError."""
+    """The model on the host, and the tokenizer of a builder function, otherwise None. Its weights are in float32, or in a narrower
+    dtype of the files, which they then map. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
@@ -298,14 +307,12 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             return _of_config(config, settings, dtype=torch.float32)
     path = model_source(config)
     settings = load_model_config(config)
-    gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        loaded: Any = _class_of(settings).from_pretrained(path, dtype=torch.float32, **WITH_REPORT, **OWN_CODE, **gguf)
+        module, report = _read(config, settings, path)
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"model.path: the weights of {path!r} could not be loaded ({first_line(error)}); use a complete checkpoint"
         ) from error
-    module, report = loaded
     require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
     if unused := sorted({*report.get("unexpected_keys", ()), *_ignored(module, path)}):
         kind = type(module).__name__
@@ -316,8 +323,67 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
     _repair(module.config)
     if config.gguf_file:
         # The weights are dequantized. transformers would refuse to save a model with a quantizer.
-        module.hf_quantizer = None
-    return module  # type: ignore[no-any-return]  # transformers: Any
+        module.hf_quantizer = None  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
+    return module
+
+
+def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """(model, loading info) by `from_pretrained`, without a cast of the weights if that gives the same model as in float32."""
+    kind = _class_of(settings)
+    options = {**WITH_REPORT, **OWN_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
+    narrow = None if config.gguf_file else _dtype_in_files(path)
+    if narrow is not None:
+        module, report = kind.from_pretrained(path, dtype=narrow, **options)
+        if (reason := _complete_float32(module)) is None:
+            return module, report
+        logger.info("model.path: the weights are read in float32: %s %s", type(module).__name__, reason)
+    module, report = kind.from_pretrained(path, dtype=torch.float32, **options)
+    return module, report
+
+
+def _dtype_in_files(path: str) -> torch.dtype | None:
+    """The dtype of all floating-point tensors in the safetensors files that transformers reads, if it is one narrower than float32.
+    Files that the hub's cache lacks are downloaded."""
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    found = [cached_file(path, "model.safetensors", **quiet)]
+    if found == [None] and (index := cached_file(path, "model.safetensors.index.json", **quiet)) is not None:
+        names = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
+        found = [cached_file(path, name, **quiet) for name in names]
+    if None in found:
+        return None
+    kinds = set()
+    for file in found:
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            kinds |= {tensors.get_slice(name).get_dtype() for name in names}
+    floating = {kind for kind in kinds if "F" in kind}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(floating.pop()) if len(floating) == 1 else None
+
+
+def _complete_float32(module: PreTrainedModel) -> str | None:
+    """Makes all except the weights as in a model that was loaded as float32. Returns the reason if that is not possible."""
+    if module._keys_to_ignore_on_load_missing:
+        return "may have weights that are not in the files"
+    if any(map(_is_narrow, (value for part in module.modules() for value in vars(part).values()))):
+        return "has tensors in the dtype of the files that are neither weights nor buffers"
+    for part in (module.config, *(getattr(module.config, name, None) for name in module.config.sub_configs)):
+        if part is not None:
+            part.dtype = torch.float32
+    saved = module.state_dict().keys()
+    narrow = {name: buffer for name, buffer in module.named_buffers() if _is_narrow(buffer)}
+    wide: dict[str, Tensor] = {}
+    if not narrow.keys() <= saved:
+        # The class computed these values in the dtype of the files. The second model has no weights in memory.
+        with no_init_weights():
+            wide = dict(type(module)._from_config(copy.deepcopy(module.config), dtype=torch.float32).named_buffers())
+    for name, buffer in narrow.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer.float() if name in saved else wide[name]
+    return None
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
 
 
 def _class_of(settings: PretrainedConfig) -> Any:

@@ -8,6 +8,7 @@ Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabul
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -64,15 +65,18 @@ class PolicyModel:
         served: bool = False,
         path: ModelPath | None = None,
         transform: HeadTransform | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without a comparison.
         lora: if it has a rank, the weights are frozen and adapters are trained, with random initial values from `seed`.
         served: the modules only read, and the masters are sharded over the ranks.
         transform: the scale and cap of the logits. None: found by a run of the model.
+        device: of the weights, which move there one by one. None: the device of the loaded weights.
         Errors: ConfigError if the model is not supported or `head_kernel` is not available."""
         refuse_unsupported(module)
+        move_buffers(module, device)
         # `head_transform` runs the model's own modules, so it must come before `prepare` replaces some of them.
-        self.transform = transform or head_transform(module)
+        self.transform = transform or head_transform(module, device)
         adapted = lora is not None and bool(lora.rank)
         frozen = require_trained(module, frozen_names(module)) if not (served or adapted) else frozenset[str]()
         prepare(module, path or PACKED, DTYPES[dtype])
@@ -80,19 +84,19 @@ class PolicyModel:
         self.dtype = DTYPES[dtype]
         self.version = 0
         if lora is not None and adapted:
-            self.weights = FlatWeights(module, self.dtype)
+            self.weights = FlatWeights(module, self.dtype, device)
             self.flat = self.lora = LoraParameters(module, self.weights, lora, seed)
+        elif served:
+            self.flat = self.weights = ServedParameters(module, self.dtype, device)
         else:
-            self.flat = ServedParameters(module, self.dtype) if served else FlatParameters(module, self.dtype, frozen)
-            self.weights = self.flat
+            self.flat = self.weights = FlatParameters(module, self.dtype, frozen, device)
         self.decoder = decoder_of(module)
         self.head = linear_head(module)
-        embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # declared as Module
-        self._embedding = embedding
+        self._embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # declared as Module
         index = {id(parameter): i for i, parameter in enumerate(self.weights.parameters)}
         self._head_index = index[id(self.head.weight)]
         self._bias_index = None if self.head.bias is None else index[id(self.head.bias)]
-        self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
+        self._embedding_index = index[id(self._embedding.weight)] if is_plain(self._embedding) else None
         pack = packing_works(self.dtype, self.weights.working.device)
         self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
         self.head_kernel = choose_head_kernel(
@@ -110,9 +114,12 @@ class PolicyModel:
         self.routing = Routing.of(module) if self.path in (FUSED, PACKED) else None
         if self.fused is not None:
             self.fused.routing = self.routing
-        # Multiply-adds of one token's forward without attention. A lookup in an embedding that is not the head has none.
-        lookup = None if embedding.weight is self.head.weight else embedding.weight
-        self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not lookup)
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Multiply-adds of one token's forward without attention. A lookup in an embedding that is not the head has none."""
+        lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
+        return sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not lookup)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -225,9 +232,15 @@ def decoder_hidden(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan
     return hidden_TE
 
 
+def move_buffers(module: nn.Module, device: torch.device | None) -> None:
+    """Moves the buffers and no weight. None: they stay."""
+    for part in module.modules() if device is not None else ():
+        part._buffers.update({name: None if b is None else b.to(device) for name, b in part._buffers.items()})
+
+
 def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
-    """Makes all parameters trainable, and installs our attention and norms unless the path is plain. The weights must be float32 or
-    wider. `dtype`: of matrix products. Errors: ConfigError if the model is not supported."""
+    """Makes all parameters trainable, and installs our attention and norms unless the path is plain. `dtype`: of matrix products.
+    Errors: ConfigError if the model is not supported."""
     refuse_unsupported(module)
     if dtype == torch.float64 and has_experts(module):
         # torch's grouped products do not support float64.

@@ -101,9 +101,6 @@ class ShardedForward:
         Errors: ConfigError."""
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
-        master = torch.float64 if dtype == torch.float64 else torch.float32
-        for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed
-            parameter.data = parameter.data.to(master)
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
             # Only the layer's own flag, not its children's: see PolicyModel.set_training.
@@ -188,7 +185,7 @@ class ShardedTrainer(TorchTrainer):
         updates_per_batch: int = 1,
         mismatch_gate: float | Literal["auto"] | None = None,
     ) -> None:
-        """`model`: a second object of the policy's model, with weights in float32 or wider. It is sharded in place."""
+        """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
         self.sharded = ShardedForward(

@@ -3,6 +3,7 @@ everything, float64, every term of the loss on. The ranks live as long as the mo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import training_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module, train_step
 from training_partition import SEQUENCES
 from training_ranks import Ranks, ranks_in
@@ -211,6 +214,35 @@ def core() -> Iterator[ShardedTrainer]:
     with World().open(torch.device("cpu"), alone=True) as world:
         policy = PolicyModel(tiny_module(), "float64", served=True)
         yield ShardedTrainer(policy, tiny_module(), TrainConfig(lr=0.01), world, max_completion_length=MAX_LENGTH)
+
+
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_loaded_weights_become_masters_a_block_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both modules of a sharded run keep one copy of the weights, in the dtype of the files."""
+    loaded = tiny_module(kind).bfloat16()
+    twin = copy.deepcopy(loaded, {id(p): torch.nn.Parameter(p.detach()) for p in loaded.parameters()})
+    expected = {name: p.detach().float() for name, p in loaded.named_parameters()}
+    whole = []
+
+    def cut(part: torch.nn.Module, **options: Any) -> Any:
+        full = [p for p in twin.parameters() if not isinstance(p, DTensor) and p.dtype == torch.float32]
+        mine = {id(p) for p in part.parameters()}
+        whole.append((len(full), all(id(p) in mine for p in full)))
+        return fully_shard(part, **options)
+
+    monkeypatch.setattr("asyncrl.distributed.fsdp.fully_shard", cut)
+    with World().open(torch.device("cpu"), alone=True) as world:
+        policy = PolicyModel(loaded, "bfloat16", served=True)
+        core = ShardedTrainer(policy, twin, TrainConfig(lr=0.01), world, max_completion_length=MAX_LENGTH)
+        masters = dict(core.sharded.parameters.named_masters())
+        assert all(
+            masters[name].dtype == torch.float32 and torch.equal(masters[name], expected[name]) for name in expected
+        )
+        assert len(whole) == 3 and all(count and mine for count, mine in whole)
+        assert max(count for count, _ in whole) < len(expected) / 2
+        before = policy.flat.working.clone()
+        assert train_step(core, microbatches()).version == 1
+        assert not torch.equal(policy.flat.working, before)
 
 
 def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:

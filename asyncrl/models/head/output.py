@@ -14,7 +14,7 @@ Shape legend: L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,9 +59,63 @@ class HeadTransform:
 PLAIN_HEAD = HeadTransform()
 
 
-def head_transform(module: PreTrainedModel) -> HeadTransform:
-    """The transform that the forward of `module` applies. Leaves the module in eval mode. Errors: ConfigError for a model without
-    decoder or linear head, and for a model that no candidate explains."""
+def head_transform(module: PreTrainedModel, device: torch.device | None = None) -> HeadTransform:
+    """The transform that the forward of `module` applies, computed on `device` (None: where the weights lie) in float32 or wider.
+    Leaves the module in eval mode. Errors: ConfigError for a model without decoder or linear head, and for a model that no
+    candidate explains."""
+    layers = list(dict.fromkeys(_layers(module)))
+    try:
+        with _wide_weights(module, device, layers):
+            return _find_transform(module)
+    except ConfigError:
+        if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
+            raise
+    # A class may read the weights of a layer outside of the layer's forward.
+    with _wide_weights(module, device, []):
+        return _find_transform(module)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost module lists."""
+    for part in module.children():
+        yield from part if isinstance(part, nn.ModuleList) else _layers(part)
+
+
+@contextmanager
+def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[nn.Module]) -> Iterator[None]:
+    """Inside, weights are float32 or wider, and on `device`. Weights of `layers` are so during the forward of their layer alone:
+    all weights in float32 may need more memory than there is."""
+    # (parameter, loaded tensor) of all weights that are changed now
+    changed: list[tuple[nn.Parameter, Tensor]] = []
+
+    def widen(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            loaded = parameter.data
+            wide = loaded if device is None else loaded.to(device)
+            wide = wide.float() if wide.is_floating_point() and wide.dtype.itemsize < 4 else wide
+            if wide is not loaded:
+                parameter.data = wide
+                changed.append((parameter, loaded))
+
+    def restore(first: int) -> None:
+        for parameter, loaded in reversed(changed[first:]):
+            parameter.data = loaded
+        del changed[first:]
+
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    widen(parameter for parameter in module.parameters() if id(parameter) not in inside)
+    outside = len(changed)
+    handles = [layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters())) for layer in layers]
+    handles += [layer.register_forward_hook(lambda *_: restore(outside), always_call=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        restore(0)
+
+
+def _find_transform(module: PreTrainedModel) -> HeadTransform:
     name = type(module).__name__
     head = linear_head(module)
     trial = _run_trial(module, head, _candidates(module))

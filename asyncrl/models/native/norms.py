@@ -76,8 +76,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> int:
-    """Gives `FusedRMSNorm` to every module inside that computes this norm. Returns the number of these modules. The weights must be
-    float32 or wider, because the outputs are compared."""
+    """Gives `FusedRMSNorm` to every module inside that computes this norm. Returns the number of these modules."""
     count = 0
     for part in module.modules():
         eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
@@ -105,11 +104,13 @@ def _computes_rms_norm(part: nn.Module, eps: float, offset: float) -> bool:
     names = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
     if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or names != {"weight"}:
         return False
+    # The outputs are compared in float32 or wider, whatever the dtype of the loaded weight.
+    dtype = _wide(weight.dtype)
     # Half of the values are so small that `eps` has an effect.
-    x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
+    x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=dtype, device=weight.device).view(2, -1)
     x = torch.cat([x, x * eps**0.5])
     # With equal weights two different formulas could give the same output.
-    weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=weight.dtype, device=weight.device)
+    weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=dtype, device=weight.device)
     try:
         out = torch.func.functional_call(part, {"weight": weight}, (x,))
     except Exception:

@@ -47,16 +47,23 @@ class FlatWeights:
 
     grad: Tensor | None = None
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """`device`: of the buffer. None: the device of the loaded weights."""
         self._set_layout(list(module.named_parameters()))
-        self.working = torch.zeros(self.size, dtype=dtype, device=self.parameters[0].device)
+        self.working = torch.zeros(self.size, dtype=dtype, device=device or self.parameters[0].device)
         # The buffer that the modules read now.
         self.bound = self.working
-        for index, parameter in enumerate(self.parameters):
-            self.view(self.working, index).copy_(parameter.data)
+        self._take_over(self.working)
+        for parameter in self.parameters:
             parameter.grad = None
-            parameter.data = self.view(self.working, index)
             parameter.requires_grad_(False)
+
+    def _take_over(self, buffer: Tensor) -> None:
+        """Copies each parameter into `buffer`, and makes it a view of `buffer`, which frees the memory of the loaded tensor. The
+        loaded dtype is cast on the device of `buffer`: a copy between devices that also casts would cast on the host."""
+        for index, parameter in enumerate(self.parameters):
+            self.view(buffer, index).copy_(parameter.data.to(buffer.device))
+            parameter.data = self.view(buffer, index)
 
     def _set_layout(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """`named` must list tied parameters once."""
@@ -133,11 +140,13 @@ class FlatParameters(FlatWeights):
         module: nn.Module | Sequence[tuple[str, nn.Parameter]],
         matmul_dtype: torch.dtype,
         frozen: frozenset[str] = frozenset(),
+        device: torch.device | None = None,
     ) -> None:
-        """`module`: a module, or (name, parameter) pairs. `frozen`: names of parameters that are not trained."""
+        """`module`: a module, or (name, parameter) pairs. `frozen`: names of parameters that are not trained. `device`: of the
+        buffers. None: the device of the loaded weights."""
         self.frozen = frozen
         self._set_layout(list(module.named_parameters() if isinstance(module, nn.Module) else module))
-        size, device = self.size, self.parameters[0].device
+        size, device = self.size, device or self.parameters[0].device
         self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
         self.master = torch.zeros(size, dtype=self.master_dtype, device=device)
         self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
@@ -147,8 +156,7 @@ class FlatParameters(FlatWeights):
         # The next refresh writes the working copy to this buffer, and the modules then read it. None: a private buffer.
         self.target: Tensor | None = self.working
         self._private: Tensor | None = None
-        for index, parameter in enumerate(self.parameters):
-            self.view(self.master, index).copy_(parameter.data)
+        self._take_over(self.master)
         self.refresh()
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None
@@ -225,8 +233,8 @@ class ServedParameters(FlatParameters):
 
     grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor
 
-    def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
-        FlatWeights.__init__(self, module, matmul_dtype)
+    def __init__(self, module: nn.Module, matmul_dtype: torch.dtype, device: torch.device | None = None) -> None:
+        FlatWeights.__init__(self, module, matmul_dtype, device)
         self.master_dtype = matmul_dtype
         self.master = self.working
         self.has_working_copy = False
