@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# Shorter gaps are no suspension: a busy machine may leave a thread without a processor for a moment.
+# So much of a gap is no suspension: a busy machine may leave a thread without a processor for a moment.
 GAP_S = 1.0
 
 _lock = threading.Lock()
@@ -45,8 +45,9 @@ def now() -> float:
 
 @contextlib.contextmanager
 def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second meanwhile. Contexts of
-    one loop may be nested. uvloop's timers use another clock, but anyio reads `loop.time` again before it cancels anything."""
+    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second, as long gaps count as
+    suspensions. Contexts of one loop may be nested. uvloop's timers ignore `loop.time`, but anyio reads `loop.time` again when a
+    timer fires, before it cancels anything."""
     before = suspended_s()
     with _lock:
         _loops[loop] += 1

@@ -38,7 +38,7 @@ class _Deadline:
         # Imported here, because the import takes a tenth of a second of a command's start.
         from .describe import describe_holder, describe_tasks
 
-        # One long sleep would count the time in which the process is stopped.
+        # Short sleeps, because one long sleep would include the time in which the process is suspended.
         for _ in range(20):
             time.sleep(self.limit_s / 20)
         blockers, tasks = exit_blockers(), asyncio.all_tasks(self.loop) if self.loop else set()

@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 class Lane(Protocol):
     """The interface of both lanes, with the guarantees of this module.
-
     Exceptions of a closure, BaseException included, are raised in its caller. If a device or the system had no memory left, the
     caller gets OutOfMemory.
     """
@@ -60,7 +59,7 @@ class ThreadLane:
 
     on_start: called first on the new thread, for device selection and thread counts. `async with` raises its exception.
     close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
-        the running closure. The closure cannot be stopped; it goes on on its daemon thread.
+        the running closure. The closure cannot be stopped: its daemon thread continues.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class ThreadLane:
                 f"lane {self.name!r} did not close within {self._close_timeout_s:g} s: closure {name!r} has been "
                 f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; its thread cannot be stopped"
             )
-        # Not long: the thread has already called the end callbacks.
+        # The thread ends soon, because it has already called the end callbacks.
         self._thread.join(timeout=1.0)
         if cancelled is not None:
             raise cancelled
@@ -246,7 +245,6 @@ class ThreadLane:
 
 class SimulatedLane:
     """A lane without a thread. It runs a closure at once on the loop; the caller waits `cost` seconds of the loop's time.
-
     On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible before the `cost`, its
     result only afterwards.
     """

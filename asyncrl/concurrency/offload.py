@@ -1,7 +1,7 @@
 """Blocking work on another thread, so that the event loop stays free while files are read and models are described.
 
-A run starts two standby threads. Work that finds both busy gets a fresh thread. If no thread can be started the work waits for the
-two, so the last metrics and the last checkpoint are still written.
+A run starts two standby threads. Work that finds both busy gets a fresh thread. If no thread can be started, the work waits for a
+standby thread. So the last metrics and the last checkpoint are still written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StandbyThread(threading.Thread):
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.jobs = 0  # unfinished ones of `offload`; only its loop writes this
+        self.jobs = 0  # unfinished jobs of `offload`, set on the loop's thread
         self.start()
 
     def run(self) -> None:
@@ -42,19 +42,19 @@ class StandbyThread(threading.Thread):
         self.join(limit_s)
 
 
-_standing: WeakKeyDictionary[asyncio.AbstractEventLoop, list[StandbyThread]] = WeakKeyDictionary()
+_standby_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, list[StandbyThread]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def standing_by() -> Iterator[None]:
-    """Two standby threads for this loop, until the context ends."""
+def standby_threads() -> Iterator[None]:
+    """Two standby threads for the running loop, until the context ends."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             thread = StandbyThread("asyncrl-standing")
             stack.callback(thread.end)
-            _standing.setdefault(loop, []).append(thread)
-            stack.callback(_standing[loop].remove, thread)
+            _standby_threads.setdefault(loop, []).append(thread)
+            stack.callback(_standby_threads[loop].remove, thread)
         yield
 
 
@@ -106,7 +106,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
 
 def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bool]:
     """(thread, whether it was started for this work). `fresh`: start a thread if possible."""
-    idlest = min(_standing.get(loop, []), key=lambda each: each.jobs, default=None)
+    idlest = min(_standby_threads.get(loop, []), key=lambda each: each.jobs, default=None)
     if idlest is None or idlest.jobs or fresh:
         try:
             return StandbyThread(f"asyncrl-{name}"), True
@@ -118,5 +118,7 @@ def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bo
 
 def offloaded_work() -> str | None:
     """The names and current frames of running `offload` work, for messages; None if nothing runs."""
-    places = [f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())]
-    return ", ".join(places) or None
+    descriptions = [
+        f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())
+    ]
+    return ", ".join(descriptions) or None

@@ -1,8 +1,8 @@
 """The sentry: a second process that ends the run if no thread of the run executes Python any more.
 
-The watchdog starts it as `sentry.py SECONDS NAME` and writes to its standard input at every check. A closure that holds the GIL (a
-runaway regular expression does) stops the watchdog too, and the sentry gets nothing. An alarm inside of the run would count
-suspensions; the sentry counts its own steps, and only while the run is not suspended.
+The watchdog starts `sentry.py SECONDS NAME` and writes to the sentry's standard input at every check. A closure that holds the GIL,
+such as a runaway regular expression, stops the watchdog too, and the sentry gets no input. The sentry counts its own short waits,
+and only while the run is not suspended, so that a suspension is not taken for a standstill.
 """
 
 import os

@@ -5,10 +5,10 @@
         supervisor.start("train pump", train)                              then its exception is raised here
                                                         one pump ends   -> the others go on
 
-Guarantees. The block raises the first exception that happened, without a group around it; cancellations that it caused are not
-raised. It carries a note with the pump's name, and one note for each different later failure. Equal errors of other tasks get no
-note, nor do closed edges, whose other end the first failure closed. A pump that is cancelled by other code than its supervisor
-fails, too: otherwise the other pumps would wait for it without end.
+Guarantees. The block raises the first exception that happened, without an exception group around it, and not the cancellations that
+followed. The exception has a note with the pump's name, and one note for each different later failure. Errors of closed queues get
+no note, because the first failure has closed the queues. A pump that is cancelled by other code than its supervisor fails, too.
+Otherwise the other pumps would wait for this pump without end.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class Supervisor:
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self._note_failure(error)
         suppressed: bool | None = None
-        unknown: BaseException | None = None
+        group_error: BaseException | None = None
         try:
             suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # all three are None, or none is
         except BaseException as exc:
-            unknown = exc
+            group_error = exc
         finally:
             self.state = SupervisorState.CLOSED
         # Raised outside of the handler: inside, the exception would get the group that contains it as its context.
         if self._failures:
-            raise self._verdict()
-        if unknown is not None:
-            raise unknown
+            raise self._first_failure()
+        if group_error is not None:
+            raise group_error
         return bool(suppressed)
 
     def start(self, name: str, pump: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
@@ -130,7 +130,7 @@ class Supervisor:
                 leaf.add_note(f"in {name}")
             self._failures.append(leaf)
 
-    def _verdict(self) -> BaseException:
+    def _first_failure(self) -> BaseException:
         first, *others = self._failures
         noted = {_line(first)}
         for other in others:
@@ -144,8 +144,8 @@ class Supervisor:
 
 
 def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
-    """Run `work(*args)` as a task of `group`. The task raises LifecycleError where other code than its group, or a scope around the
-    group, cancels it. A bare task group takes such a cancellation for an ordinary end."""
+    """Run `work(*args)` as a task of `group`. If neither the group nor a scope around the group cancels the task, but other code
+    does, the task raises LifecycleError. A bare task group would treat such a cancellation as an ordinary end."""
 
     async def run() -> None:
         try:

@@ -11,8 +11,8 @@ At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_st
 runs after `abort_grace_s`, the watchdog ends it with exit code 4. With `hard_exit=False`, for a process that embeds the run, it
 never ends the process.
 
-A closure that holds the GIL (a runaway regular expression does) stops the watchdog's thread too. With `hard_exit` a second process
-handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
+A closure that holds the GIL, such as a runaway regular expression, stops the watchdog's thread too. With `hard_exit` a second
+process handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
 
 All times leave out suspensions (`awake.py`). All threads start when the watchdog opens: the system may refuse threads later.
 """
@@ -52,8 +52,8 @@ _TICK_S = 0.25
 class ProgressLimit:
     """How long the run may go on without progress now. Progress means that any of `counters` changes.
 
-    sentence: the alarm's first words, such as "nothing was generated". cause: returns who blocks the run, or None; then the
-    recorded waits decide. remote_cause: returns what this rank needs from another rank, or None.
+    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run; if it is None or returns
+    None, the cause is found among the recorded waits. remote_cause: returns what this rank needs from another rank, or None.
     """
 
     counters: tuple[Any, ...]
@@ -73,7 +73,7 @@ class WatchdogState(Enum):
 
 
 @dataclass(slots=True)
-class _Unchanged:
+class _StandstillTimer:
     """Measures how long a value has stayed the same."""
 
     value: Any = None
@@ -96,8 +96,8 @@ class Watchdog:
         the watchdog's thread and may only read, like `details` and `silent_ranks`.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
-    silent_ranks: describes each rank that was silent for longer than its argument in seconds; such a rank is an alarm. With the
-        argument None it describes all silent ranks, for the text of another alarm.
+    silent_ranks: returns a description of each rank that was silent for longer than its argument in seconds. The first description
+        becomes an alarm. With the argument None it describes all other ranks, for the text of another alarm.
     name: a prefix for all output, such as "rank 1: ".
     """
 
@@ -129,8 +129,8 @@ class Watchdog:
         # All times are `awake.now()`.
         self._last_check = 0.0
         self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
-        self._progress = _Unchanged()
-        self._lane_closures: dict[str, _Unchanged] = {}
+        self._progress = _StandstillTimer()
+        self._lane_closures: dict[str, _StandstillTimer] = {}
         self._deadline: float | None = None
         self._ending_reason = ""
         self._lock = threading.Lock()  # guards state, _deadline, _ending_reason
@@ -140,7 +140,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._writer: StandbyThread | None = None
         self._sentry: subprocess.Popen[bytes] | None = None
-        self._until_closed = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
 
     async def __aenter__(self) -> Watchdog:
         if self.state is not WatchdogState.NEW:
@@ -150,10 +150,10 @@ class Watchdog:
         self._loop_thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._until_closed.enter_context(awake.on_loop(self._loop))
+            self._resources.enter_context(awake.on_loop(self._loop))
             self._writer = StandbyThread("asyncrl-watchdog-dump")
             # At most a second: the writer may be blocked by a full pipe.
-            self._until_closed.callback(self._writer.end, 1.0)
+            self._resources.callback(self._writer.end, 1.0)
             if self._hard_exit:
                 self._start_sentry()
             self._start_thread()
@@ -168,13 +168,13 @@ class Watchdog:
         self._sentry = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
         )
-        self._until_closed.enter_context(self._sentry)
-        self._until_closed.callback(self._sentry.kill)
+        self._resources.enter_context(self._sentry)
+        self._resources.callback(self._sentry.kill)
         if not faulthandler.is_enabled():
             # Fails if stderr is no file. The sentry still ends the process, without stacks.
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable(sys.__stderr__ or 2)
-                self._until_closed.callback(faulthandler.disable)
+                self._resources.callback(faulthandler.disable)
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
@@ -186,7 +186,7 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_DUMP_LIMIT_S + 1.0)
-        self._until_closed.close()
+        self._resources.close()
 
     def shutdown_deadline(self, reason: str) -> None:
         """Start the countdown of an ordered shutdown: `close` must follow within `abort_grace_s`. Later calls do nothing."""
@@ -271,7 +271,7 @@ class Watchdog:
         now = awake.now()
         for lane in self._lanes:
             current = lane.current()
-            held_s = self._lane_closures.setdefault(lane.name, _Unchanged()).seconds(current, now)
+            held_s = self._lane_closures.setdefault(lane.name, _StandstillTimer()).seconds(current, now)
             if current is not None and held_s > self._config.lane_timeout_s:
                 frame = self._frame_of(getattr(lane, "thread_id", None))
                 return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held_s:.1f} s in {frame}"

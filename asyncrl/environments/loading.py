@@ -19,8 +19,8 @@ def load_environment(
 ) -> Environment:
     """The environment at `address`: `single_turn`, or a class or factory `file.py:Class` or `module:Class`.
 
-    The class gets those of `tokenizer`, `sampling`, `seed` and `text` (decodes a completion, by `reward.text`) that its constructor
-    takes. Its instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
+    The constructor may take any of `tokenizer`, `sampling`, `seed` and `text` (which decodes a completion as `reward.text` says).
+    Instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
     milliseconds belongs in a reward function.
     Errors: `ConfigError` with the address and the cause.
     """

@@ -15,9 +15,9 @@ from asyncrl.types import GenerationRequest, Messages, Prompt, SamplingParams, T
 
 
 def episode_seed(seed: int, group_id: int, member: int) -> int:
-    """The seed of one episode, in [0, 2**63): a hash of run seed, group and member alone, not of the order of arrival.
+    """The seed of one episode, in [0, 2**63): a hash of run seed, group and member. The order of arrival does not matter.
 
-    It is equal on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
+    The seed is equal on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
     """
     digest = hashlib.blake2b(
         struct.pack("<Qqq", seed % (1 << 64), group_id, member), digest_size=8, person=b"asyncrl-episode"
@@ -28,7 +28,7 @@ def episode_seed(seed: int, group_id: int, member: int) -> int:
 class SingleTurn:
     """Samples one completion for the prompt. Every sampled token is trained, also the token that ends the completion.
 
-    The completion is a string where the prompt is one, else `[{"role": "assistant", "content": text}]`.
+    If the prompt is a string, the completion is a string; else it is `[{"role": "assistant", "content": text}]`.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None) -> None:

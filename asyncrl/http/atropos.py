@@ -8,20 +8,21 @@
                     connections, key, names  bytes to groups  waits for room         as for other producers
 
 Guarantees
-* 200 means accepted, as `push` means it: the group survives the death of this process and is trained or dropped, counted, once;
+* 200 means that the groups are in the ring. They survive the death of this process. Each group is trained once, or is dropped and
+  counted;
 * a full ring delays the reply up to `wait_s`; then the reply is 503, and Atropos sends the group again. A full ring drops nothing;
-* a request that was cut off, or answered 503, is continued where it stopped when its body comes again;
+* if a request was cut off or answered 503 and is sent again, the groups that were accepted the first time are skipped;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
 * a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks (`environments.py`);
-* a restart loses no state: an environment server that registered with an earlier run is served by the next one, if `door.http_key`
-  gives both the same key;
+* a restart loses no state: the next run serves an environment server that registered with an earlier run, if `door.http_key` gives
+  both runs the same key;
 * a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
   too deep, too slow or too many are answered 4xx, and connections leave the run enough descriptors.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
 trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer. `min_batch_allocation`
 reserves nothing (and `/status-env` says so). `queue_size` counts groups that were accepted and are not trained yet, so Atropos'
-`max_batches_offpolicy` bounds these. Shared memory (`asyncrl.client`) is the fast path into the same ring.
+`max_batches_offpolicy` bounds their number. Shared memory (`asyncrl.client`) is the fast path into the same ring.
 
 The connection is not encrypted: beyond this machine use networks that you trust, or a tunnel.
 """
@@ -60,9 +61,9 @@ class ServedTerms:
     """What environment servers learn about the run."""
 
     name: str
-    batch_size: int  # sequences a step
+    batch_size: int  # sequences of a step
     limits: Limits
-    steps: int | None  # in all; None: no end
+    steps: int | None  # of the whole run; None: no end
     checkpoint_dir: str
 
     @classmethod
@@ -79,7 +80,7 @@ class ServedTerms:
 
 
 class AtroposDoor:
-    """`async with AtroposDoor(RankRings([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
+    """`async with AtroposDoor(RankRings([client]), terms) as door` listens at `door.url`. The caller closes the clients."""
 
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
@@ -130,8 +131,6 @@ class AtroposDoor:
         finally:
             await self._server.close()
 
-    # -- environments
-
     async def _register_env(self, request: web.BaseRequest) -> web.Response:
         try:
             number, name = self._environments.register(_fields(await receive(request, MOST_FIELDS_BYTES)))
@@ -157,8 +156,6 @@ class AtroposDoor:
         number, version = _number(await receive(request, MOST_FIELDS_BYTES)), self._rings.policy_version
         return reply(200, **self._environments.status(number, version, self.groups.held()))
 
-    # -- about the run
-
     async def _root(self, _: web.BaseRequest) -> web.Response:
         return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
@@ -175,7 +172,7 @@ class AtroposDoor:
             200,
             current_step=self._rings.policy_version,
             queue_size=len(self.groups.held()),
-            waiting=self.groups.waiting,  # for room
+            waiting=self.groups.waiting,  # groups that wait for room in a ring
             accepted=counts.groups,
             refused=counts.refused,
             last_refusal=counts.last_refusal,
@@ -187,12 +184,12 @@ class AtroposDoor:
 
 
 async def _refuse_trainer(_: web.BaseRequest) -> web.Response:
-    message = "asyncrl trains these groups itself: it has no batches for another trainer, and takes back nothing"
+    message = "asyncrl trains these groups itself: it gives no batches to another trainer, and takes no batches back"
     return reply(409, status="error", message=message, batch=None)
 
 
 def _fields(body: bytearray) -> dict[str, Any]:
-    """Errors: ValueError where the body is no JSON object."""
+    """The fields of a JSON object. Errors: ValueError if the body is no JSON object."""
     fields = orjson.loads(body)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found a {type(fields).__name__}")
@@ -218,12 +215,13 @@ async def serve(
 ) -> ring_door.DoorStatistics:
     """`asyncrl.runtime.door.serve` with an HTTP door into the same ring, until the training ends or the ring is closed.
 
-    Other processes may push through shared memory meanwhile. `others`: the rings of further ranks on this machine, among
-    which the groups are spread. Reports the open door to the task group's `start`.
+    Other processes may push through shared memory meanwhile. `others`: the names of the rings of the other ranks on this machine;
+    the groups are spread over all rings. The task group's `start` returns the open door.
     Errors: ConfigError if the door cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()
-    ring.publish_version(runtime.version)  # records get this version
+    # The door below labels groups with the published version, perhaps before `ring_door.serve` publishes one.
+    ring.publish_version(runtime.version)
     async with plain_task_group() as tasks:
 
         async def feed() -> None:

@@ -16,9 +16,9 @@ import anyio
 
 from asyncrl.concurrency import awake
 
-# Atropos has the same floor: no environment starves.
+# The smallest weight that `/status-env` answers, as in Atropos. With weight 0 an environment would produce nothing.
 LEAST_WEIGHT = 0.01
-# Announced as the number of steps of a run without one: -1 would end the environment server.
+# The number of steps that is announced for a run without `train.max_steps`: -1 would end the environment server.
 NO_END = 1 << 31
 # The `queue_size` that ends an environment server.
 OVER = 1 << 52
@@ -32,8 +32,8 @@ _MOST_NAME = 100  # characters
 @dataclass(slots=True)
 class _Environment:
     name: str
-    weight: float  # its weight times its longest context
-    seen_at: float  # its last request (`awake.now`)
+    weight: float  # the registered weight times the longest context
+    seen_at: float  # time of the last request (`awake.now`)
     connected: bool = True
     asked_status: bool = False
     knows_over: bool = False  # got an answer with `OVER`
@@ -61,8 +61,9 @@ class Environments:
         if not math.isfinite(weight * context):
             raise ValueError(f"weight is {weight} and max_token_length {context}; expected finite numbers")
         self._forget()
-        same = [one.name.rpartition("_") for one in self._all.values()]
-        suffix = max((int(number) + 1 for known, _, number in same if known == name), default=0)
+        # Environments of the same name are numbered: env_0, env_1, ...
+        parts = [environment.name.rpartition("_") for environment in self._all.values()]
+        suffix = max((int(digits) + 1 for stem, _, digits in parts if stem == name), default=0)
         number, self._next = self._next, self._next + 1
         self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), awake.now())
         return number, self._all[number].name
@@ -70,12 +71,12 @@ class Environments:
     def _forget(self) -> None:
         """Remove environments that were silent for `FORGET_S`, and make room for one more."""
         since = awake.now() - FORGET_S
-        self._all = {number: one for number, one in self._all.items() if one.seen_at >= since}
+        self._all = {number: known for number, known in self._all.items() if known.seen_at >= since}
         while len(self._all) >= MOST_ENVIRONMENTS:
             del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
 
     def touch(self, number: int | None) -> None:
-        """Restart the environment's time of silence: it sent a group."""
+        """Call when the environment has sent a group: it is not silent."""
         self._find(number)
 
     def disconnect(self, number: Any) -> bool:
@@ -88,12 +89,13 @@ class Environments:
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
         """The answer to `/status-env`. `held`: (environment, sequences) of each waiting group.
 
-        An unknown environment (forgotten, or registered with an earlier run) gets the weight of a lone one."""
+        An unknown environment (forgotten, or registered with an earlier run) gets weight 1, like a single environment."""
         environment = self._find(number)
-        total = sum(one.weight for one in self._all.values() if one.connected)
+        total = sum(known.weight for known in self._all.values() if known.connected)
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
-        own = [] if environment is None else [sequences for owner, sequences in held if owner == number]
-        size = max(own, default=max((sequences for _, sequences in held), default=1))
+        own_groups = [] if environment is None else [sequences for owner, sequences in held if owner == number]
+        largest = max((sequences for _, sequences in held), default=1)
+        size = max(own_groups, default=largest)
         if environment is not None:
             environment.asked_status, environment.knows_over = True, self.over
         if self.over and not self._any_unaware():
@@ -102,8 +104,8 @@ class Environments:
             "current_step": version,
             "queue_size": OVER if self.over else sum(sequences for _, sequences in held) // size,
             "unallocated_fraction": 1.0,
-            "self_queue_size": sum(own) // size,
-            "max_group_size": max((sequences for _, sequences in held), default=1),
+            "self_queue_size": sum(own_groups) // size,
+            "max_group_size": largest,
             "env_weight": min(1.0, max(LEAST_WEIGHT, weight)),
         }
 
@@ -116,7 +118,7 @@ class Environments:
                 await self._all_know_over.wait()
 
     def _any_unaware(self) -> bool:
-        return any(one.connected and one.asked_status and not one.knows_over for one in self._all.values())
+        return any(known.connected and known.asked_status and not known.knows_over for known in self._all.values())
 
     def _find(self, number: Any) -> _Environment | None:
         environment = self._all.get(number) if isinstance(number, int) else None

@@ -279,7 +279,7 @@ class GroupReceiver:
         self._touch(group.environment)
         self._accepted.append((group.environment, len(group.members)))
         self.latest_example = group.example
-        self.held()
+        self.held()  # removes old entries of `_accepted`
         return ""
 
     def _count_refusal(self, reason: str) -> None:
@@ -287,7 +287,8 @@ class GroupReceiver:
         self.statistics.last_refusal = reason[:MAX_REASON_CHARACTERS]
 
     def held(self) -> deque[tuple[int | None, int]]:
-        """(environment, number of members) of the newest groups, one for each record that the rings still hold."""
+        """(environment, number of members) of the newest groups, one for each record that the rings still hold. Older entries are
+        removed."""
         held = self._rings.records_held
         while len(self._accepted) > held:
             self._accepted.popleft()

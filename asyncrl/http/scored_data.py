@@ -3,7 +3,8 @@
     tokens              [n][L]  ids
     masks               [n][L]  -100: not trained; otherwise the id of the token
     scores              [n]     rewards
-    inference_logprobs  [n][L]  of the sampler, in nats; 1.0 if not trained. Without this field the importance ratio is 1
+    inference_logprobs  [n][L]  log-probs of the sampler, in nats; 1.0 for tokens that are not trained. May be left out; then the
+                                importance ratio is 1
     messages            [n]     the conversation, stored with the member
     overrides           [n]     temperature, policy_version, set_advantage_to_zero
     group_overrides             temperature, policy_version
@@ -90,16 +91,17 @@ class _Settings:
 
 
 def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _Settings:
-    own = _object(override, f"overrides[{i}]")
+    member = _object(override, f"overrides[{i}]")
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
-    temperature = _number(_first("temperature", own, generation, group, default=1.0), f"temperature of member {i}")
-    policy_version = _first("policy_version", own, group, default=version)
+    temperature = _number(_first("temperature", member, generation, group, default=1.0), f"temperature of member {i}")
+    policy_version = _first("policy_version", member, group, default=version)
+    # Not `isinstance`, because a bool is an int.
     if type(policy_version) is not int or not 0 <= policy_version <= version:
         raise DataError(
             f"policy_version of member {i} is {policy_version!r}; expected a version from 0 to {version}, the newest version"
         )
-    return _Settings(temperature, policy_version, bool(own.get("set_advantage_to_zero")))
+    return _Settings(temperature, policy_version, bool(member.get("set_advantage_to_zero")))
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
@@ -144,7 +146,7 @@ def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.
 
 def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]) -> list[int]:
     """The prompt length of each member: the number of tokens before the first trained token. If all members begin with the tokens
-    of the shortest prompt, they all get its length. Then the model computes this prompt only once for the group."""
+    of the shortest prompt, every member gets that prompt's length. Then the model computes this prompt only once for the group."""
     lengths = [int(mask.argmax()) if mask.any() else int(mask.size) for _, mask in members]
     shortest = min(lengths)
     prompt = members[0][0][:shortest]

@@ -45,7 +45,7 @@ GRACE_S = 1.0
 # Time limit of a body, and of a pause in it.
 BODY_S = 30.0
 PAUSE_S = 5.0
-# How long to read on in a body that was refused. Without this its sender may miss the reply.
+# How long the server goes on to read a refused body. Without this time the sender may miss the reply.
 _LINGER_S = 1.0
 # Time limit of requests that run when the server closes.
 _SHUTDOWN_S = 5.0
@@ -83,11 +83,11 @@ async def receive(request: web.BaseRequest, most: int, count: Callable[[int], No
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     body = bytearray()
-    latest = anyio.current_time() + BODY_S
+    body_deadline = anyio.current_time() + BODY_S
     try:
-        with anyio.fail_at(latest) as scope:
+        with anyio.fail_at(body_deadline) as scope:
             while True:
-                scope.deadline = min(latest, anyio.current_time() + PAUSE_S)
+                scope.deadline = min(body_deadline, anyio.current_time() + PAUSE_S)
                 piece = await request.content.readany()
                 if not piece:
                     return body
@@ -135,10 +135,10 @@ class HttpServer:
         self._routes = routes
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
-        # A cancelled run accepts connections until its clients know that it is over.
+        # Shielded: also a cancelled run accepts connections until `close`, so that clients learn of the end of the run.
         self._accepting = anyio.CancelScope(shield=True)
         self._closed = anyio.Event()
-        self._closing = AsyncExitStack()
+        self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> HttpServer:
         """Errors: ConfigError if it cannot listen."""
@@ -149,22 +149,24 @@ class HttpServer:
             sockets = stack.enter_context(ExitStack())
             try:
                 found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                # Without duplicates: (family, address) -> None.
+                addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
                 listening = [
                     sockets.enter_context(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
-                    for family, address in dict.fromkeys((each[0], each[4]) for each in found)
+                    for family, address in addresses
                 ]
             except OSError as error:
                 raise ConfigError(
                     f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port"
                 ) from error
-            addresses = [each.getsockname()[:2] for each in listening]
-            self._access.add(address for address, _ in addresses)
-            self.url = self._access.url(addresses[0][1])
+            names = [listener.getsockname()[:2] for listener in listening]
+            self._access.add(address for address, _ in names)
+            self.url = self._access.url(names[0][1])
             self._server = _Connections(self._answer)
             stack.push_async_callback(self._end_connections)
             tasks = await stack.enter_async_context(plain_task_group())
             tasks.start_soon(self._run, listening, sockets.pop_all())
-            self._closing = stack.pop_all()
+            self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -172,7 +174,7 @@ class HttpServer:
             with anyio.CancelScope(shield=True):
                 await self.close()
         finally:
-            await self._closing.aclose()
+            await self._exit_stack.aclose()
 
     async def close(self) -> None:
         """Accept no more connections. Open ones go on until the `async with` is left."""
@@ -188,9 +190,9 @@ class HttpServer:
         try:
             with sockets, self._accepting:
                 async with anyio.create_task_group() as tasks:
-                    for each in listening:
-                        each.setblocking(False)
-                        tasks.start_soon(self._accept, each)
+                    for listener in listening:
+                        listener.setblocking(False)
+                        tasks.start_soon(self._accept, listener)
         finally:
             self._closed.set()
 
@@ -201,9 +203,9 @@ class HttpServer:
             with anyio.move_on_after(GRACE_S) as patience:
                 await server.places.acquire()
             if patience.cancelled_caught:
-                for each in server.connections:
-                    if each not in self._busy and each.transport is not None:
-                        each.transport.abort()
+                for connection in server.connections:
+                    if connection not in self._busy and connection.transport is not None:
+                        connection.transport.abort()
                 await server.places.acquire()
             try:
                 accepted, _ = listening.accept()
@@ -213,7 +215,7 @@ class HttpServer:
                 server.places.release()
                 if error.errno in _OUT_OF_RESOURCES:
                     await anyio.sleep(_RETRY_S)
-                # These two mean that the client has gone already.
+                # BlockingIOError and ConnectionError: the client has closed the connection already.
                 elif not isinstance(error, BlockingIOError | ConnectionError):
                     raise
 
@@ -221,13 +223,14 @@ class HttpServer:
         self._busy.add(request.protocol)
         try:
             self._access.check(request)
-            key = f"/{self._access.key}/"
-            path = request.path[len(key) - 1 :] if request.path.startswith(key) else request.path
+            # The key may be the first part of the path, or in a header.
+            prefix = f"/{self._access.key}"
+            path = request.path.removeprefix(prefix) if request.path.startswith(f"{prefix}/") else request.path
             handler = self._routes.get((request.method, path))
             if handler is not None:
                 response = await handler(request)
             else:
-                known = any(path == each for _, each in self._routes)
+                known = any(path == route for _, route in self._routes)
                 response = reply(405 if known else 404, status="refused", message="no such method or path at this door")
         except Refused as error:
             response = reply(error.status, status=error.state, message=str(error))

@@ -8,14 +8,14 @@ column of the rows; packing reads the columns. A stage that changes groups (pena
 * Advantages follow Atropos: rewards are scaled by length before the members of a group are compared, and a member with
   `set_advantage_to_zero` gets 0 afterwards.
 * A statistic of the whole step covers all ranks. Each rank sends its numbers (a few floats a completion, never texts), sorts the
-  numbers of all ranks by group id, and computes all advantages. So advantages do not depend on which rank holds a group, to the
-  last bit.
+  numbers of all ranks by group id, and computes all advantages. So every bit of the advantages is the same whichever rank holds a
+  group.
 * The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
   depend on the number of ranks. A rank may hold no group of a minibatch.
-* A group without a signal keeps its place in the step and its line in the rollouts. Where the buffer has a replayed group, that one
-  is trained instead, and N counts its tokens alone. Replayed groups have metrics of their own and count in no other metric.
-* Log-probs of the reference depend on the tokens alone, so they may be computed ahead, while the rewards of a group are scored
-  (`Intake`). Log-probs of the policy would be stale by the time of the step.
+* A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, the replayed
+  group is trained instead, and N counts only the replayed group's tokens. Replayed groups count only in the metrics `replay/*`.
+* Log-probs of the reference depend only on the tokens, so they may be computed while the rewards of a group are scored (`Intake`).
+  Log-probs of the policy are computed in the step, because they would be stale if they were computed earlier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncrl.records.check import SILENT
 from asyncrl.types import Float32Array, Group, Microbatch
 
 from .pipeline import Ports
-from .step import GroupsFailed, Step, blaming
+from .step import GroupsFailed, Step, blame_groups
 
 # Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
@@ -51,83 +51,85 @@ _NONE = np.zeros(0, np.float32)
 class Building:
     """Calls the stages of the module docstring."""
 
-    def __init__(self, ports: Ports, published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
-        """`published` waits until the last step is published: a publish may run a collective, and every rank must run that before
+    def __init__(self, ports: Ports, wait_published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
+        """`wait_published` waits until the last step is published: a publish may run a collective, which every rank must run before
         the collectives of the next step. `surveys`: the trainer runs a collective before each optimizer step."""
         self._ports = ports
-        self._published = published
+        self._wait_published = wait_published
         self._reader = RewardReader.of(ports)
-        # Both are False where steps are streamed.
+        # Both are False if steps are streamed.
         self._compares = ports.ranks > 1 and ports.advantage.needs_whole_step
         self._divides = ports.ranks > 1 and ports.config.algorithm.minibatches > 1
         self._has_collectives = surveys or self._compares or self._divides
 
     async def microbatches(self, step: Step) -> list[Microbatch] | None:
-        """The microbatches of the claimed groups that were not trained yet. Where a batch takes several optimizer steps, sets
-        `step.parts` and returns None. None without parts: this rank has nothing to train, and no collective waits for it."""
+        """The microbatches of the claimed groups that were not trained yet. If a batch takes several optimizer steps, the result is
+        None and `step.parts` has the microbatches. None without parts: this rank has nothing to train and no collective to join."""
         ports, rows = self._ports, step.untrained()
         if not (rows or self._has_collectives):
             return None
-        judged = await less_penalties(ports, step, rows)
+        penalised = await subtract_reward_penalty(ports, step, rows)
         if self._compares or self._divides:
-            await self._published()
-        advantages = await advantages_of(ports, self._reader, judged, over_ranks=self._compares)
-        rows = await with_advantages(ports, rows, advantages)
+            await self._wait_published()
+        advantages = await compute_advantages(ports, self._reader, penalised, over_ranks=self._compares)
+        rows = await write_advantages(ports, rows, advantages)
         parts = []
         for part in await minibatches(ports, rows):
-            part = masked(ports, with_replayed(ports, self._reader, step, part))
+            part = mask_overlong(ports, replace_without_signal(ports, self._reader, step, part))
             trained, skipped = split_skipped(ports, part)
-            parts.append(packed(ports, await with_logprobs(ports, trained), skipped))
+            parts.append(pack_with_skipped(ports, await write_logprobs(ports, trained), skipped))
         if versions_per_batch(ports.config) == 1:
             return parts[0]
         step.parts = parts
         return None
 
 
-# -- the stages ------------------------------------------------------------------------------------------------------
-
-
-async def less_penalties(ports: Ports, step: Step, rows: list[Rows]) -> list[Rows]:
-    """Subtract the KL to the reference from the rewards, where that is configured. Only the advantages read these rewards."""
+async def subtract_reward_penalty(ports: Ports, step: Step, rows: list[Rows]) -> list[Rows]:
+    """The rows, with the KL to the reference subtracted from the rewards if configured. Only the advantages read these rewards."""
     if ports.reward_penalty is None:
         return rows
-    await fill(ports, REFERENCE, rows)
+    await write_logprob_column(ports, REFERENCE, rows)
     penalties = dict[tuple[int, int], float]()
     for batch in _pack(ports, rows, advantages=False):
         if batch.reference_logprobs is not None:
-            found, kl = ports.reward_penalty(batch, batch.reference_logprobs)
-            penalties |= found
+            batch_penalties, kl = ports.reward_penalty(batch, batch.reference_logprobs)
+            penalties |= batch_penalties
             step.kl.append(kl)
-    return [replace(each, group=subtract_penalties(each.group, penalties)) for each in rows]
+    return [replace(group_rows, group=subtract_penalties(group_rows.group, penalties)) for group_rows in rows]
 
 
-async def advantages_of(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
-    """The advantages of these rows. `over_ranks`: the estimator compares the groups of all ranks, by a collective, which raises
-    where a rank is gone."""
-    groups = [each.group for each in rows]
+async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
+    """The advantages of these rows. `over_ranks`: the estimator compares the groups of all ranks, by a collective, which raises if
+    a rank has ended."""
+    groups = [group_rows.group for group_rows in rows]
     if over_ranks:
         mine = [(group.group_id, reader.numbers(group)) for group in groups]
-        return _by_group(groups, of_rank(ports.advantage, await ports.gather(mine), ports.rank))
+        return _advantages_by_group(groups, advantages_of_rank(ports.advantage, await ports.gather(mine), ports.rank))
     try:
         return reader.advantages(groups)
     except Exception as error:
         # Such an estimator cannot be tried on one group, so no group can be blamed.
         if ports.advantage.needs_whole_step:
             raise
-        raise GroupsFailed(_first_that_fails(rows, lambda each: reader.advantages([each.group])), error) from error
+        raise GroupsFailed(
+            _first_that_fails(rows, lambda group_rows: reader.advantages([group_rows.group])), error
+        ) from error
 
 
-async def with_advantages(ports: Ports, rows: list[Rows], advantages: Advantages) -> list[Rows]:
+async def write_advantages(ports: Ports, rows: list[Rows], advantages: Advantages) -> list[Rows]:
     """Write the column of advantages. The hook `after_advantages` may replace its values."""
-    for each in rows:
-        values = advantages[each.group_id]
+    for group_rows in rows:
+        values = advantages[group_rows.group_id]
         if not (np.abs(values) <= FLOAT32).all():
-            raise GroupsFailed([each.group_id], DataError(f"its advantages are {values.tolist()}, beyond float32"))
+            error = DataError(f"its advantages are {values.tolist()}, beyond float32")
+            raise GroupsFailed([group_rows.group_id], error)
         if ports.hooks.after_advantages is not None:
-            with ports.recorder.watch("train pump", f"group {each.group_id}", on="hook after_advantages"):
-                # A group that the user's own code keeps must outlive the lease.
-                values = await ports.hooks.weighed(copy_group(each.group) if each.leases else each.group, values)
-        ports.book.write(each.group_id, ADVANTAGES, values)
+            with ports.recorder.watch("train pump", f"group {group_rows.group_id}", on="hook after_advantages"):
+                # The hook may keep the group longer than the lease, so it gets a copy.
+                values = await ports.hooks.apply_after_advantages(
+                    copy_group(group_rows.group) if group_rows.leases else group_rows.group, values
+                )
+        ports.book.write(group_rows.group_id, ADVANTAGES, values)
     return rows
 
 
@@ -136,108 +138,110 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
     count = ports.config.algorithm.minibatches
     if count == 1:
         return [rows]
-    numbers = parts_of_rank(await ports.gather([each.group_id for each in rows]), ports.rank, count)
-    return [[each for each, number in zip(rows, numbers, strict=True) if number == part] for part in range(count)]
+    numbers = minibatches_of_rank(await ports.gather([group_rows.group_id for group_rows in rows]), ports.rank, count)
+    return [
+        [group_rows for group_rows, number in zip(rows, numbers, strict=True) if number == part]
+        for part in range(count)
+    ]
 
 
-def with_replayed(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
+def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
     """Replace each group without a signal by a replayed group, as long as the buffer has one."""
     if ports.replay is None:
         return rows
-    # The age of a replayed group is taken at the last optimizer step of the batch.
-    last, chosen = step.version + versions_per_batch(ports.config) - 1, []
-    for each in rows:
-        if not any(each.columns[ADVANTAGES]):
+    # A replayed group must be fresh enough for the last optimizer step of the batch.
+    last_version, chosen = step.version + versions_per_batch(ports.config) - 1, []
+    for group_rows in rows:
+        if not any(group_rows.columns[ADVANTAGES]):
             taken = {group.group_id for group in step.replayed.values()}
-            other = ports.replay.draw(last, (ports.ledger.turn, each.group_id), taken)
+            other = ports.replay.draw(last_version, (ports.ledger.turn, group_rows.group_id), taken)
             if other is not None:
-                step.replayed[each.group_id] = other
-                each = Rows(other, {ADVANTAGES: reader.advantages([other])[other.group_id]}, claimed=True)
-        chosen.append(each)
+                step.replayed[group_rows.group_id] = other
+                group_rows = Rows(other, {ADVANTAGES: reader.advantages([other])[other.group_id]}, claimed=True)
+        chosen.append(group_rows)
     return chosen
 
 
-def masked(ports: Ports, rows: list[Rows]) -> list[Rows]:
+def mask_overlong(ports: Ports, rows: list[Rows]) -> list[Rows]:
     """Mask the tokens of completions that were cut off or are too long, as `algorithm.mask` says."""
     mask = ports.config.algorithm.mask
     return [
-        replace(each, group=without_overlong(each.group, truncated=mask.truncated, longest=mask.longer_than))
-        for each in rows
+        replace(
+            group_rows, group=without_overlong(group_rows.group, truncated=mask.truncated, longest=mask.longer_than)
+        )
+        for group_rows in rows
     ]
 
 
 def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
-    """(rows to train, rows to skip): advantages of 0 give no gradient. `resolve` refuses to skip where they would."""
+    """(rows to train, rows to skip): advantages of 0 give no gradient. If a loss has other terms, `resolve` refuses to skip."""
     if not ports.config.train.skip_zero_advantage:
         return rows, []
-    moves = [any(each.columns[ADVANTAGES]) for each in rows]
-    trained = [each for each, moved in zip(rows, moves, strict=True) if moved]
-    return trained, [each for each, moved in zip(rows, moves, strict=True) if not moved]
+    has_signal = [any(group_rows.columns[ADVANTAGES]) for group_rows in rows]
+    trained = [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if signal]
+    return trained, [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if not signal]
 
 
-async def with_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
+async def write_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
     """Compute the columns of log-probs that the loss reads. Log-probs of the policy are computed once, before the first optimizer
     step of the batch."""
     if ports.loss.needs_reference:
-        await fill(ports, REFERENCE, rows)
+        await write_logprob_column(ports, REFERENCE, rows)
     algorithm = ports.config.algorithm
     if algorithm.old_logprobs != "sampler" and ports.loss.needs_old and versions_per_batch(ports.config) > 1:
-        await fill(ports, OLD, rows)
+        await write_logprob_column(ports, OLD, rows)
     return rows
 
 
-def packed(ports: Ports, rows: list[Rows], skipped: list[Rows]) -> list[Microbatch]:
-    """The microbatches of `rows`, and one without tokens for the counts of the `skipped` rows."""
+def pack_with_skipped(ports: Ports, rows: list[Rows], skipped: list[Rows]) -> list[Microbatch]:
+    """The microbatches of `rows`, and a microbatch without tokens for the counts of the `skipped` rows."""
     try:
         batches = _pack(ports, rows)
     except Exception as error:
-        raise GroupsFailed(_first_that_fails(rows, lambda each: _pack(ports, [each])), error) from error
+        raise GroupsFailed(_first_that_fails(rows, lambda group_rows: _pack(ports, [group_rows])), error) from error
     if ports.config.algorithm.old_logprobs == "sampler":
-        batches = [replace(each, old_logprobs=each.sampler_logprobs) if each.scored else each for each in batches]
+        batches = [replace(batch, old_logprobs=batch.sampler_logprobs) if batch.scored else batch for batch in batches]
     if skipped:
-        batches.append(counted_only([each.group for each in skipped]))
+        batches.append(microbatch_of_counts([group_rows.group for group_rows in skipped]))
         ports.recorder.count("train/skipped_groups", len(skipped))
     return batches
 
 
-# -- what the stages use ---------------------------------------------------------------------------------------------
-
-
-async def fill(ports: Ports, column: str, rows: Sequence[Rows]) -> None:
+async def write_logprob_column(ports: Ports, column: str, rows: Sequence[Rows]) -> None:
     """Compute the log-probs of the rows that lack this column."""
-    lacking = [each for each in rows if column not in each.columns]
+    missing = [group_rows for group_rows in rows if column not in group_rows.columns]
     model: Literal["policy", "reference"] = "reference" if column == REFERENCE else "policy"
     size = ports.config.train.tokens_per_microbatch
-    found = await logprob_columns(ports.trainer, [each.group for each in lacking], size, model)
-    for each, values in zip(lacking, found, strict=True):
-        if each.group_id in ports.store:
-            ports.book.write(each.group_id, column, values)
+    columns = await logprob_columns(ports.trainer, [group_rows.group for group_rows in missing], size, model)
+    for group_rows, values in zip(missing, columns, strict=True):
+        if group_rows.group_id in ports.store:
+            ports.book.write(group_rows.group_id, column, values)
         else:
             # The store does not hold replayed groups.
-            each.columns[column] = values
+            group_rows.columns[column] = values
 
 
 async def logprob_columns(
     trainer: Trainer, groups: Sequence[Group], tokens_per_microbatch: int, model: Literal["policy", "reference"]
 ) -> list[list[Float32Array]]:
-    """[G] of [s] for each group: log-probs of its scored tokens. Errors: those of the trainer."""
+    """For each group a list [G] of arrays [s]: the log-probs of a member's s scored tokens. Errors: those of the trainer."""
     columns = [[_NONE] * len(group.trajectories) for group in groups]
-    place = {group.group_id: index for index, group in enumerate(groups)}
+    index_of = {group.group_id: index for index, group in enumerate(groups)}
     for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
         if not batch.scored:
             continue
-        with blaming(batch.group_ids.tolist()):
+        with blame_groups(batch.group_ids.tolist()):
             logprobs_S = await trainer.compute_logprobs(batch, model)
         ends = np.cumsum(np.bincount(batch.sequence, minlength=batch.sequences))[:-1]
         parts = np.split(np.asarray(logprobs_S), ends)
         for group_id, member, part in zip(batch.group_ids.tolist(), batch.members.tolist(), parts, strict=True):
-            columns[place[group_id]][member] = part
+            columns[index_of[group_id]][member] = part
     return columns
 
 
 @dataclass(frozen=True, slots=True)
 class RewardReader:
-    """Turns groups into the rewards that the estimator compares. `weights`: of the reward components, by name."""
+    """Turns groups into the rewards that the estimator compares. `weights`: name of a reward component -> its weight."""
 
     estimator: Estimator
     weights: Mapping[str, float]
@@ -263,14 +267,15 @@ class RewardReader:
         return self.estimator.has_signal(self.numbers(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """`groups`: all groups of the step where the estimator needs the whole step, else any of them."""
-        return _by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+        """`groups`: all groups of the step if the estimator needs the whole step; else any groups."""
+        return _advantages_by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
 
 
-def of_rank(
+def advantages_of_rank(
     estimator: Estimator, parts: Sequence[Sequence[tuple[int, GroupRewards]]], rank: int
 ) -> list[npt.NDArray[np.float64]]:
-    """[G] for each group of `parts[rank]`, by statistics of all parts. `parts`: by rank, (group id, rewards of the group)."""
+    """Advantages [G] of each group of `parts[rank]`, from the statistics of all parts. `parts`: for each rank, the pairs (group id,
+    rewards) of its groups."""
     places = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
     # Every rank needs the same order: the rounding of sums depends on it.
     places.sort()
@@ -279,15 +284,15 @@ def of_rank(
     return [found[i] for i in range(len(parts[rank]))]
 
 
-def parts_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:
-    """The minibatch of each group of `ids[rank]`, from 0 to `count` - 1; `ids`: by rank, group ids in any order."""
-    places = sorted((group_id, r, i) for r, each in enumerate(ids) for i, group_id in enumerate(each))
+def minibatches_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:
+    """The minibatch, from 0 to `count` - 1, of each group of `ids[rank]`. `ids`: for each rank, its group ids in any order."""
+    places = sorted((group_id, r, i) for r, rank_ids in enumerate(ids) for i, group_id in enumerate(rank_ids))
     found = {i: place * count // len(places) for place, (_, r, i) in enumerate(places) if r == rank}
     return [found[i] for i in range(len(ids[rank]))]
 
 
-def counted_only(groups: Sequence[Group]) -> Microbatch:
-    """A microbatch without tokens: it adds the counts of skipped `groups` to N."""
+def microbatch_of_counts(groups: Sequence[Group]) -> Microbatch:
+    """A microbatch without tokens, which adds the counts of skipped `groups` to N."""
     none, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
     trajectories = [t for group in groups for t in group.trajectories]
     return Microbatch(
@@ -312,7 +317,7 @@ def counted_only(groups: Sequence[Group]) -> Microbatch:
     )
 
 
-def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]) -> Advantages:
+def _advantages_by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]) -> Advantages:
     result: Advantages = {}
     for group, advantage_G in zip(groups, values, strict=True):
         silent_G = np.array([bool(t.metadata.get(SILENT)) for t in group.trajectories])
@@ -321,19 +326,22 @@ def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]
 
 
 def _pack(ports: Ports, rows: Sequence[Rows], *, advantages: bool = True) -> list[Microbatch]:
-    """`advantages` False: they are not known yet, and zeros stand in their place."""
+    """`advantages=False`: the advantages are not known yet; the microbatches have zeros instead."""
     groups = [
-        (each.group, each.columns[ADVANTAGES] if advantages else np.zeros(len(each.group.trajectories)))
-        for each in rows
+        (
+            group_rows.group,
+            group_rows.columns[ADVANTAGES] if advantages else np.zeros(len(group_rows.group.trajectories)),
+        )
+        for group_rows in rows
     ]
-    return pack_groups(groups, ports.config.train.tokens_per_microbatch, [each.columns for each in rows])
+    return pack_groups(groups, ports.config.train.tokens_per_microbatch, [group_rows.columns for group_rows in rows])
 
 
 def _first_that_fails(rows: Sequence[Rows], alone: Callable[[Rows], object]) -> list[int]:
-    """The id of the first group that fails alone; all ids where every group works alone."""
-    for each in rows:
+    """The id of the first group that fails alone; all ids if no group fails alone."""
+    for group_rows in rows:
         try:
-            alone(each)
+            alone(group_rows)
         except Exception:
-            return [each.group_id]
-    return [each.group_id for each in rows]
+            return [group_rows.group_id]
+    return [group_rows.group_id for group_rows in rows]

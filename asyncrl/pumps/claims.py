@@ -24,8 +24,6 @@ class Claims:
         self.changed = anyio.Event()
         ports.book.on_ready(self.notify)
 
-    # -- whether there is another step -----------------------------------------------------------------------------
-
     @property
     def stopping(self) -> bool:
         """Whether the step in progress, if any, is the last step of this run."""
@@ -46,8 +44,6 @@ class Claims:
         """Make the step in progress the last step, because of a time limit. The runtime drops the groups outside that step."""
         self._stop_requested = True
         self.notify()
-
-    # -- the groups of a step --------------------------------------------------------------------------------------
 
     async def claim_ready(self, step: Step) -> ClaimState:
         """Claim every ready group that can have a place in `step` now. Result FULL: the step gets no more groups."""
@@ -70,7 +66,9 @@ class Claims:
     async def drop_late(self) -> None:
         """Drop the groups past their deadline, if `rollout.late` is `drop`."""
         ports = self._ports
-        for ticket in ports.ledger.expired() if ports.config.rollout.late == "drop" else ():
+        if ports.config.rollout.late != "drop":
+            return
+        for ticket in ports.ledger.expired():
             if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
                 ports.counters["staleness/dropped"] += 1
 
@@ -78,8 +76,6 @@ class Claims:
         """Make the groups of an aborted step claimable again."""
         for ticket in await self._ports.ledger.rollback():
             self._ports.book.unclaim(ticket)
-
-    # -- waking ----------------------------------------------------------------------------------------------------
 
     def notify(self) -> None:
         """Wake every task that waits for a change."""

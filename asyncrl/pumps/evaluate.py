@@ -38,8 +38,8 @@ from .rollout import EpisodeFailed, Episodes
 
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
-# The engine serves the request with the lowest priority first. The priority of a rollout is its deadline. Without a pin the next
-# optimizer step waits for the evaluation. With a pin the training waits for the earlier rollouts of the pinned worker.
+# The engine serves the request with the lowest number first. The number of a rollout is its deadline. Without a pin the next
+# optimizer step waits for the evaluation, so the evaluation comes first. With a pin it comes last: the training waits for rollouts.
 _BEFORE_ROLLOUTS = -1
 _AFTER_ROLLOUTS = 1 << 30
 
@@ -133,7 +133,7 @@ class EvaluatePump:
     def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
         # NaN: the completion is missing, or has no such value.
-        rewards, pass_values = np.full((2, rows, samples), np.nan)
+        rewards, pass_values = np.full((rows, samples), np.nan), np.full((rows, samples), np.nan)
         pass_by = self._settings.pass_by
         names = {name for trajectory in scored.values() for name in trajectory.components}
         if scored and pass_by != "reward" and pass_by not in names:
@@ -213,7 +213,8 @@ class Evaluations:
         if beside is None or pin is None:
             metrics = await self._pump.run(version)
             self.unfinished.remove(version)
-            return await report(metrics)
+            await report(metrics)
+            return
         self._reported = anyio.Event()
         spawn(beside, f"evaluation of version {version}", self._run_pinned, self._pump, version, pin, report)
 

@@ -92,8 +92,6 @@ class Gathering:
         self._whole_in.close()
         self._whole.close()
 
-    # -- what the door calls
-
     def group_id(self, epoch: int, group: int) -> int:
         """The id of a producer's group in this run: the same for all its members."""
         key = GroupKey(epoch, group)
@@ -160,8 +158,6 @@ class Gathering:
         if self._counts.refused <= NOTES:
             self._note(f"door: refused: {self._counts.last_refusal}")
 
-    # -- tasks
-
     async def submit(self) -> None:
         """Hand whole groups to the intake, one after the other, until the training ends."""
         # The training may end while a group waits for its slot.
@@ -191,8 +187,6 @@ class Gathering:
                     self._drop(group)
             with anyio.CancelScope(deadline=min(self._ends.values(), default=math.inf)):
                 await changed.wait()
-
-    # -- inside
 
     async def _submit(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         leases = tuple(dict.fromkeys(group.leases))

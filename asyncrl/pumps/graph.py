@@ -72,7 +72,7 @@ class Graph:
         self._publish = PublishPump(ports, at_version, partial(catch_up, False))
         self._claims = Claims(ports)
         self._training_completed = False  # without an error or a cancellation
-        self._train = TrainPump(ports, self._claims, reroll, self._publish.published, on_step)
+        self._train = TrainPump(ports, self._claims, reroll, self._publish.wait_published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         evaluate = EvaluatePump(ports, held_out, environment, evaluated) if held_out else None
         self.evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
@@ -88,15 +88,13 @@ class Graph:
         self._rollout: RolloutPump | None = None
         self.time_is_up = False
 
-    # -- start and end ---------------------------------------------------------------------------------------------
-
     def start(self, supervisor: Supervisor) -> None:
         """Start to train the groups that `run` generates and that `submit` gets."""
         self._accept_groups(True)
         supervisor.start("training", self._run_training)
 
     def _accept_groups(self, accepts: bool) -> None:
-        """Set whether groups may come from outside. Then idle time of the device is time in which the program must act."""
+        """Set whether groups may come from outside. If they may, idle time of the device is counted as waiting for the program."""
         self._ports.recorder.change_actor(
             "the program" if self._accepts_groups else "", "the program" if accepts else ""
         )
@@ -137,8 +135,8 @@ class Graph:
     async def run(self, supervisor: Supervisor) -> None:
         """Generate, score and train the configured prompts until the end. Groups that no step has trained are dropped and counted.
 
-        Without prompts: train the submitted groups, at the time limit only the groups that are already here."""
-        await self._publish.published(self._ports.ledger.turn)
+        Without prompts: train the submitted groups; after the time limit no group is accepted any more."""
+        await self._publish.wait_published(self._ports.ledger.turn)
         if self._prompts is None:
             self._generated.set()
         else:
@@ -161,9 +159,9 @@ class Graph:
                 await anyio.sleep_forever()
             turn = self._ports.ledger.turn
             raise LifecycleError(
-                f"the training stopped after step {turn} before its end and without an error; report this bug"
+                f"the training stopped after step {turn}, too early, without an error; report this bug"
             )
-        # Otherwise a group could be admitted after `end_all`.
+        # Without this wait a group could be admitted after `end_all`.
         await self._generated.wait()
         self._generating = False
         await self._ports.book.end_all("the run ended first")
@@ -189,15 +187,13 @@ class Graph:
             self._generated.set()
 
     async def drain(self) -> None:
-        """Refuse further groups, train the groups that are here, and end. Returns when the training pumps have ended."""
+        """Refuse further groups, train the groups that were accepted, and end. Returns when the training pumps have ended."""
         if not self._finished.is_set():
             self._draining = True
             self._accept_groups(False)
             self.intake.close("the Runtime takes no more groups")
             await self._ports.ledger.exhaust()
             await self._finished.wait()
-
-    # -- groups from outside ---------------------------------------------------------------------------------------
 
     def open_intake(self) -> Intake:
         """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts."""
@@ -219,11 +215,9 @@ class Graph:
 
     async def wait_published(self) -> None:
         """Wait until every step is published and reported, and every engine has the newest weights."""
-        await self._publish.published(self._ports.ledger.turn)
+        await self._publish.wait_published(self._ports.ledger.turn)
         await self.evaluations.wait_reported()
         await self._publish.sync()
-
-    # -- for the Runtime -------------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and

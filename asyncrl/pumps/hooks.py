@@ -5,7 +5,7 @@
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
 belongs into a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
-wrong form, ends the run with a `HookError` that names the hook. With several ranks each calls its hooks for its own groups.
+wrong form, ends the run with a `HookError` that names the hook. With several ranks, each rank calls its hooks for its own groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """`Runtime(config, hooks=Hooks(after_rewards=f))`, or `hooks: file.py:name` of one in the configuration."""
+    """Passed as `Runtime(config, hooks=Hooks(after_rewards=f))`, or named by `hooks: file.py:name` in the configuration."""
 
     # Called before a group is sampled. May return another prompt of the same group id.
     before_group: Callable[[Prompt], Maybe[Prompt]] | None = None
@@ -61,35 +61,35 @@ class Hooks:
                 raise ConfigError(f"hooks: {name} is a {type(hook).__name__}; expected a function")
         if inspect.iscoroutinefunction(self.on_store):
             raise ConfigError(
-                "hooks: on_store is an async function, and an operation of the store does not wait: use `def`"
+                "hooks: on_store is an async function, but operations of the store do not wait: use `def`"
             )
         return self
 
-    async def prompt(self, prompt: Prompt) -> Prompt:
+    async def apply_before_group(self, prompt: Prompt) -> Prompt:
         """The prompt to sample from. Errors: HookError."""
         new = await self._call("before_group", prompt)
         if new is None:
             return prompt
         if not isinstance(new, Prompt) or new.group_id != prompt.group_id:
-            raise self._wrong("before_group", new, f"None or a Prompt of group {prompt.group_id}")
+            raise self._wrong_answer("before_group", new, f"None or a Prompt of group {prompt.group_id}")
         return new
 
-    async def rewarded(self, group: Group, limits: Limits) -> Group:
+    async def apply_after_rewards(self, group: Group, limits: Limits) -> Group:
         """The group that filters and training get. Errors: HookError."""
         new = await self._call("after_rewards", group)
         if new is None:
             return group
         if not isinstance(new, Group) or (new.ticket, len(new.trajectories)) != (group.ticket, len(group.trajectories)):
             wanted = f"None or the Group {group.group_id} with {len(group.trajectories)} trajectories"
-            raise self._wrong("after_rewards", new, wanted)
+            raise self._wrong_answer("after_rewards", new, wanted)
         for trajectory in new.trajectories:
             try:
                 check_trajectory(trajectory, limits)
             except DataError as error:
-                raise self._wrong("after_rewards", new, f"what can be trained ({error})") from None
+                raise self._wrong_answer("after_rewards", new, f"trajectories that can be trained ({error})") from None
         return new
 
-    async def weighed(self, group: Group, advantages: Numbers) -> Numbers:
+    async def apply_after_advantages(self, group: Group, advantages: Numbers) -> Numbers:
         """The advantages [G] to train with. Errors: HookError."""
         read_only = advantages.view()
         read_only.flags.writeable = False
@@ -101,7 +101,7 @@ class Hooks:
         except (TypeError, ValueError):
             values = np.zeros(0)
         if values.shape != advantages.shape or not np.isfinite(values).all():
-            raise self._wrong("after_advantages", new, f"None or {advantages.size} finite numbers")
+            raise self._wrong_answer("after_advantages", new, f"None or {advantages.size} finite numbers")
         return values
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -114,21 +114,21 @@ class Hooks:
         except asyncio.CancelledError as error:
             if anyio.current_effective_deadline() == -math.inf:
                 raise
-            # The hook cancelled itself. A task group would take that for an ordinary end and lose the group.
+            # The hook cancelled itself. A task group would treat this error as an ordinary end, and the group would be lost.
             raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
         except BaseException as error:
             if is_interrupt(error):
                 raise
             raise _failed(name, hook, error) from error
 
-    def _wrong(self, name: str, answer: Any, wanted: str) -> HookError:
+    def _wrong_answer(self, name: str, answer: Any, wanted: str) -> HookError:
         return HookError(
             f"hook {name} ({_title(getattr(self, name))}) returned {repr(answer)[:200]}; expected {wanted}"
         )
 
 
 class StoreWatch:
-    """Hands the events of the store to `on_store`. Its first error ends the run, and no event follows it."""
+    """Calls `on_store` with the events of the store. The hook's first error ends the run, and the hook gets no later event."""
 
     def __init__(self, hook: Callable[[StoreEvent], None]) -> None:
         self._hook = hook
@@ -148,7 +148,7 @@ class StoreWatch:
                 self._end_run(error)
 
     def attach(self, end_run: Callable[[BaseException], None]) -> None:
-        """Call `end_run` with the first error: now, if there was one, else when it happens."""
+        """Register `end_run`, which is called with the hook's first error: at once if the hook has failed already."""
         self._end_run = end_run
         if self._error is not None:
             end_run(self._error)
@@ -157,7 +157,8 @@ class StoreWatch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """To be left after the store, whose closing is an operation, too. Errors: HookError, unless another error ends the run."""
+        """Exit this context after the store, because the closing of the store is an event, too. Errors: HookError, unless another
+        error ends the run."""
         if self._error is not None and error is None:
             raise self._error
 

@@ -30,7 +30,7 @@ from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
 from .building import logprob_columns
 from .pipeline import Ports, Scoring
-from .screen import OVERLONG, Reroll, Screen, shaped
+from .screen import OVERLONG, Reroll, Screen, shape_reward
 from .step import GroupsFailed
 
 # The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
@@ -53,13 +53,11 @@ class Intake:
         self._components: set[str] = set()  # names of reward components from outside
         self._closed = ""  # the reason why `submit` is refused
         self._waiting: set[anyio.CancelScope] = set()
-        # Leases of groups that were refused because live groups hold the places. They are released when a group ends.
+        # Leases of groups that were refused because live groups hold all places in the steps. Released when a group ends.
         self._delayed_leases: list[Lease] = []
         ports.book.on_end(self._on_end)
         self.ids = ports.ids
         self.scored = 0  # trajectories
-
-    # -- own rollouts, which have a slot ---------------------------------------------------------------------------
 
     async def take(self, item: Scoring) -> None:
         """Score one played trajectory, or all members of a group. A group whose last member is scored is filtered."""
@@ -71,7 +69,7 @@ class Intake:
             await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
             self.scored += len(item.trajectories)
             return
-        scored = await self._rewarded(Group(ticket, item.prompt, item.trajectories))
+        scored = await self._score_members(Group(ticket, item.prompt, item.trajectories))
         if ticket.group_id not in book:
             return
         members = self._members.setdefault(ticket.group_id, {})
@@ -91,8 +89,6 @@ class Intake:
         """Drop and count the incomplete groups, after the end of all rollouts."""
         for group_id in list(self._members):
             await self._ports.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
-
-    # -- groups from outside ---------------------------------------------------------------------------------------
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
         """Take a whole group whose members passed `check`. Waits for a slot, and scores members without a reward.
@@ -122,7 +118,7 @@ class Intake:
         if ticket is None:
             ports.counters["staleness/dropped"] += 1
             assert oldest is not None, "a group without versions is never too old"
-            # A group that ended during the wait may have held the place. Then no later end may come to release the leases.
+            # If a group ended during `admit`, perhaps no group ends later, and nothing would release delayed leases.
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
                 _release(leases)
             else:
@@ -193,34 +189,32 @@ class Intake:
         if len(self._submitted) > MAX_REMEMBERED_IDS:
             self._submitted.popitem(last=False)
 
-    # -- stages of every group -------------------------------------------------------------------------------------
-
     async def _enter(self, group: Group, *, leased: bool = False) -> None:
         """Score and filter a whole group that has its slot and its rows in the store."""
-        await self._filter(replace(group, trajectories=await self._rewarded(group)), leased=leased)
+        await self._filter(replace(group, trajectories=await self._score_members(group)), leased=leased)
 
     async def _filter(self, group: Group, *, leased: bool = False) -> None:
         """Shape the rewards of a scored group, then drop the group or make it ready."""
         ports = self._ports
         if ports.config.reward.overlong.cache is not None:
             group = replace(
-                group, trajectories=tuple(shaped(t, ports.config.reward.overlong) for t in group.trajectories)
+                group, trajectories=tuple(shape_reward(t, ports.config.reward.overlong) for t in group.trajectories)
             )
         if group.group_id not in ports.book:
             return
         if ports.hooks.after_rewards is not None:
             # The hook may keep the group longer than the lease, so it gets a copy.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
-                group = await ports.hooks.rewarded(copy_group(group) if leased else group, ports.limits)
-        reason = self._screen.refuses(group)
+                group = await ports.hooks.apply_after_rewards(copy_group(group) if leased else group, ports.limits)
+        reason = self._screen.reason_to_drop(group)
         if reason is None:
             ports.book.mark_ready(group)
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
             ports.counters[f"filter/{reason}"] += 1
-            self._reroll.group_ended(group)
+            self._reroll.on_group_end(group)
 
-    async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
+    async def _score_members(self, group: Group) -> tuple[Trajectory, ...]:
         """All members, with rewards. Members that came with a reward are not scored again."""
         ports, recorder = self._ports, self._ports.recorder
         unscored = [t for t in group.trajectories if t.reward is None]
@@ -255,18 +249,19 @@ class ScorePump:
         waits for    a played trajectory; rewards
         is woken by  the rollout pump; reward workers
 
-    There is one scorer task more than reward functions can run at a time, so that no worker is idle while a reply is handled.
+    There is one scorer task more than calls of reward functions at a time, so that no worker is idle while a reply is handled.
     """
 
-    def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], workers: int) -> None:
+    def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], calls: int) -> None:
+        """`calls`: calls of reward functions that may run at a time."""
         self._intake = intake
         self._scoring = scoring
-        self._workers = workers
+        self._calls = calls
 
     async def run(self) -> None:
         """Ends when every rollout is scored. Incomplete groups are then dropped and counted."""
         async with self._scoring, anyio.create_task_group() as scorers:
-            for _ in range(self._workers + 1):
+            for _ in range(self._calls + 1):
                 spawn(scorers, "scorer", self._score)
         await self._intake.drop_incomplete()
 
@@ -276,7 +271,7 @@ class ScorePump:
 
 
 def members_in_order(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-    """All members of one group, sorted by member number. Errors: DataError if a member is missing or is there twice."""
+    """All members of one group, sorted by member number. Errors: DataError if a member number is missing or occurs twice."""
     size = len(trajectories)
     for index, trajectory in enumerate(trajectories):
         if trajectory.group_size != size:

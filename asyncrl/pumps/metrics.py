@@ -85,7 +85,7 @@ def decode_part(data: bytes) -> Part:
 
 
 def _plain(value: Any) -> Any:
-    """A dictionary of a dataclass or a mapping; Python numbers and lists of numpy values."""
+    """For `json.dumps`: turns dataclasses and mappings into dictionaries, and numpy values into Python numbers and lists."""
     if is_dataclass(value):
         return {entry.name: getattr(value, entry.name) for entry in fields(value)}
     return dict(value) if isinstance(value, Mapping) else value.tolist()
@@ -202,10 +202,12 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
     metrics: dict[str, float] = {}
     for name in {name: None for result in results for name in result.metrics}:
         values = [result.metrics[name] for result in results if name in result.metrics]
-        if reduction_of(name) != "sum":
-            metrics[name] = min(values) if reduction_of(name) == "min" else max(values)
-        else:
+        reduction = reduction_of(name)
+        if reduction == "sum":
+            # `*_tokens` are counts. The other metrics of this kind are means of an optimizer step, so their mean is taken.
             metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
+        else:
+            metrics[name] = min(values) if reduction == "min" else max(values)
     last = results[-1]
     metrics["optim/lr"] = last.lr
     return replace(

@@ -28,8 +28,8 @@ from .hooks import Hooks, StoreWatch
 
 T = TypeVar("T")
 
-# All ranks of a sharded model run one round of microbatches together. Argument: whether this rank finishes its step. Result:
-# whether all ranks do, with no microbatch left.
+# Runs one round: a microbatch on every rank of a sharded model, together. Argument: whether this rank is finishing its step.
+# Result: whether all ranks are finishing and no rank has a microbatch left.
 Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 
 
@@ -41,7 +41,7 @@ class Gather(Protocol):
         ...
 
 
-async def alone(part: T) -> list[T]:
+async def gather_alone(part: T) -> list[T]:
     """`Gather` for a run with one rank."""
     return [part]
 
@@ -65,7 +65,7 @@ class Ports:
     ids: GroupIds
     ranks: int = 1
     rank: int = 0
-    gather: Gather = alone
+    gather: Gather = gather_alone
     # Set for a trainer whose microbatches are collectives.
     round: Round | None = None
     # Whether the run has reward functions or models.
@@ -81,7 +81,7 @@ class Ports:
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
     store_watch: StoreWatch | None = None
-    # What a trajectory from any source must stay within.
+    # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
     counters: Counter[str] = field(default_factory=Counter)
     # The kinds of failed episodes that were logged.
@@ -124,9 +124,9 @@ class StepReport:
         return f"StepReport(version={self.version}, {mean}loss={self.result.loss:.4g}, {sizes})"
 
 
-async def hand_on(edge: QueueSender[T], item: T) -> None:
-    """`edge.put(item)`. Where all pumps are being cancelled and the receiver is already closed, raises the cancellation instead of
-    the error of the closed edge."""
+async def put_item(edge: QueueSender[T], item: T) -> None:
+    """`edge.put(item)`. If all pumps are being cancelled and the receiver is already closed, raises the cancellation instead of the
+    error of the closed edge."""
     try:
         await edge.put(item)
     except anyio.BrokenResourceError:

@@ -1,4 +1,4 @@
-"""The publish pump: a new version out to every engine, then the slots of its step back to the ledger.
+"""The publish pump gives each new version to every engine. Then it gives the slots of the step back to the ledger.
 
     consumes     publications of the train pump (edge 6)
     produces     weights of the version in every engine; evaluation and checkpoint; slots for the next groups (edge 1)
@@ -10,9 +10,9 @@ Evaluation and checkpoint see exactly this version, because the train pump does 
 evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
 
 With `rollout.weight_sync_interval: k` the sinks get a version k steps after the last version that they got. They get it sooner if
-an evaluation needs the newest weights, in the warm-up, and after the last step. The slots of steps in between stay held, so the
-ledger counts the age of what the engines still sample. It has slots for k - 1 more steps (`config.resolve.turns_bound`), so nothing
-waits.
+an evaluation needs the newest weights, in the warm-up, and after the last step. The slots of a step whose version the sinks do not
+have are not released, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more steps
+(`config.resolve.turns_bound`), so no group waits for these slots.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ class PublishPump:
         # Turns below this one are trained into the weights that the engines have.
         self._synced_turn = ports.ledger.turn
         # The newest publication, as long as the engines do not have its weights.
-        self._owed: Publication | None = None
+        self._unsynced: Publication | None = None
         self._advanced = anyio.Event()
 
-    async def published(self, turn: int) -> None:
+    async def wait_published(self, turn: int) -> None:
         """Wait until every turn below `turn` is published, evaluated and checkpointed."""
         while self._done_turn < turn:
             await self._advanced.wait()
 
     async def run(self, publications: QueueReceiver[Publication]) -> None:
-        """Ends after the last publication. `published` returns at once from then on."""
+        """Ends after the last publication. `wait_published` returns at once from then on."""
         async with publications:
             await self._first()
             self._advance(self._done_turn + 1)
             async for publication in publications:
                 await self._publish(publication)
-            if self._owed is not None:
-                last = self._owed
+            if self._unsynced is not None:
+                last = self._unsynced
                 await self.sync()
                 await self._ports.ledger.release(last.turn)
 
     async def _publish(self, publication: Publication) -> None:
         ports = self._ports
-        self._owed = publication
+        self._unsynced = publication
         if self._due(publication.turn):
             await self.sync()
         await self._at_version(publication.version)
-        if self._owed is None:
+        if self._unsynced is None:
             await ports.ledger.release(publication.turn)  # releases earlier turns too
         for sink in ports.sinks:
             if isinstance(sink, BufferedSink):
@@ -87,10 +87,10 @@ class PublishPump:
         return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
 
     async def sync(self) -> None:
-        """Hand the newest published version to every engine that does not have it."""
-        if self._owed is None:
+        """Give the newest published version to every engine, unless the engines have it."""
+        if self._unsynced is None:
             return
-        ports, version = self._ports, self._owed.version
+        ports, version = self._ports, self._unsynced.version
         with ports.recorder.span("publish", track="publish pump", version=version):
             with ports.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
                 started = anyio.current_time()
@@ -98,7 +98,7 @@ class PublishPump:
                     for sink in ports.sinks:
                         spawn(sinks, "hand-over of weights", self._hand_over, sink, version)
                 ports.recorder.observe("time/weight_sync", anyio.current_time() - started)
-        self._synced_turn, self._owed = self._owed.turn + 1, None
+        self._synced_turn, self._unsynced = self._unsynced.turn + 1, None
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:
         try:

@@ -33,14 +33,14 @@ from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Trajectory
 
-from .pipeline import Ports, Scoring, hand_on
+from .pipeline import Ports, Scoring, put_item
 
 _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
 _LOGGED_TRACEBACK_ENTRIES = 3
-# Errors of asyncrl that fail only the episode. Others, such as a DivergenceError, end the run.
+# Errors of asyncrl that fail only the episode. Other errors of asyncrl, such as a DivergenceError, end the run.
 _EPISODE_ERRORS = (GenerationError, ConfigError, DataError)
-# Errors without a retry. A ConfigError would come again, and a coroutine that gets GeneratorExit must not await.
+# Errors without a retry: a ConfigError would be raised again, and a coroutine that gets GeneratorExit must not await.
 _NOT_RETRIED = (ConfigError, GeneratorExit)
 logger = logging.getLogger("asyncrl.pumps")
 
@@ -54,7 +54,7 @@ class RolloutPump:
         self._prompts = prompts
         self._scoring = scoring
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
-        self._playing = None if ports.ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ports.ranks))
+        self._own_slots = None if ports.ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ports.ranks))
         self._over_budget = False
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
         # must not clear it, because the cursor has passed this prompt and nobody has played it.
@@ -72,7 +72,7 @@ class RolloutPump:
             await self._ports.ledger.exhaust()
 
     def _start(self, groups: TaskGroup, admitted: list[tuple[Ticket, Prompt]]) -> None:
-        """Start all these groups without an await in between. Then a repeated run with `sync` batches their requests alike."""
+        """Start all these groups, without an `await`. So a repeated run with `sync` has the same batches of requests."""
         for ticket, prompt in admitted:
             spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
         admitted.clear()
@@ -84,9 +84,9 @@ class RolloutPump:
         be collected first, because they get their slots without waiting. If the slots of a whole step are released together, the
         admissions after the first do not yield to other tasks, so the groups of that step still start together.
         """
-        if self._playing is not None:
+        if self._own_slots is not None:
             with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
-                await self._playing.acquire()
+                await self._own_slots.acquire()
         prompt = self._prompts.next() if await self._needs_group() else None
         if prompt is None:
             return None
@@ -121,7 +121,7 @@ class RolloutPump:
         try:
             if ports.hooks.before_group is not None:
                 with ports.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
-                    prompt = await ports.hooks.prompt(prompt)
+                    prompt = await ports.hooks.apply_before_group(prompt)
             async with anyio.create_task_group() as members:
                 for member in range(ports.config.rollout.group_size):
                     name = f"member {member} of group {ticket.group_id}"
@@ -130,12 +130,12 @@ class RolloutPump:
             await self._end_failed(ticket, failures)
         else:
             if ports.score_groups:
-                await hand_on(
+                await put_item(
                     self._scoring, Scoring(ticket, prompt, tuple(played[member] for member in sorted(played)))
                 )
         finally:
-            if self._playing is not None:
-                self._playing.release()
+            if self._own_slots is not None:
+                self._own_slots.release()
 
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, played: dict[int, Trajectory]) -> None:
         """Play and check one member. With `score_groups` put it into `played`, otherwise send it to the scorers."""
@@ -156,12 +156,12 @@ class RolloutPump:
                 f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
             )
         except Exception as error:
-            # A bug of the environment, which a retry would meet again.
+            # The environment has a bug, which a retry would not remove.
             raise EpisodeFailed from error
         if ports.score_groups:
             played[member] = trajectory
         else:
-            await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
+            await put_item(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _end_failed(self, ticket: Ticket, failures: BaseExceptionGroup[EpisodeFailed]) -> None:
         """End a failed group, which releases its slot. Errors: GenerationError if more groups failed than the run allows."""
@@ -176,7 +176,7 @@ class RolloutPump:
             setting += " (not set: a tenth of all groups, and at least the groups of one step)"
             limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
         if book.failed > limit and not self._over_budget:
-            # Groups that fail in the same moment must not raise the same error again.
+            # Other groups that fail before the run has ended must not raise this error again.
             self._over_budget = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
@@ -216,11 +216,11 @@ class Episodes:
         self._logged = ports.logged
 
     async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
-        """Play one member. All its requests get `priority`. Errors: EpisodeFailed; EngineClosed and others that end the run."""
+        """Play one member. Its requests get `priority`. Errors: EpisodeFailed; errors that end the run, such as EngineClosed."""
         sent = unanswered = tokens = 0
         name = f"member {member} of group {prompt.group_id}"
 
-        async def counted(request: GenerationRequest) -> Generation:
+        async def generate_counted(request: GenerationRequest) -> Generation:
             nonlocal sent, unanswered, tokens
             seed = request_seed(request.seed, next(request_numbers))
             request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
@@ -242,7 +242,7 @@ class Episodes:
             for attempt in itertools.count():
                 request_numbers = itertools.count()
                 try:
-                    return await self._environment.run(prompt, member, group_size, counted)
+                    return await self._environment.run(prompt, member, group_size, generate_counted)
                 except BaseException as error:
                     failure = await self._failure(error)
                 self._log(name, failure)

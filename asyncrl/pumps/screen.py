@@ -1,10 +1,9 @@
 """Length shaping, filters of scored groups, and re-roll of prompts whose completions all failed.
 
 Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
-admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group: its deadline is never before
-the open step, so nothing waits for a place that cannot come, and no age grows. A step drops at most `rollout.filter.max_refills x
-groups_per_step` groups on each rank and keeps all later ones, so that a solved or hopeless task still ends its steps. (verl's
-`max_num_gen_batches` ends the run there.)
+admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group, and its deadline is never
+before the open step. A step drops at most `rollout.filter.max_refills x groups_per_step` groups on each rank and keeps all later
+groups, so that the steps of a solved or hopeless task still end. (verl's `max_num_gen_batches` ends the run in this case.)
 
 From the fraction `start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
 
@@ -36,12 +35,12 @@ OVERLONG = "overlong"
 NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
-def shaped(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
+def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
     """The trajectory with the soft overlong punishment as a component, if `reward.overlong.cache` is set. A trajectory without a
     reward gets no punishment either, and so no statistic counts it."""
     if overlong.cache is None:
         return trajectory
-    assert overlong.max_length is not None  # `resolve` has put a number there
+    assert overlong.max_length is not None  # `resolve` has set it
     value = soft_overlong(trajectory.sampled_length, overlong.max_length, overlong.cache)
     if trajectory.reward is None:
         return replace(trajectory, components={**trajectory.components, OVERLONG: None})
@@ -52,30 +51,32 @@ def shaped(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
     )
 
 
-def unshaped(group: Group, overlong: OverlongConfig) -> Group:
-    """The group without the punishment of `shaped`. Rewards are rounded to nine digits behind the point, because adding and
+def unshape_group(group: Group, overlong: OverlongConfig) -> Group:
+    """The group without the punishment of `shape_reward`. Rewards are rounded to nine digits behind the point, because adding and
     subtracting the punishment would make equal rewards differ."""
     if overlong.cache is None:
         return group
     trajectories = []
     for t in group.trajectories:
-        taken = overlong.weight * (t.components.get(OVERLONG) or 0.0)
+        punishment = overlong.weight * (t.components.get(OVERLONG) or 0.0)
         components = {name: value for name, value in t.components.items() if name != OVERLONG}
-        reward = None if t.reward is None else round(t.reward - taken, 9)
+        reward = None if t.reward is None else round(t.reward - punishment, 9)
         trajectories.append(replace(t, reward=reward, components=components))
     return replace(group, trajectories=tuple(trajectories))
 
 
 def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reader: RewardReader) -> str | None:
-    """Why the filters refuse the group; None if they keep it. They use rewards without the punishment for length, unless
-    `filter.by` names its component."""
+    """The reason why the filters refuse the group; None if they keep the group. The filters use rewards without the punishment for
+    length, unless `filter.by` is the punishment's component."""
     if filters.by != OVERLONG:
-        group = unshaped(group, overlong)
-    whole = filters.by == "reward"
-    values = [t.reward if whole else t.components.get(filters.by) for t in group.trajectories]
+        group = unshape_group(group, overlong)
+    by_reward = filters.by == "reward"
+    values = [t.reward if by_reward else t.components.get(filters.by) for t in group.trajectories]
     known = [value for value in values if value is not None]
-    if filters.dynamic_sampling and not (reader.has_signal(group) if whole else len(set(known)) > 1):
-        return NO_SIGNAL
+    if filters.dynamic_sampling:
+        has_signal = reader.has_signal(group) if by_reward else len(set(known)) > 1
+        if not has_signal:
+            return NO_SIGNAL
     if not known:
         return None
     mean = sum(known) / len(known)
@@ -96,8 +97,8 @@ class Screen:
         # Groups that were refused in this turn.
         self._refused = 0
 
-    def refuses(self, group: Group) -> str | None:
-        """Why the group must be dropped; None if it is kept. A step that dropped its maximum keeps every group."""
+    def reason_to_drop(self, group: Group) -> str | None:
+        """The reason why the group must be dropped; None to keep the group. A step that dropped its maximum keeps every group."""
         ports, config = self._ports, self._ports.config
         reason = refusal(group, config.rollout.filter, config.reward.overlong, self._reader)
         if reason is None:
@@ -113,7 +114,8 @@ class Screen:
 
 
 class Reroll:
-    """The policy of re-roll; the queue is the cursor's. Without prompts (embedding), or with fraction 1, it does nothing."""
+    """Decides when failed prompts are played again; the prompt cursor has the queue of failed prompts. Does nothing without prompts
+    of the run's data, or if `start_fraction` is 1."""
 
     def __init__(self, ports: Ports, prompts: PromptSource | None) -> None:
         self._ports = ports
@@ -129,11 +131,11 @@ class Reroll:
                 steps = train.max_epochs * len(self._prompts) / ports.config.rollout.groups_per_step
             self._start = max(1, int(config.start_fraction * steps))
 
-    def group_ended(self, group: Group) -> None:
+    def on_group_end(self, group: Group) -> None:
         """A scored group was trained or dropped: its prompt may be played again."""
         if self._prompts is None:
             return
-        played = unshaped(group, self._ports.config.reward.overlong)
+        played = unshape_group(group, self._ports.config.reward.overlong)
         rewards = [t.reward for t in played.trajectories if t.reward is not None]
         failed = bool(rewards) and max(rewards) <= self._config.reward_at_most
         full = self._prompts.failed_count == MAX_FAILED
@@ -141,10 +143,10 @@ class Reroll:
             self._count("reroll/failed", 1)
             self._count("reroll/evicted", int(full))
 
-    def step_committed(self, groups: Iterable[Group]) -> None:
+    def on_step_commit(self, groups: Iterable[Group]) -> None:
         """A step of these groups was committed: admit failed prompts again. Never waits."""
         for group in groups:
-            self.group_ended(group)
+            self.on_group_end(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
             self._count("reroll/admitted", len(self._prompts.reroll(self._config.groups_per_step)))
 
@@ -155,8 +157,8 @@ class Reroll:
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:
         """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to
-        be played again. These are this rank's; the caller adds up all ranks'."""
+        be played again. Both are numbers of this rank; the caller adds up the numbers of all ranks."""
         if self._prompts is None:
             return {}
-        again = sum(attempt_of(group.group_id) > 0 for group in groups)
-        return {"reroll/groups": float(again), "reroll/waiting": float(self._prompts.failed_count)}
+        replayed = sum(attempt_of(group.group_id) > 0 for group in groups)
+        return {"reroll/groups": float(replayed), "reroll/waiting": float(self._prompts.failed_count)}

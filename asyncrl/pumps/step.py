@@ -76,7 +76,7 @@ class GroupsFailed(Exception):
 
 
 @contextmanager
-def blaming(group_ids: Iterable[int]) -> Iterator[None]:
+def blame_groups(group_ids: Iterable[int]) -> Iterator[None]:
     """Turns an error that the data or the size of these groups caused into GroupsFailed. Errors of asyncrl about something else
     (a closed lane, a hook, a lost rank) are raised unchanged."""
     try:
@@ -100,7 +100,8 @@ class FailedGroups:
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
         """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError or DivergenceError
         with the names of the groups; the original error if no group of the step caused that error."""
-        ports, cause = self._ports, error.cause if isinstance(error, GroupsFailed) else error
+        ports = self._ports
+        cause = error.cause if isinstance(error, GroupsFailed) else error
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
         names = ", ".join(map(_name, failed))
         message = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARACTERS]})"
@@ -112,7 +113,7 @@ class FailedGroups:
             ports.recorder.count("train/failed_groups", len(failed))
             ports.note(f"{message}: dropped; a second failed step ends the run")
             return
-        # The tickets of the groups end with the run.
+        # The run ends, so these groups need no end in the ledger.
         ports.store.clear([rows.group_id for rows in failed])
         if isinstance(error, DivergenceError) or not failed:
             raise cause

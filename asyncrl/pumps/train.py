@@ -1,7 +1,7 @@
 """The train pump: takes ready rows and makes optimizer steps.
 
     consumes     rows of scored groups (edge 5), in the order that the ledger allows
-    produces     one optimizer step or several a batch, its report, and its publication (edge 6)
+    produces     one or several optimizer steps for each batch, a report, and a publication (edge 6)
     waits for    another group that may have a place; the publish of the last step; the lane of the trainer
     is woken by  the score pump (a group became ready), the ledger (a group ended, a slot came free), the publish pump
 
@@ -12,24 +12,24 @@
                                                                            ▼
                               commit: the ledger's next turn, rows cleared, leases ended ─▶ report ─▶ publish pump
 
-The pump never waits to fill a microbatch; where steps are streamed, it trains claimed groups while later ones are generated.
+The pump never waits to fill a microbatch. If steps are streamed, it trains claimed groups while later groups are generated.
 
 A step whose optimizer step was not applied is aborted after the work that is already on the lane. Its groups are live again and
 their rows are still in the store, except for groups that made the step fail (step.py). Once the optimizer step (the first one of a
 batch) was applied, the groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 
-Rounds. Under `distributed.sharding: fsdp` a microbatch is a collective, so a rank that trains needs all others there at once.
-Round k of a step is due when `k x every` places of the step are claimed, over all ranks. That number is in the shared books,
-which only grow within a step; so every rank joins every due round, in order, with the groups that it has claimed by then (perhaps
-none: it runs a microbatch of weight 0), and no rank waits for one that has no reason to come.
+Rounds. Under `distributed.sharding: fsdp` a microbatch is a collective, so all ranks must train a microbatch at the same time.
+Round k of a step is due when `k x places_per_round` places of the step are claimed, over all ranks. The ranks' shared ledger has
+this number, which only grows within a step. So every rank joins every due round, in order, with the groups that it has claimed so
+far. A rank without such groups runs a microbatch of weight 0.
 
     claimed   0  1  2  3  4  5  6  7  8 = full
-    round           1     2     3     4, then the last ones: until every rank says that it is finishing
+    round           1     2     3     4, then further rounds until every rank is finishing its step
 
-While a rank waits in a round its lane decodes nothing. This is no deadlock: another rank joins as soon as its lane is free and its
-publish of the last step has ended, and neither waits for this rank's groups. The publish has collectives of its own, so a rank
-joins no round before that publish has ended. A rank that dies or raises closes its connections, which makes the others' collective
-fail, at the latest after its time-out.
+While a rank waits in a round, its lane decodes nothing. This is no deadlock: another rank joins as soon as its lane is free and its
+publish of the last step has ended, and both happen without groups of the waiting rank. The publish has collectives of its own, so a
+rank joins no round before the publish has ended. A rank that dies or raises closes its connections. Then the collective fails on
+the other ranks, at the latest after its time-out.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 from .building import Building
 from .claims import Claims
 from .metrics import COUNTED, StepPart, group_rows, merge_results, step_metrics
-from .pipeline import Ports, Publication, StepReport, hand_on
+from .pipeline import Ports, Publication, StepReport, put_item
 from .screen import Reroll
-from .step import FailedGroups, GroupsFailed, Step, blaming
+from .step import FailedGroups, GroupsFailed, Step, blame_groups
 
 
 class TrainPump:
@@ -65,16 +65,16 @@ class TrainPump:
         ports: Ports,
         claims: Claims,
         reroll: Reroll,
-        published: Callable[[int], Awaitable[None]],
+        wait_published: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
     ) -> None:
-        """`published(turn)` waits until the publish pump is done with every turn below this one; `on_step` takes the report of each
-        committed step."""
+        """`wait_published(turn)` waits until the publish pump has published every turn below `turn`. `on_step` is called with the
+        report of each committed step."""
         algorithm, rollout = ports.config.algorithm, ports.config.rollout
         self._ports = ports
         self._claims = claims
         self._reroll = reroll
-        self._published = published
+        self._wait_published = wait_published
         self._on_step = on_step
         # Optimizer steps of a batch.
         self._updates = versions_per_batch(ports.config)
@@ -83,28 +83,27 @@ class TrainPump:
         self._streams_from = rollout.streaming_min_groups if streams else None
         # The loss needs sums over the whole step, which all ranks exchange before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
-        # Claimed places, over all ranks, from one round to the next; 0: all rounds run at finish.
-        self._every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams and ports.round is not None else 0
-        self._building = Building(ports, self._last_published, surveys=self._surveys)
+        # Places, over all ranks, that are claimed from one round to the next; 0: all rounds run in `_finish`.
+        has_rounds = streams and ports.round is not None
+        self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0
+        self._building = Building(ports, self._wait_last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
 
     async def run(self, publications: QueueSender[Publication]) -> None:
-        """Make steps until no group can come any more; then close the edge to the publish pump."""
+        """Make steps until no further group can be ready. Then close the edge to the publish pump."""
         async with publications, anyio.create_task_group() as tasks:
             spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while not self._claims.finished and await self._step(publications):
                 pass
             tasks.cancel_scope.cancel()
 
-    async def _last_published(self) -> None:
+    async def _wait_last_published(self) -> None:
         """Wait for the last publish. Its evaluation and checkpoint read the weights, so the next optimizer step must come later.
         Its collectives must come in the same order on every rank."""
-        await self._published(self._ports.ledger.turn)
-
-    # -- one step --------------------------------------------------------------------------------------------------
+        await self._wait_published(self._ports.ledger.turn)
 
     async def _step(self, publications: QueueSender[Publication]) -> bool:
-        """False if nothing can come any more."""
+        """Make one step. Returns False if no further group can be ready."""
         step = Step(version=self._ports.trainer.version, started=anyio.current_time())
         failure: GroupsFailed | DivergenceError | None = None
         try:
@@ -112,7 +111,7 @@ class TrainPump:
                 return False
             await self._finish(step, publications)
         except (GroupsFailed, DivergenceError) as error:
-            # The step is committed whatever failed, so no group of it is dropped.
+            # An applied step is committed in spite of the error, so its groups are not dropped.
             if step.applied:
                 raise (error.cause if isinstance(error, GroupsFailed) else error) from None
             failure = error
@@ -125,10 +124,10 @@ class TrainPump:
         return True
 
     async def _fill(self, step: Step) -> bool:
-        """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
+        """Claim and train until the step is full, or no further group can be ready. False: there is no step to finish."""
         claims, least = self._claims, self._streams_from
         while True:
-            # Taken before the claim: a change during it is not missed.
+            # Read before the claim, so that a change during the claim is not missed.
             changed = claims.changed
             full = await claims.claim_ready(step) is ClaimState.FULL
             if least is not None and (full or len(step.untrained()) >= least):
@@ -143,7 +142,8 @@ class TrainPump:
         if claims.has_too_few_groups:
             return False
         if least is None:
-            step.rows.sort(key=lambda rows: rows.group_id)  # the sums do not depend on who was faster
+            # The rounding of sums must not depend on which group was ready first.
+            step.rows.sort(key=lambda rows: rows.group_id)
             await self._train_new(step)
         return True
 
@@ -153,15 +153,16 @@ class TrainPump:
             await self._train(step, batches)
 
     async def _join_rounds(self, step: Step) -> None:
-        """Join every round that is due, also where the step turns out to be full: every rank joins the same number of them."""
+        """Join every round that is due, also if the step is full already, because every rank must join the same rounds."""
         ports = self._ports
-        while self._every and ports.ledger.statistics().claimed >= (step.rounds + 1) * self._every:
-            await self._last_published()
+        per_round = self._places_per_round
+        while per_round and ports.ledger.statistics().claimed >= (step.rounds + 1) * per_round:
+            await self._wait_last_published()
             await self._train_new(step)
             await self._begin(step)
             step.rounds += 1
             assert ports.round is not None
-            with blaming(step.group_ids):
+            with blame_groups(step.group_ids):
                 await ports.round(False)
 
     async def _train(self, step: Step, batches: list[Microbatch]) -> None:
@@ -169,14 +170,14 @@ class TrainPump:
         once before each optimizer step, or none does."""
         trainer = self._ports.trainer
         if self._surveys:
-            # The publish has a collective too (time limit), which must come first on every rank.
+            # The publish has a collective too (for the time limit), which must run first on every rank.
             if self._ports.ranks > 1:
-                await self._last_published()
-            with blaming(step.group_ids):
+                await self._wait_last_published()
+            with blame_groups(step.group_ids):
                 step.loss, batches = await trainer.survey(self._ports.loss, batches)
         for batch in batches:
             await self._begin(step)
-            with blaming(batch.group_ids.tolist()):
+            with blame_groups(batch.group_ids.tolist()):
                 await trainer.train_microbatch(batch)
 
     async def _begin(self, step: Step) -> None:
@@ -186,14 +187,12 @@ class TrainPump:
             step.begun = True
             await self._ports.trainer.begin_train_step(step.loss or self._ports.loss)
 
-    # -- its end ---------------------------------------------------------------------------------------------------
-
     async def _finish(self, step: Step, publications: QueueSender[Publication]) -> None:
-        """The optimizer steps of the batch, the commit, the report, and the new version to the publish pump."""
+        """Make the optimizer steps of the batch, commit and report the step, and send the new version to the publish pump."""
         ports = self._ports
         turn = ports.ledger.turn
         with ports.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
-            await self._last_published()
+            await self._wait_last_published()
         async with ports.book.weights_lock:
             for update in range(self._updates):
                 if self._updates > 1:
@@ -201,28 +200,28 @@ class TrainPump:
                 # A rank without work in this step begins too, because the reduction needs every rank.
                 await self._begin(step)
                 # The error of a round does not name its group.
-                with blaming(step.group_ids):
+                with blame_groups(step.group_ids):
                     while ports.round is not None and not await ports.round(True):
                         pass
                 step.results.append(await self._apply(step, update))
             # The weights have changed, so the step must be committed even if this task is cancelled.
             with anyio.CancelScope(shield=True):
                 groups = await self._commit(step)
-                every = [self._part(step, groups)]
+                parts = [self._part(step, groups)]
                 try:
                     # A collective, which every rank runs once after each committed step. The next collective (time limit, next
                     # step) comes later.
-                    every = await ports.gather(every[0])
+                    parts = await ports.gather(parts[0])
                 finally:
-                    # If another rank is gone, the report has this rank's groups alone.
-                    self._report(step, groups, every)
-        await hand_on(publications, Publication(turn=turn, version=step.results[-1].version))
+                    # If another rank has ended, the report has only this rank's groups.
+                    self._report(step, groups, parts)
+        await put_item(publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def _close(self, step: Step) -> None:
         """End an unfinished step: commit and report it if it was applied, else abort it."""
         if step.committed or not (step.rows or step.begun):
             return
-        with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
+        with anyio.CancelScope(shield=True):  # the lane may be busy for long
             if step.applied:
                 groups = await self._commit(step)
                 self._report(step, groups, [self._part(step, groups)])  # other ranks do not gather now
@@ -252,10 +251,10 @@ class TrainPump:
             step.in_doubt = True
             raise
         finally:
-            step.applied |= trainer.version > before  # even if it raised afterwards
+            step.applied |= trainer.version > before  # also after an error
 
     async def _commit(self, step: Step) -> tuple[Group, ...]:
-        """The ledger's next turn; the rows are cleared. Returns the groups, which outlive their rows."""
+        """Begin the ledger's next turn and clear the rows. Returns the groups, which stay valid without the rows."""
         ports = self._ports
         groups = tuple(copy_group(rows.group) if rows.leases else rows.group for rows in step.rows)
         if step.begun:  # a later update of the same batch was cut off
@@ -263,7 +262,7 @@ class TrainPump:
             step.begun = False
         await ports.ledger.commit()
         step.committed = True
-        self._reroll.step_committed([rows.group for rows in step.rows])
+        self._reroll.on_step_commit([rows.group for rows in step.rows])
         # After the step, so that no step draws its own groups, and before their rows are cleared.
         if ports.replay is not None:
             for rows in step.rows:
@@ -271,17 +270,17 @@ class TrainPump:
         ports.book.mark_trained(rows.group_id for rows in step.rows)
         return groups
 
-    def _report(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
-        """Report a committed step once. `every`: the parts of all ranks, or of this rank alone."""
+    def _report(self, step: Step, groups: tuple[Group, ...], parts: Sequence[StepPart]) -> None:
+        """Report a committed step once. `parts`: the parts of all ranks, or only the part of this rank."""
         result = self._result(step)
-        metrics = step_metrics(every, step.version, result, anyio.current_time() - step.started)
-        if len(every) < self._ports.ranks:
-            metrics["train/ranks_reported"] = len(every)
+        metrics = step_metrics(parts, step.version, result, anyio.current_time() - step.started)
+        if len(parts) < self._ports.ranks:
+            metrics["train/ranks_reported"] = len(parts)
         advantages = {rows.group_id: np.asarray(rows.columns[ADVANTAGES]) for rows in step.rows}
         self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """The result of the last pass over the batch; of an interrupted pass, the part that was applied."""
+        """The result of the last pass over the batch. If the pass was interrupted: of its optimizer steps that were applied."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
         if not done:  # the trainer raised after the step was applied

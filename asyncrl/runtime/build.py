@@ -26,7 +26,7 @@ from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.hooks import Hooks, StoreWatch
 from asyncrl.pumps.metrics import decode_part, encode_part
-from asyncrl.pumps.pipeline import Gather, Ports, alone
+from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
@@ -121,7 +121,7 @@ def _gather(run: OpenRun) -> Gather:
     """The collective runs on the trainer's lane: all ranks must run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if world.world_size == 1:
-        return alone
+        return gather_alone
 
     async def gather(part: Any) -> list[Any]:
         mine = encode_part(part)

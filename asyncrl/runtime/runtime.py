@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
 from asyncrl.concurrency.ending import exit_blockers
-from asyncrl.concurrency.offload import offload, standing_by
+from asyncrl.concurrency.offload import offload, standby_threads
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
@@ -120,7 +120,7 @@ class Runtime:
             self._stack.callback(_warn_of_exit_blockers, exit_blockers())
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so it is closed last
-            self._stack.enter_context(standing_by())
+            self._stack.enter_context(standby_threads())
             try:
                 await offload(_OPENING.acquire, "the opening of another Runtime")
                 decided = await self._decide(self._stages)
@@ -252,7 +252,7 @@ class Runtime:
         Errors: GenerationError."""
         ports = self._require_open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
-        prepared = await ports.hooks.prompt(prepared)
+        prepared = await ports.hooks.apply_before_group(prepared)
         if sampling is None:
             return await play_group(Episodes(ports), prepared, n, ports.engine.generate)
         trajectories = await play_group(

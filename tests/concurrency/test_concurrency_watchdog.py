@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from asyncrl.concurrency import awake
-from asyncrl.concurrency.offload import offload, standing_by
+from asyncrl.concurrency.offload import offload, standby_threads
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import LifecycleError, StallError
@@ -32,7 +32,7 @@ import asyncio, os, re, sys, threading, time
 import anyio
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.concurrency.offload import offload, standing_by
+from asyncrl.concurrency.offload import offload, standby_threads
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
@@ -350,7 +350,7 @@ def test_a_timer_does_not_count_time_in_which_the_job_was_suspended() -> None:
 
 async def test_work_that_may_never_end_is_left_by_who_is_cancelled() -> None:
     before, go_on = threading.active_count(), threading.Event()
-    with standing_by():
+    with standby_threads():
         with anyio.move_on_after(0.01) as scope:
             await offload(go_on.wait, "work", abandon=True)
         assert scope.cancelled_caught and threading.active_count() == before + 3
@@ -369,7 +369,7 @@ async def test_work_waits_for_the_threads_that_stand_by_where_no_other_can_be_ha
     async def work(number: int) -> None:
         results.append(await offload(lambda: number, "work"))
 
-    with standing_by():
+    with standby_threads():
         monkeypatch.setattr(threading.Thread, "start", no_thread)
         async with anyio.create_task_group() as group:
             for number in range(5):

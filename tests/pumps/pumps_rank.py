@@ -16,7 +16,7 @@ import torch
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.distributed.world import World
-from asyncrl.pumps.building import of_rank
+from asyncrl.pumps.building import advantages_of_rank
 from asyncrl.pumps.metrics import decode_part, encode_part
 
 Row = tuple[int, GroupRewards]
@@ -63,7 +63,7 @@ def main() -> None:
                 return
             parts = [decode_part(each) for each in world.all_gather_bytes(encode_part(mine))]
             for name in STEP_ADVANTAGES:
-                values = of_rank(build_advantage(name), parts, world.rank)
+                values = advantages_of_rank(build_advantage(name), parts, world.rank)
                 found.append({group_id: value.tolist() for (group_id, _), value in zip(mine, values, strict=True)})
         torch.save(found, Path(out) / f"{rank}.pt")
 

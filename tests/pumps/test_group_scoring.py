@@ -19,7 +19,7 @@ from asyncrl.data.prompts import REROLLS, PromptSource, attempt_of
 from asyncrl.pumps import screen
 from asyncrl.pumps.building import RewardReader
 from asyncrl.pumps.metrics import group_rows
-from asyncrl.pumps.screen import NO_SIGNAL, refusal, shaped, unshaped
+from asyncrl.pumps.screen import NO_SIGNAL, refusal, shape_reward, unshape_group
 from asyncrl.types import Group, Ticket, Trajectory
 
 SOLVED = {0, 1, 4, 7}  # all rewards 1
@@ -144,7 +144,7 @@ def test_every_length_counts_the_tokens_that_were_sampled() -> None:
     """Three sampled tokens and thirty of a tool, against a limit of eight tokens of which the last six cost: (8 - 6 - 3) / 6."""
     episode = with_a_tool(make_trajectory(0, 0, 1, [0, 0, 0], reward=1.0), 30)
     assert (episode.completion_length, episode.sampled_length) == (33, 3)
-    found = shaped(episode, OverlongConfig(cache=6, max_length=8, weight=0.5))
+    found = shape_reward(episode, OverlongConfig(cache=6, max_length=8, weight=0.5))
     assert found.components["overlong"] == pytest.approx(-1 / 6) and found.reward == pytest.approx(1 - 1 / 12)
     group = Group(Ticket(0, 0, 1), make_prompt(0), (episode,))
     assert without_overlong(group, truncated=False, longest=3).trajectories[0].sampled_length == 3
@@ -154,7 +154,7 @@ def test_every_length_counts_the_tokens_that_were_sampled() -> None:
 
 def test_a_completion_without_a_reward_gets_no_punishment() -> None:
     unscored = make_trajectory(0, 0, 1, [0] * 8, reward=None)
-    found = shaped(unscored, OverlongConfig(cache=2, max_length=4))
+    found = shape_reward(unscored, OverlongConfig(cache=2, max_length=4))
     assert found.reward is None and found.components["overlong"] is None
     plan = Plan(
         reward_config={"overlong": {"cache": 2}}, groups_per_step=2, max_steps=1, reward=lambda g, m: None if m else 1.0
@@ -168,9 +168,9 @@ def test_a_completion_without_a_reward_gets_no_punishment() -> None:
 def test_filters_and_rerolls_look_at_rewards_before_the_punishment(reward: float) -> None:
     overlong = OverlongConfig(cache=7, max_length=9, weight=0.3)
     played = tuple(make_trajectory(0, m, 4, [0] * (3 + m), reward=reward) for m in range(4))
-    group = Group(Ticket(0, 0, 1), make_prompt(0), tuple(shaped(t, overlong) for t in played))
+    group = Group(Ticket(0, 0, 1), make_prompt(0), tuple(shape_reward(t, overlong) for t in played))
     assert len({t.reward for t in group.trajectories}) == 4
-    before = unshaped(group, overlong)
+    before = unshape_group(group, overlong)
     assert {t.reward for t in before.trajectories} == {round(reward, 9)}
     assert all("overlong" not in t.components for t in before.trajectories)
     reader = RewardReader(build_advantage("grpo"), {"overlong": 0.3}, False)

@@ -27,7 +27,7 @@ from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import REFERENCE
-from asyncrl.pumps.building import RewardReader, logprob_columns, of_rank, parts_of_rank
+from asyncrl.pumps.building import RewardReader, advantages_of_rank, logprob_columns, minibatches_of_rank
 from asyncrl.pumps.metrics import merge_results
 from asyncrl.types import Float32Array, Group, Microbatch, StepResult, Ticket, Trajectory
 
@@ -120,7 +120,7 @@ def test_any_split_over_ranks_gives_the_advantages_of_one_rank(seed: int, groups
     for name in STEP_ADVANTAGES:
         found = {}
         for rank, part in enumerate(parts):
-            values = of_rank(build_advantage(name), parts, rank)
+            values = advantages_of_rank(build_advantage(name), parts, rank)
             found |= {group_id: value.tolist() for (group_id, _), value in zip(part, values, strict=True)}
         assert found == alone(name, rows)
 
@@ -402,7 +402,7 @@ def test_a_last_step_with_fewer_groups_than_parts_is_dropped() -> None:
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 200), min_size=6, max_size=24, unique=True), st.integers(0, 10**6))
 def test_the_parts_do_not_depend_on_the_ranks(count: int, ids: list[int], seed: int) -> None:
-    alone = dict(zip(ids, parts_of_rank([ids], 0, count), strict=True))
+    alone = dict(zip(ids, minibatches_of_rank([ids], 0, count), strict=True))
     sizes = [list(alone.values()).count(part) for part in range(count)]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
     assert all(alone[a] <= alone[b] for a, b in pairwise(sorted(ids)))
@@ -411,7 +411,7 @@ def test_the_parts_do_not_depend_on_the_ranks(count: int, ids: list[int], seed: 
         ranks[(seed >> place) % 3].append(group_id)  # nothing lies on the last one
     found: dict[int, int] = {}
     for rank, mine in enumerate(ranks):
-        found |= dict(zip(mine, parts_of_rank(ranks, rank, count), strict=True))
+        found |= dict(zip(mine, minibatches_of_rank(ranks, rank, count), strict=True))
     assert found == alone
 
 

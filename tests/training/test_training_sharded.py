@@ -28,7 +28,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, LifecycleError, TrainStepError
 from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
-from asyncrl.pumps.building import counted_only
+from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.passes import unknown_id_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
@@ -264,7 +264,7 @@ def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:
 
 def test_the_first_step_of_all_may_have_nothing_to_run(core: ShardedTrainer) -> None:
     """All its groups are skipped: weights are gathered before any forward."""
-    result = train_step(core, [counted_only([make_group(np.random.default_rng(0), 3)[0]])])
+    result = train_step(core, [microbatch_of_counts([make_group(np.random.default_rng(0), 3)[0]])])
     assert (result.version, result.grad_norm) == (1, 0.0) and result.tokens > 0
     assert train_step(core, microbatches()[:1]).grad_norm > 0
 

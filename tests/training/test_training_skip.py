@@ -10,7 +10,7 @@ from training_helpers import MAX_LENGTH, make_group, make_trainer, tiny_policy, 
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.pumps.building import counted_only
+from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import StepResult
 
@@ -23,7 +23,7 @@ def step(name: str, skip: bool, **numbers: float) -> tuple[StepResult, torch.Ten
     groups = [(group, values * (i not in (1, 2))) for i, (group, values) in enumerate(groups)]
     batches = pack_groups([groups[0], groups[3]] if skip else groups, 60)
     if skip:
-        batches.append(counted_only(silent))
+        batches.append(microbatch_of_counts(silent))
     policy = tiny_policy()
     trainer = TorchTrainer(policy, TrainConfig(lr=0.1, grad_clip=0.01), max_completion_length=MAX_LENGTH)
     result = train_step(trainer, batches, build_loss(name, **numbers))
@@ -65,6 +65,6 @@ def test_a_step_in_which_nothing_runs_still_counts() -> None:
     rng = np.random.default_rng(0)
     trainer = make_trainer()
     before = weights(trainer)
-    result = train_step(trainer, [counted_only([make_group(rng, 0)[0]])])
+    result = train_step(trainer, [microbatch_of_counts([make_group(rng, 0)[0]])])
     assert result.version == 1 and result.tokens > 0 and result.grad_norm == 0
     assert torch.equal(weights(trainer), before)

@@ -24,7 +24,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
 from asyncrl.models.policy import PolicyModel
-from asyncrl.pumps.building import counted_only
+from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Group, Microbatch
 
@@ -54,7 +54,7 @@ def part(seed: int, where: list[list[int]], rank: int, name: str = "") -> list[M
                 else:
                     pieces.append((chosen, advantages[members] * (not silent)))
         found += pack_groups(pieces, 10_000)
-    return [with_columns(microbatch) for microbatch in found] + ([counted_only(counted)] if counted else [])
+    return [with_columns(microbatch) for microbatch in found] + ([microbatch_of_counts(counted)] if counted else [])
 
 
 @cache

@@ -33,7 +33,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
 from asyncrl.models.policy import PolicyModel
-from asyncrl.pumps.building import counted_only
+from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch
@@ -63,7 +63,7 @@ def silent_groups(count: int, rank: int, run: bool) -> list[Microbatch]:
     groups = [make_group(rng, 50 + 10 * rank + i) for i in range(count)]
     if run:
         return [with_columns(b) for b in pack_groups([(group, 0 * values) for group, values in groups], 10_000)]
-    return [counted_only([group for group, _ in groups])] if groups else []
+    return [microbatch_of_counts([group for group, _ in groups])] if groups else []
 
 
 def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]:
