@@ -82,12 +82,12 @@ class DivergenceError(AsyncrlError):
     """A loss, gradient or weight is not finite, or sampler and trainer disagree by more than the gate allows.
 
     `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
-    `spoiled`: the weights are unusable, even if each weight is finite. The run writes no checkpoint of such weights.
+    `unusable_weights`: even if each weight is finite. The run then writes no checkpoint of the weights.
     """
 
     exit_code = 3
     groups: tuple[int, ...] = ()
-    spoiled: bool = False
+    unusable_weights: bool = False
 
 
 class StallError(AsyncrlError):

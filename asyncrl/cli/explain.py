@@ -103,7 +103,8 @@ def _own_settings(method: type[Method]) -> Iterator[str]:
 
 
 def _conflict_lines(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:
-    yield from (f"not with every value of {conflict.name}: {name}, {conflict.reason}" for conflict in conflicts)
+    for conflict in conflicts:
+        yield f"{conflict.name} may be refused, because this is {name}, {conflict.reason}"
 
 
 def _advantages(name: str) -> Iterator[str]:
@@ -121,8 +122,8 @@ def _modes(name: str) -> Iterator[str]:
     mode = importance.IMPORTANCE_MODES.get(name)
     if mode is not None:
         raw = "; kept tokens have their raw weights" if mode.raw_token_weights else ""
-        head = f"importance mode {name}  (algorithm.importance.mode={name}): ratio per {mode.level}, bounds {mode.action}{raw}"
-        yield f"{head}\n{_doc(importance)}"
+        what = f"ratio per {mode.level}, ratios outside the bounds: {mode.action}{raw}"
+        yield f"importance mode {name}  (algorithm.importance.mode={name}): {what}\n{_doc(importance)}"
     if name in kl.KL_ESTIMATORS:
         yield f"KL estimator {name}  (algorithm.kl.estimator={name})\n{_doc(kl.KL_ESTIMATORS[name])}\n\n{_doc(kl)}"
 
@@ -140,7 +141,7 @@ def _metrics(name: str) -> Iterator[str]:
         pattern = f", one of {row.name}" if exact and row.name != name else ""
         yield f"metric {name if exact else row.name}{pattern}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
     section, _, lane_and_cause = name.partition("/")
-    if is_share(name) and "/" in lane_and_cause:
+    if is_share(name) and "/" in lane_and_cause:  # of one lane; explain it for all lanes too
         yield from _metrics(f"{section}/{lane_and_cause.rpartition('/')[2]}")
 
 

@@ -47,8 +47,8 @@ def _list(*, as_json: bool) -> int:
     if not entries:
         print("nothing of asyncrl lies in shared memory")
         return 0
-    rows: list[tuple[str, ...]] = [("name", "owner", "size", "rings", "records", "owners", "age")]
-    rows += [_row(entry) for entry in entries]
+    titles = ("name", "owner", "size", "rings", "records", "owners so far", "age")
+    rows: list[tuple[str, ...]] = [titles, *map(_row, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -59,7 +59,7 @@ def _list(*, as_json: bool) -> int:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    owner = "nobody" if entry.owner is None else str(entry.owner or "not visible")
+    owner = {None: "nobody", 0: "not visible"}.get(entry.owner) or f"process {entry.owner}"
     age = "?" if not entry.created_ns else f"{(time.time_ns() - entry.created_ns) / 60e9:.1f} min"
     return (
         entry.name,

@@ -2,7 +2,7 @@
 
 `torch.distributed.fsdp.fully_shard` on each block and on the root around them: the parameters of a block are gathered (in
 the compute dtype) just before its forward and again before its backward, and its gradients are summed and scattered after
-it. They are sums: FSDP2's division by the number of ranks is switched off, because our 1/N is known at finish alone.
+it. FSDP2's division by the number of ranks is switched off: the trainer divides by N, which it knows only at a step's end.
 
 Every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
 on the lane. A rank without work runs a microbatch of weight 0 (training/sharded.py).
@@ -10,8 +10,8 @@ on the lane. A rank without work runs a microbatch of weight 0 (training/sharded
     rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
     ranks may hold fewer rows, or none
 
-Gradients of this rank's rows lie in one flat buffer, because FSDP2 adds in place to a gradient that exists. Zhao et al.,
-"PyTorch FSDP" (arXiv:2304.11277), section 3.
+Gradients of this rank's rows lie in one flat buffer. Its views are the `.grad` of the parameters, and FSDP2 adds into a
+`.grad` that exists. Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), section 3.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..errors import LifecycleError
 
 def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
     """[first, last) of `count` rows that `rank` holds."""
-    each = -(-count // ranks)
-    return min(rank * each, count), min((rank + 1) * each, count)
+    per_rank = -(-count // ranks)
+    return min(rank * per_rank, count), min((rank + 1) * per_rank, count)
 
 
 class ShardedParameters:
@@ -58,7 +58,7 @@ class ShardedParameters:
         """
         if not dist.is_initialized():
             raise LifecycleError(
-                "a sharded model needs a process group: open the world first, with `alone` for one rank"
+                "a sharded model needs a process group: call `World.open` first (with alone=True for a single rank)"
             )
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.frozen = frozen
@@ -76,7 +76,7 @@ class ShardedParameters:
         self._parts = _shard(root, blocks, device, self._mesh, compute, self.master_dtype, names)
         self._root: FSDPModule = root  # type: ignore[assignment]  # fully_shard changes its class in place
         sharded = dict(root.named_parameters())
-        self._parameters: list[DTensor] = [sharded[name] for name in full_names]  # type: ignore[misc]  # it makes all DTensors
+        self._parameters: list[DTensor] = [sharded[name] for name in full_names]  # type: ignore[misc]  # DTensors since _shard
         with torch.no_grad():
             self._masters = [parameter.to_local() for parameter in self._parameters]
         self.grad = torch.zeros(sum(m.numel() for m in self._masters), dtype=self.master_dtype, device=device)
@@ -111,7 +111,7 @@ class ShardedParameters:
 
         torch before 2.13 has no such call, so the next forward may fail there.
         """
-        getattr(self._root, "reset_iter_state", _nothing)()
+        getattr(self._root, "reset_iter_state", _no_op)()
 
     def release(self) -> None:
         """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
@@ -120,7 +120,7 @@ class ShardedParameters:
         The names below are private to torch. If torch renames them, the connections close when this process ends.
         """
         for part, _ in self._parts:
-            group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)  # one: there is one mesh
+            group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)  # None: no parameters
             for info in (group.mesh_info, group.post_forward_mesh_info) if group else ():
                 if info is not None:
                     info.shard_process_group = None
@@ -164,7 +164,7 @@ class ShardedParameters:
                 part.reshard()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return None
 
 

@@ -113,7 +113,7 @@ def open_store(info: RankInfo, timeout: timedelta, environ: Mapping[str, str] | 
 def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
     """torchrun's store. If torchrun hosts none, rank 0 must host a store at the launcher's port."""
     if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        # An OSError: MASTER_ADDR is no address of this machine. torch's own store listens at every address.
+        # OSError: MASTER_ADDR is no address of this machine. Then torch's rendezvous opens a store below, at every address.
         with contextlib.suppress(OSError):
             return _listening_store(_own_address(info), info.port, timeout)
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.ranks, timeout=timeout))

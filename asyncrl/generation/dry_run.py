@@ -1,7 +1,7 @@
 """An engine without a model, for tests and dry runs: continuous batching with made-up tokens.
 
 Length, tokens and log-probs of a request depend on its seed and the engine's seed alone, never on the order of arrival. A decode
-step occupies the lane for `decode_step_s`, whatever its number of sequences: the time of a real step goes into reading weights.
+step occupies the lane for `decode_step_s`, whatever its number of sequences: a real step spends its time on reading weights.
 The lane decides whether this time is virtual, real or none.
 """
 
@@ -22,7 +22,7 @@ from .life import TRACK
 from .owner import Job, OwnedEngine
 
 VOCABULARY, EOS = 256, 0
-SMALLEST = 1e-6  # keeps logarithms of keyed uniform numbers finite
+LEAST_PROBABILITY = 1e-6  # keeps the logarithm of a random number finite
 
 
 @dataclass(slots=True)
@@ -67,7 +67,8 @@ class DryRunEngine(OwnedEngine):
 
     def _draw(self, job: Job) -> _DryRow:
         sampling = job.request.sampling
-        random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
+        unsigned_seed = job.request.seed & 0xFFFFFFFFFFFFFFFF  # numpy refuses negative seeds
+        random = np.random.default_rng([self._seed, unsigned_seed])
         median = max(1, sampling.max_tokens // 2)
         drawn = max(sampling.min_tokens + 1, round(median * math.exp(self._length_sigma * random.standard_normal())))
         stops = drawn < sampling.max_tokens and not sampling.ignore_eos
@@ -76,7 +77,7 @@ class DryRunEngine(OwnedEngine):
         tokens[tokens == EOS] = (EOS + 1) % VOCABULARY
         if stops:
             tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else EOS
-        logprobs = np.log(np.maximum(random.random(length), SMALLEST)).astype(np.float32)
+        logprobs = np.log(np.maximum(random.random(length), LEAST_PROBABILITY)).astype(np.float32)
         return _DryRow(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 
     async def _prepare(self) -> None:

@@ -68,11 +68,11 @@ class EngineLife(ABC):
         tasks, self._tasks = self._tasks, None
         self._state = EngineState.CLOSED
         tasks.cancel_scope.cancel()
-        # A failed owner makes the task group cancel the body of `async with`. The group must get that cancellation back, or it
-        # would escape. Other exceptions of the body are not the group's business.
-        caused_here = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
+        # A failed owner makes the task group cancel the body of `async with`. The group must get that cancellation back, or the
+        # cancellation would leave the body. The group does not get other exceptions, so the body raises them unchanged.
+        cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
-            await tasks.__aexit__(*(exc if caused_here else (None, None, None)))
+            await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))
         except BaseExceptionGroup:
             if self._failure is None:
                 raise
@@ -80,7 +80,7 @@ class EngineLife(ABC):
             # The owner does not reach its own `_end` if it is cancelled before its first step.
             self._end(None)
         if self._failure is not None:
-            raise self._failure from self._failure.__cause__
+            raise self._failure from self._failure.__cause__  # hides the cancellation as its context
         return None
 
     def _require_open(self) -> None:

@@ -4,9 +4,9 @@
                       \\__ caller cancelled: removed at once __/   \\__ removed before the next closure __/
 
 A request needs a free row and cache positions. All rows of the batch have the length of its longest sequence (prompt + max_tokens),
-and all rows together have at most `kv_positions`. A smaller `priority` is admitted first; equal priorities in the order of arrival.
-No request overtakes the first waiting one, and a single sequence always fits. So every request is admitted sooner or later, unless
-requests with smaller `priority` keep arriving.
+and all rows together have at most `kv_positions`. A smaller `priority` is admitted first. Requests of equal priority keep their
+order of arrival. No request overtakes the first waiting one, and a single sequence always fits. So every request is admitted at
+some time, unless requests with smaller `priority` keep arriving.
 
 Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request, and the future that its caller awaits. `slot`: the batch's number for it while it runs; -1 otherwise."""
+    """One request, and the future that its caller awaits. `slot`: the request's index in the running batch; -1: not running."""
 
     request: GenerationRequest
     future: asyncio.Future[Generation]
@@ -181,7 +181,7 @@ class OwnedEngine(EngineLife):
 
     def _remove_aborted(self) -> None:
         for job in self._aborted:
-            # -1: the sequence ended by itself meanwhile.
+            # -1: the sequence has ended by itself since the abort.
             if job.slot >= 0:
                 self._remove_running(job)
                 self._aborted_count += 1

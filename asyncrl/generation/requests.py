@@ -14,7 +14,7 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationReq
 if TYPE_CHECKING:
     from asyncrl.config.schema_rollouts import RolloutConfig
 
-# Characters. The record of a sequence contains the stop string that ended the sequence.
+# Characters. Limited because the record of a sequence contains the stop string that ended the sequence.
 _LONGEST_STOP = 512
 
 
@@ -23,7 +23,7 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
     text of several tokens in `logit_bias` or `stop_token_ids`."""
     biases = {_token_id("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
-        raise ConfigError(f"rollout.logit_bias has a token twice: {rollout.logit_bias} are {list(biases)}; remove one")
+        raise ConfigError(f"rollout.logit_bias has a token twice: {rollout.logit_bias} mean {list(biases)}; remove one")
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -55,7 +55,8 @@ def _token_id(name: str, key: int | str, tokenizer: Any) -> int:
 
 
 def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The word without and with a leading space. As in vLLM, the second needs as many tokens and another first token."""
+    """The word without and with a leading space. As in vLLM, the form with a space is left out if its number of tokens differs or
+    its first token is the same."""
     plain = _encode("bad_words", word.lstrip(), tokenizer)
     after_space = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
     return [plain, after_space] if len(after_space) == len(plain) and after_space[0] != plain[0] else [plain]
@@ -104,14 +105,14 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
         "top_k": ("at least 0", lambda k: k >= 0),
         "stop": (
             f"a tuple of strings of 1 to {_LONGEST_STOP} characters",
-            lambda stop: not isinstance(stop, str) and all(0 < len(each) <= _LONGEST_STOP for each in stop),
+            lambda stop: not isinstance(stop, str) and all(0 < len(text) <= _LONGEST_STOP for text in stop),
         ),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
         "repetition_penalty": ("a number above 0", lambda x: 0 < x < math.inf),
         "presence_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "logit_bias": ("token ids, each with a number from -100 to 100", _are_biases),
-        "bad_words": ("one token or more in each", all),
+        "bad_words": ("words of one token or more", all),
         "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
     }
     for name, (allowed, is_allowed) in expected.items():

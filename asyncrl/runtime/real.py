@@ -191,7 +191,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
             None if logs is None else logs / f"worker-{number}.log",
         )
 
-    engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.show)
+    engine = WorkerEngine(limits, setup, run.recorder, show_stage=run.stages.show)
     publisher = WeightPublisher(policy, board, engine, run.lanes[0])
     # The workers read the board. They end before the board is closed, because `engine` is entered later.
     stack.callback(publisher.close)

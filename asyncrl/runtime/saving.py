@@ -273,7 +273,7 @@ class Checkpointer:
         and name the last good version. Errors: as `at_version`; a DivergenceError only without `error`."""
         # An engine's DivergenceError is in the chain of causes.
         divergence = divergence_of(error)
-        if divergence is not None and divergence.spoiled:
+        if divergence is not None and divergence.unusable_weights:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
         elif self.final_due(version, error, stopped):
             note(f"writing a checkpoint of version {version}")

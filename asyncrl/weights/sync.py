@@ -72,7 +72,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
             f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares are no float32 any "
             "more: the step to it was too large; lower train.lr (or raise train.warmup_steps)"
         )
-        error.spoiled = True
+        error.unusable_weights = True
         raise error
     cast = sample if flat is policy.weights else flat.working[::stride]
     if flat.has_working_copy and not torch.equal(flat.master[::stride].to(cast.dtype), cast):
@@ -220,10 +220,10 @@ class WeightPublisher:
 
 
 class BoardEngine(Protocol):
-    """An engine whose weights lie on a weight board. `bound`: how far its fixed row may be off the trainer's."""
+    """An engine whose weights lie on a weight board. `output_bound`: how far its fixed row may be off the trainer's."""
 
     recorder: Recorder
-    bound: Bound
+    output_bound: Bound
 
     def move_to(self, half: Tensor, version: int) -> None:
         """Bind the weights in `half`, which are `version`: every later token comes from them, and the engine reads the other half
@@ -243,7 +243,7 @@ class WeightReader:
     ) -> None:
         """`send`: sends `{"bound": version}` when a version is bound, or `{"wrong": sentence}`, to the trainer's process."""
         self._board, self._engine, self._lane, self._send = board, engine, lane, send
-        self._comparisons = Comparisons(engine.bound)
+        self._comparisons = Comparisons(engine.output_bound)
         self._half = -1
         self._moving: PostedVersion | None = None
         self._next: PostedVersion | None = None

@@ -162,14 +162,14 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
         async def compare_outputs() -> None:
             while made.engine.statistics()["finished"] < 8:
                 found = await made.engine.outputs()
-                assert made.engine.bound.distance(found, fixed_logprobs(policy)) < SAME
+                assert made.engine.output_bound.distance(found, fixed_logprobs(policy)) < SAME
 
         answers = await generate_all(made.engine, asked, compare_outputs)
         change_weights(policy)
-        wrong = made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
-        assert wrong > made.engine.bound.once, "the engine still has the weights of before, and its outputs say so"
+        wrong = made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
+        assert wrong > made.engine.output_bound.once, "it still has the earlier weights, and its outputs show it"
         await made.move(policy.weights.working.clone(), policy.version)
-        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
+        assert made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
     compare(answers, expected)
 
 
@@ -216,7 +216,8 @@ async def test_a_cache_that_is_not_what_was_computed_shows_in_the_outputs() -> N
             return found
 
         core.step = forget
-        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) > made.engine.bound.once
+        wrong = made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
+        assert wrong > made.engine.output_bound.once
 
 
 class Letters:

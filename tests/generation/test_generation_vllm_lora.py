@@ -88,7 +88,7 @@ async def test_after_an_update_with_adapters_it_samples_what_a_fresh_vllm_sample
         assert policy.version == 2
         await publisher.update_weights(2)
         after = await generate_all(made.engine, asked)
-        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
+        assert made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
         saved = await made.lane.run(lambda: take_snapshot(core), name="checkpoint")
     assert sent == [{"bound": 0}, {"bound": 2}]
     prompts = [each.prompt_ids.tolist() for each in asked]

@@ -368,7 +368,7 @@ def test_a_pinned_worker_computes_with_its_version_to_the_end_whoever_dies(held:
         assert not third.done() and made.posted.current.version == version + 1
         pin.end()
         assert await third == version + 2
-        await until(lambda: {peer.bound for peer in made.peers()} == {version + 2})
+        await until(lambda: {peer.version for peer in made.peers()} == {version + 2})
         assert_same(await generate_all(made.engine, late), await made.expected(late))
 
     held.run(test)

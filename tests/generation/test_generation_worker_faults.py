@@ -208,7 +208,7 @@ async def test_a_worker_that_stands_still_is_named_and_replaced_wherever_it_is(
         await until(lambda: all(engine.lives.count(number) == 3 for number in range(4)))
     for number in range(4):
         assert (
-            len(re.findall(rf"worker {number} \(process \d+\) was killed by SIGKILL: it has said nothing", caplog.text))
+            len(re.findall(rf"worker {number} \(process \d+\) was killed by SIGKILL: it has sent nothing", caplog.text))
             == 2
         )
 
@@ -426,5 +426,5 @@ async def test_a_cancelled_move_may_be_asked_for_again() -> None:
         engine.kill(0, signal.SIGCONT)
         async with asyncio.timeout(SOON):
             await engine.update_weights(1, 1, None)
-        assert all(peer.bound == 1 for peer in engine._peers.values())
+        assert all(peer.version == 1 for peer in engine._peers.values())
         assert engine._updates == []

@@ -49,7 +49,7 @@ async def versions(tasks: list[asyncio.Task[Generation]]) -> set[int]:
 
 
 def bound(engine: Engine) -> dict[int, int]:
-    return {number: peer.bound for number, peer in engine._peers.items()}
+    return {number: peer.version for number, peer in engine._peers.items()}
 
 
 async def test_one_stays_while_the_others_go_on_and_follows_at_the_end() -> None:
@@ -224,6 +224,6 @@ async def test_a_token_of_another_version_is_an_error(monkeypatch: pytest.Monkey
         pin = await pinned(engine)
         peer: Peer = engine._peers[pin.worker]
         peer.send_weights(1, 1, None)
-        await until(lambda: peer.bound == 1)
+        await until(lambda: peer.version == 1)
         with pytest.raises(Exception, match=r"worker \d is pinned to version 0 and sampled with 1"):
             await pin.generate(request(0))

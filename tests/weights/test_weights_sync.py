@@ -341,7 +341,7 @@ class Worker:
 
     def __init__(self, case: Case) -> None:
         policy = PolicyModel(module_of(seed=9), str(case.policy.dtype).removeprefix("torch."), served=True)
-        self.recorder, self.bound = Recorder(max_events=0), bound_of(BOUNDS, policy.dtype, False)
+        self.recorder, self.output_bound = Recorder(max_events=0), bound_of(BOUNDS, policy.dtype, False)
         self.policy, self.lane, self.sent = policy, case.lane, list[Any]()
         self.board, self.fault = case.board, right
         self.reader = WeightReader(case.board, self, case.lane, self.sent.append)
@@ -499,7 +499,7 @@ async def test_modules_that_are_not_at_the_version_end_the_run_before_anybody_is
         for sink in (shared, case.sink):
             with pytest.raises(DivergenceError, match=PLANTS[plant]) as caught:
                 await sink.update_weights(1)
-            assert caught.value.spoiled == (plant is spoiled)
+            assert caught.value.unusable_weights == (plant is spoiled)
         assert engine.versions == [1] and case.readers.asked == []
         assert (case.board.version(0), case.board.version(1)) == (0, None)
 

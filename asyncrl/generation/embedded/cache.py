@@ -1,19 +1,19 @@
-"""The key/value cache of the embedded engine. The attention plans over it: plans.py.
+"""The key/value cache of the embedded engine. plans.py has the attention plans that read it.
 
 One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is the
 budget of the engine (`engine.kv_positions`) and a row is as long as the longest running sequence needs. A longer sequence, or
-more sequences, change that shape (`fit`), which moves the cached positions. Running sequences occupy rows [0..n) without holes,
+more sequences, change that shape (`fit`) and move the cached positions. Running sequences occupy rows [0..n) without holes,
 so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
 queries that share a key head are G query positions of one attention call).
 
-Rows of very different length would attend over each other's padding; `split_rows` cuts [0..n) into a few runs of
-similar length, each its own call. All rows grow by one a step, so the cut stays good until a row comes or goes.
+One attention call pads all its rows to the longest. So `split_rows` cuts [0..n) into a few *runs* of rows of similar length,
+with one call for each run. All rows grow by one a step, so the cut stays good until a row is added or removed.
 
 Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, as that kernel
 requires, and rows are not cut into runs. Other code reads a transposed view with the dimensions in the usual order.
 
-The buffer starts as zeros, not as garbage: padding is masked by adding -inf, and NaN in never written memory would
-pass that mask.
+The buffer starts as zeros: padding is masked by adding -inf to its scores, and a NaN in memory that was never written would
+stay a NaN.
 
 Shape legend: K key/value heads, D head size, n running rows.
 """
@@ -32,7 +32,7 @@ from asyncrl.models.attention.ragged import kernel_for
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
-# One more attention call a layer pays once it saves this much reading of padding (about 70 us).
+# One more attention call in each layer costs about 70 us, the time of reading this many bytes of padding.
 SPLIT_GAIN_BYTES = 1_500_000
 
 
@@ -72,7 +72,7 @@ class KVCache:
         self.resident_rows = 0  # rows [0..) that may have memory
         self.kernel = kernel_for(device, dtype, shape.head_size)
         self._view(shape)
-        # attention reads each row's own length: no runs, no masks
+        # The native kernel reads only the positions that a row has, so it needs no runs and no masks.
         self.native = native.attends(shape.head_size, self._planes)
 
     def _view(self, shape: CacheShape) -> None:
@@ -83,9 +83,8 @@ class KVCache:
             flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
         else:
             self.data = rows.unflatten(2, (shape.rows, shape.positions, shape.heads, shape.head_size)).transpose(3, 4)
-            flat = self._planes.unflatten(
-                2, (-1, shape.heads, shape.head_size)
-            )  # [room, K, D], whatever shape rows have
+            # [room, K, D], whatever shape rows have
+            flat = self._planes.unflatten(2, (-1, shape.heads, shape.head_size))
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [flat[layer, 0] for layer in range(shape.layers)]
@@ -101,24 +100,25 @@ class KVCache:
         if rows <= shape.rows and longest <= shape.positions:
             return
         if rows * longest > self.room:
-            raise ValueError(f"{rows} rows of {longest} positions do not fit into {self.room}")
+            raise ValueError(f"{rows} rows of {longest} positions do not fit into a cache of {self.room} positions")
         positions = max(longest, min(usual, self.room // rows))
-        before, resident = self.data, self.resident_rows * shape.positions
+        old_data = self.data
         self._view(replace(shape, rows=self.room // positions, positions=positions))
-        self.resident_rows = min(-(-resident // positions), self.shape.rows)
+        resident_positions = self.resident_rows * shape.positions
+        self.resident_rows = min(-(-resident_positions // positions), self.shape.rows)
         length = int(cached_n.max(initial=0))
         if length == 0:
             return
-        held = int(np.flatnonzero(cached_n)[-1]) + 1
+        used_rows = int(np.flatnonzero(cached_n)[-1]) + 1
         for layer in range(shape.layers):
-            for part in range(2):
-                kept = before[layer, part, :held, :, :length].clone()  # source and target overlap
-                self.data[layer, part, :held, :, :length] = kept
-        self.resident_rows = max(self.resident_rows, held)
+            for part in range(2):  # keys, values
+                copy = old_data[layer, part, :used_rows, :, :length].clone()  # source and target overlap
+                self.data[layer, part, :used_rows, :, :length] = copy
+        self.resident_rows = max(self.resident_rows, used_rows)
 
     @property
     def device(self) -> torch.device:
-        """Where the buffer lies."""
+        """Device of the buffer."""
         return self.data.device
 
     @property
@@ -133,8 +133,8 @@ class KVCache:
         return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
 
     def use(self, rows: int) -> None:
-        """Note that rows [0..rows) are used. Where many more were used before, give their memory back to the system: a run begins
-        with all its rows and later needs about a third of them. Rows that were given back read as zeros."""
+        """Note that rows [0..rows) are used. If many more were used before, give their memory back to the system: training begins
+        with all rows and later needs about a third of them. Rows that were given back read as zeros."""
         if self.resident_rows > 1.5 * rows + 16 and self._pages is not None:
             self._give_back(rows + rows // 4)
         self.resident_rows = max(self.resident_rows, rows)
@@ -142,11 +142,11 @@ class KVCache:
     def _give_back(self, first: int) -> None:
         """Give back all pages that lie wholly in rows [first..resident_rows)."""
         assert self._pages is not None
-        row, plane = (self.data.stride(axis) * self.data.element_size() for axis in (2, 1))
-        for number in range(2 * self.shape.layers):
-            base = number * plane
-            start = -(-(base + first * row) // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (base + self.resident_rows * row) // mmap.PAGESIZE * mmap.PAGESIZE
+        row_bytes, plane_bytes = (self.data.stride(axis) * self.data.element_size() for axis in (2, 1))
+        for plane in range(2 * self.shape.layers):
+            base = plane * plane_bytes
+            start = -(-(base + first * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + self.resident_rows * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if end > start:
                 self._pages.madvise(mmap.MADV_DONTNEED, start, end - start)
         self.resident_rows = first

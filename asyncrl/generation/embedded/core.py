@@ -61,7 +61,7 @@ class Prefix:
 
     length: int  # tokens of the prompt, without the last
     holders: set[int] = field(default_factory=set)  # slots whose rows hold them
-    saved: Tensor | None = None  # copy [layers, 2, K, length, D] without holders
+    saved: Tensor | None = None  # copy [layers, 2, K, length, D], if no row holds them
     routes: RoutesArray | None = None  # [length, layers, k], if `saved` is set
 
 
@@ -76,8 +76,7 @@ class Decoded:
 
 def disable_training(policy: Policy) -> None:
     """Put all modules into eval mode. In training mode a layer with activation checkpointing ignores the cache."""
-    # `eval` visits all modules, which takes a millisecond.
-    if policy.module.training:
+    if policy.module.training:  # `eval` visits all modules, which takes a millisecond
         policy.module.eval()
     policy.set_training(False)
 
@@ -152,8 +151,8 @@ class Core:
             self._prefixes.clear()
             columns = self.sequences
             rows = columns.rows
-            # `keep` also recomputes a prompt whose sequence has no sampled token yet. So the versions of the tokens suffice for a
-            # replay: the prompt has the version of the first token, and the keys of each token have the version of the next.
+            # Without `recompute`, a prompt is still computed again if its sequence has no sampled token yet. So a replay needs only
+            # the tokens' versions: a prompt has that of the first token, and the keys of a token have that of the next token.
             stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
@@ -308,6 +307,7 @@ class Core:
 
     def _save_prefix(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
         """Save the prompt in `row`, whose sequence has ended. Evicts the oldest copies beyond `prefill_tokens` saved positions."""
+        # The prompt was dropped, computed again or copied to another row since.
         if self._prefixes.get(key) is not prefix or prefix.holders:
             return
         prefix.saved = self.cache.save(row, prefix.length)

@@ -60,7 +60,7 @@ def open_core(
     sequences = Sequences(max_sequences, max_context, routes)
     if policy.path.name == "plain":
         return PlainCore(policy, sequences, prefill_tokens=prefill_tokens)
-    # One row of all positions. `Core` changes the shape to the running sequences.
+    # One row of all positions. `Core` changes the shape to fit the running sequences.
     shape = cache_shape(policy.config, 1, kv_positions)
     cache = KVCache(shape, policy.dtype, policy.device)
     return Core(policy, cache, sequences, prefill_tokens=prefill_tokens, recompute=recompute)
@@ -146,9 +146,9 @@ class EmbeddedEngine(OwnedEngine):
 
     def _remove(self, job: Job) -> None:
         key = prefix_key(job.request)
-        wanted = key is not None and any(prefix_key(other.request) == key for other in self._waiting)
+        needed_again = key is not None and any(prefix_key(other.request) == key for other in self._waiting)
         self._stop_strings.pop(job.slot, None)
-        self.core.remove(job.slot, keep_prefix=wanted)
+        self.core.remove(job.slot, keep_prefix=needed_again)
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core
@@ -159,7 +159,7 @@ class EmbeddedEngine(OwnedEngine):
             return []
         with self.recorder.span("decode", track=TRACK, sequences=len(self._running)):
             decoded = await self.lane.run(core.decode, name="engine/decode")
-        # The version has changed since `needs_prefill` was read, and sequences must be computed again.
+        # No rows: the version has changed since `needs_prefill` was read, so sequences must be prefilled again first.
         if not decoded.rows:
             return []
         self._tokens += decoded.rows

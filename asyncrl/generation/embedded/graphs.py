@@ -4,7 +4,7 @@ A graph is captured when its bucket, a number of rows, is first needed. Later st
 input tensor and replay the graph. A graph stores addresses, not values:
 
 * It reads the weights in place. So it computes with a new version that was written to the same buffer. Another buffer needs another
-  graph. Biases that the model joins into copies are copied again before each replay.
+  graph. The fused model holds copies of some biases, joined into one tensor; each replay first copies these biases again.
 * The cache indices of the rows are among its inputs, so rows may move.
 * It keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
 
@@ -96,7 +96,7 @@ class DecodeGraphs:
             return None
         count = tokens_n.size
         rows = min(bucket(count), self.cache.shape.rows)
-        key = rows, self.policy.weights.bound.data_ptr()
+        key = rows, self.policy.weights.bound.data_ptr()  # the address of the weights
         host = self._inputs(tokens_n, position_n, rows)
         graph = self._graphs.get(key)
         if graph is None:
@@ -105,7 +105,8 @@ class DecodeGraphs:
             except RuntimeError as error:
                 self.failed = True  # no capture is tried again
                 logger.warning(
-                    "decode steps are not captured as CUDA graphs (%s): each launches its kernels", first_line(error)
+                    "decode steps are not captured as CUDA graphs (%s): each step launches all kernels",
+                    first_line(error),
                 )
                 return None
         for product in self._products_with_copies:

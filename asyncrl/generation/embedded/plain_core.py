@@ -103,11 +103,13 @@ class PlainCore:
             for slot in self._without_cohort:
                 by_length[int(self.sequences.length[slot])].append(slot)
             for length, slots in by_length.items():
-                # The first cohort gets a sequence even if that is longer than the budget.
-                most = max((self.prefill_tokens - total) // max(length - 1, 1), 0 if total else 1)
-                most = most if self.policy.path.padded else min(most, 1)
-                if not (members := slots[:most]):
+                most = (self.prefill_tokens - total) // max(length - 1, 1)
+                # A sequence that is longer than the budget is prefilled alone.
+                if most < 1 and total == 0:
+                    most = 1
+                if most < 1:
                     break
+                members = slots[: most if self.policy.path.padded else 1]
                 self._without_cohort = [slot for slot in self._without_cohort if slot not in members]
                 self._cohorts.append(Cohort(members, self._prefilled_state(members, length - 1), set()))
                 self.sequences.cached[members] = length - 1
@@ -183,7 +185,7 @@ class PlainCore:
         index = torch.tensor(kept, dtype=torch.int64, device=self.policy.device)
         for name, value in cohort.state.items():
             if isinstance(value, Cache):
-                # Cache classes without support for this raise various errors. The cache is only rebuilt then.
+                # Cache classes without support for this raise various errors. Nothing is lost: the cache is rebuilt.
                 try:
                     _select_rows(value, index)
                 except Exception:
@@ -191,6 +193,7 @@ class PlainCore:
                     return
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
                 cohort.state[name] = value.index_select(0, index)
+            # An object of another type may have rows too.
             elif not isinstance(value, (bool, int, float, str, type(None))):
                 self._dissolve(cohort)
                 return

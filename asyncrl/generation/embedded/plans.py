@@ -1,7 +1,8 @@
 """The two attention plans over the embedded engine's cache: decode (one token for each running row) and extend (pieces of rows).
 
-Where the cache has a kernel for ragged rows, a plan calls it once a layer, also for windows. Else a layer with terms (a window
-shorter than a row, capped scores, sinks) reads only the band of positions that its rows see (`models.attention.general`).
+If the cache has a kernel for ragged rows, a plan calls that kernel once in each layer. The kernel computes windows, but no
+capped scores and no sinks. Without a kernel, a layer with *terms* (a window shorter than a row, capped scores, sinks) reads
+only the band of positions that its rows see (`models.attention.general`).
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
 """
@@ -25,31 +26,32 @@ from asyncrl.types import Int64Array
 
 from .cache import SPLIT_GAIN_BYTES, KVCache
 
-# Most bytes of float32 keys that one product with terms reads: keys in bfloat16 are copied, and the copy must fit the caches.
+# Most bytes of float32 keys that one product with terms reads. Keys in bfloat16 are copied, and the copy must fit a CPU's caches.
 _BAND_BYTES = 8 << 20
-# Measured: batched products take 0.65 to 0.9 of the kernel's time within.
+# For at least this many rows and at most this length, batched products took 0.65 to 0.9 of the time of torch's attention kernel.
 _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
 
 
 def split_bands(position_n: Int64Array, window: int | None, gain: int, most: int) -> list[tuple[int, int, int, int]]:
     """Rows [0..n) in runs (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high).
 
-    A run is extended while it reads at most `most` positions, and at most `gain` that no row sees.
+    A run is extended while it reads at most `most` positions, and at most `gain` positions that no row sees.
     """
     first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
     runs: list[tuple[int, int, int, int]] = []
-    seen = 0
+    seen_by_run = 0
     for row, (first, last) in enumerate(zip(first_n.tolist(), position_n.tolist(), strict=True)):
+        seen = last + 1 - first
         if runs:
             start, _, low, high = runs[-1]
             low, high = min(low, first), max(high, last + 1)
-            area = (row + 1 - start) * (high - low)
-            if area <= most and area - (seen + last + 1 - first) <= gain:
+            read = (row + 1 - start) * (high - low)
+            if read <= most and read - (seen_by_run + seen) <= gain:
                 runs[-1] = start, row + 1, low, high
-                seen += last + 1 - first
+                seen_by_run += seen
                 continue
         runs.append((row, row + 1, first, last + 1))
-        seen = last + 1 - first
+        seen_by_run = seen
     return runs
 
 
@@ -68,24 +70,25 @@ class _RaggedRows:
     indices once, and one copy brings them to the device."""
 
     def __init__(self, cache: KVCache, layout: Tensor, pieces: int, longest_q: int, longest_k: int) -> None:
-        """`layout`: the result of `lay_out`, on the device."""
+        """`layout`: the result of `make_layout`, on the device."""
         self.cache = cache
         tokens = layout.numel() - 3 * pieces - 2
-        self._place, queries, keys, used = layout.split([tokens, pieces + 1, pieces + 1, pieces])
+        self._write_index, queries, keys, used = layout.split([tokens, pieces + 1, pieces + 1, pieces])
         self._queries = Ends(queries.to(torch.int32), longest_q)
         self._keys = Ends(keys.to(torch.int32), longest_k)
         self._used = used.to(torch.int32)
 
     @staticmethod
-    def lay_out(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
-        """Row, first position and length of each piece -> one array: where each token is written, then where pieces begin, where
-        rows begin, and how many positions of each row are read."""
-        first_n = row_n * cache.shape.positions
-        before_n = np.cumsum(length_n) - length_n
-        place_T = np.repeat(first_n + start_n - before_n, length_n) + np.arange(length_n.sum())
+    def make_layout(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
+        """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2]: the index in the flat cache of each token [T],
+        bounds of the pieces among the tokens [n + 1], bounds of the rows in the flat cache [n + 1], positions read of each row [n].
+        """
+        row_start_n = row_n * cache.shape.positions
+        piece_start_n = np.cumsum(length_n) - length_n
         end_n = start_n + length_n
-        parts = [place_T, before_n, length_n.sum(keepdims=True), first_n, first_n[-1:] + end_n[-1:], end_n]
-        return np.concatenate(parts)
+        index_T = np.repeat(row_start_n + start_n - piece_start_n, length_n) + np.arange(length_n.sum())
+        pieces = [piece_start_n, length_n.sum(keepdims=True)]
+        return np.concatenate([index_T, *pieces, row_start_n, row_start_n[-1:] + end_n[-1:], end_n])
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -99,8 +102,8 @@ class _RaggedRows:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache without attention."""
-        self.cache.flat_keys[layer].index_copy_(0, self._place, key)
-        self.cache.flat_values[layer].index_copy_(0, self._place, value)
+        self.cache.flat_keys[layer].index_copy_(0, self._write_index, key)
+        self.cache.flat_values[layer].index_copy_(0, self._write_index, value)
 
     def attends(self, terms: AttentionTerms) -> bool:
         """Whether the kernel computes these terms."""
@@ -111,12 +114,12 @@ class DecodePlan(PlanWithRoutes):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
-        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: the result of `DecodePlan.layout` on the device, where
-        the caller will overwrite it with other positions, none beyond `position_n`."""
+        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: a tensor on the device, of the size of
+        `DecodePlan.layout`. The caller may overwrite it with the layout of other positions, none beyond `position_n`."""
         self.cache = cache
         self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
         self.longest = int(position_n.max(initial=-1)) + 1
-        self._place: Tensor | None = None
+        self._write_index: Tensor | None = None
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
         self._ragged: _RaggedRows | None = None
         if cache.kernel is not None:
@@ -128,9 +131,9 @@ class DecodePlan(PlanWithRoutes):
         length_n = to_device(position_n + 1, cache.device)
         self.runs = []
         for start, stop in pairwise([0, *ends]):
-            own = position_n[start:stop] + 1
-            longest, mask = int(own.max()), None
-            if int(own.min()) < longest:
+            lengths = position_n[start:stop] + 1
+            longest, mask = int(lengths.max()), None
+            if int(lengths.min()) < longest:
                 column = torch.arange(longest, device=cache.device)
                 mask = torch.zeros(stop - start, 1, 1, longest, dtype=cache.data.dtype, device=cache.device)
                 mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
@@ -140,7 +143,7 @@ class DecodePlan(PlanWithRoutes):
     def layout(cache: KVCache, position_n: Int64Array) -> Int64Array:
         """The indices of one decode step of rows [0..n), for a cache with a kernel for ragged rows."""
         row_n = np.arange(position_n.size)
-        return _RaggedRows.lay_out(cache, row_n, position_n, np.ones_like(row_n))
+        return _RaggedRows.make_layout(cache, row_n, position_n, np.ones_like(row_n))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
@@ -150,8 +153,10 @@ class DecodePlan(PlanWithRoutes):
         size = cache.shape.head_size
         if self._ragged is not None and self._ragged.attends(terms):
             return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
-        if terms is not PLAIN and not (terms := terms.simplified_for(self.longest)).plain:
-            return self._attend_with_terms(layer, query, key, value, scaling, terms)
+        if terms is not PLAIN:
+            terms = terms.simplified_for(self.longest)
+            if not terms.plain:
+                return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
             return native.decode_attention(
                 query, key, value, cache.keys[layer], cache.values[layer], self.position_n, scaling
@@ -162,17 +167,10 @@ class DecodePlan(PlanWithRoutes):
         keys, values = cache.keys[layer], cache.values[layer]
         parts = []
         for run in self.runs:
-            own = slice(run.start, run.stop)
-            attend = _attend_by_products if _products_pay(query, run) else scaled_dot_product_attention
-            parts.append(
-                attend(
-                    grouped[own],
-                    keys[own, :, : run.length],
-                    values[own, :, : run.length],
-                    attn_mask=run.mask,
-                    scale=scaling,
-                )
-            )
+            rows = slice(run.start, run.stop)
+            attend = _attend_by_products if _are_products_faster(query, run) else scaled_dot_product_attention
+            seen_keys, seen_values = keys[rows, :, : run.length], values[rows, :, : run.length]
+            parts.append(attend(grouped[rows], seen_keys, seen_values, attn_mask=run.mask, scale=scaling))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(n, heads, size)
 
@@ -183,11 +181,12 @@ class DecodePlan(PlanWithRoutes):
         n, heads, size = query.shape
         grouped = query.reshape(n, self.cache.shape.heads, -1, size)  # [n, K, G, D]
         out = query.new_empty(grouped.shape)
-        for own, there, seen in self._bands_of(terms.window):
-            keys, values = (part[layer][own, :, there].flatten(0, 1) for part in (self.cache.keys, self.cache.values))
-            queries = grouped[own].flatten(0, 1)
+        for rows, band, seen in self._bands_of(terms.window):
+            keys = self.cache.keys[layer][rows, :, band].flatten(0, 1)
+            values = self.cache.values[layer][rows, :, band].flatten(0, 1)
+            queries = grouped[rows].flatten(0, 1)
             part = attend_seen(queries, keys, values, seen, scaling, terms.softcap, terms.sinks)
-            out[own] = part.view(-1, *grouped.shape[1:])
+            out[rows] = part.view(-1, *grouped.shape[1:])
         return out.view(n, heads, size)
 
     def _bands_of(self, window: int | None) -> list[tuple[slice, slice, Tensor]]:
@@ -208,16 +207,16 @@ class DecodePlan(PlanWithRoutes):
         if self._ragged is not None:
             self._ragged.write(layer, key, value)
             return
-        if self._place is None:  # [n, K] rows of the flat buffer
-            rows = torch.arange(self.position_n.numel())[:, None] * shape.heads + torch.arange(shape.heads)
-            self._place = (rows * shape.positions + self.position_n[:, None]).reshape(-1).to(cache.device)
-        cache.flat_keys[layer].index_copy_(0, self._place, key.reshape(-1, shape.head_size))
-        cache.flat_values[layer].index_copy_(0, self._place, value.reshape(-1, shape.head_size))
+        if self._write_index is None:  # [n * K], indices of the flat buffer
+            heads = torch.arange(self.position_n.numel())[:, None] * shape.heads + torch.arange(shape.heads)
+            self._write_index = (heads * shape.positions + self.position_n[:, None]).reshape(-1).to(cache.device)
+        cache.flat_keys[layer].index_copy_(0, self._write_index, key.reshape(-1, shape.head_size))
+        cache.flat_values[layer].index_copy_(0, self._write_index, value.reshape(-1, shape.head_size))
 
 
-def _products_pay(query: Tensor, run: _Run) -> bool:
-    """Whether products beat the kernel: on a CPU its blocks suit many queries a head, and a decode step has G. In bfloat16 the
-    products would round the scores."""
+def _are_products_faster(query: Tensor, run: _Run) -> bool:
+    """Whether `_attend_by_products` is faster than torch's attention kernel. On a CPU that kernel works in blocks of many queries,
+    but a decode step has only G queries a key head. False for bfloat16, because products would round the scores."""
     short = run.length <= _PRODUCTS_LENGTH and run.stop - run.start >= _PRODUCTS_ROWS
     return short and query.dtype == torch.float32 and query.device.type == "cpu"
 
@@ -263,18 +262,18 @@ class ExtendPlan(PlanWithRoutes):
         self._ragged: _RaggedRows | None = None
         if cache.kernel is not None:
             row_n, start_n, length_n = np.array([(piece.row, piece.start, piece.length) for piece in pieces]).T
-            layout = to_device(_RaggedRows.lay_out(cache, row_n, start_n, length_n), cache.device)
+            layout = to_device(_RaggedRows.make_layout(cache, row_n, start_n, length_n), cache.device)
             self._ragged = _RaggedRows(cache, layout, len(pieces), int(length_n.max()), self.longest)
             return
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 
     def _mask(self, piece: PromptPiece) -> Tensor:
-        """Additive [length, start + length]: all of the cached start is visible, the piece itself is causal."""
+        """Additive causal mask [length, start + length] of a piece whose first `start` positions are cached."""
         device, dtype = self.cache.device, self.cache.data.dtype
         end = piece.start + piece.length
-        own = torch.arange(piece.start, end, device=device).unsqueeze(1)
+        query_position = torch.arange(piece.start, end, device=device).unsqueeze(1)
         mask = torch.zeros(piece.length, end, dtype=dtype, device=device)
-        return mask.masked_fill_(torch.arange(end, device=device) > own, float("-inf"))
+        return mask.masked_fill_(torch.arange(end, device=device) > query_position, float("-inf"))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
@@ -284,28 +283,28 @@ class ExtendPlan(PlanWithRoutes):
         if self._ragged is not None and self._ragged.attends(terms):
             return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
-            own = slice(offset, offset + piece.length)
-            there = slice(piece.start, piece.start + piece.length)
-            cache.keys[layer][piece.row, :, there] = key[own].transpose(0, 1)
-            cache.values[layer][piece.row, :, there] = value[own].transpose(0, 1)
+            packed = slice(offset, offset + piece.length)
+            positions = slice(piece.start, piece.start + piece.length)
+            cache.keys[layer][piece.row, :, positions] = key[packed].transpose(0, 1)
+            cache.values[layer][piece.row, :, positions] = value[packed].transpose(0, 1)
         terms = terms.simplified_for(self.longest)
         if not terms.plain:
             return self._attend_with_terms(layer, query, scaling, terms)
         out = torch.empty_like(query)
         for first, last in self.groups:
-            own = slice(self.offsets[first], self.offsets[last])
+            packed = slice(self.offsets[first], self.offsets[last])
             if first in self.masks:
-                out[own] = self._continue(layer, first, query[own], scaling)
+                out[packed] = self._attend_over_row(layer, first, query[packed], scaling)
             else:
                 q, k, v = (
-                    tensor[own].unflatten(0, (last - first, -1)).transpose(1, 2) for tensor in (query, key, value)
+                    tensor[packed].unflatten(0, (last - first, -1)).transpose(1, 2) for tensor in (query, key, value)
                 )
-                fresh = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-                out[own] = fresh.transpose(1, 2).flatten(0, 1)
+                attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+                out[packed] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
-    def _continue(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
-        """[length, H, D] of a piece after a cached start, over the row's keys; grouped heads are not expanded."""
+    def _attend_over_row(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
+        """`query` [length, H, D] of piece number `index`, whose row has earlier positions -> [length, H, D]."""
         piece, shape = self.pieces[index], self.cache.shape
         end = piece.start + piece.length
         group = query.shape[1] // shape.heads
@@ -320,19 +319,18 @@ class ExtendPlan(PlanWithRoutes):
         shape, device = self.cache.shape, self.cache.device
         out = torch.empty_like(query)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
-            keys, values = (
-                self.cache.keys[layer][piece.row],
-                self.cache.values[layer][piece.row],
-            )  # [K, positions, D]
+            keys = self.cache.keys[layer][piece.row]  # [K, positions, D]
+            values = self.cache.values[layer][piece.row]
+            # `cut` takes (_, tokens before the piece, _, tokens of the piece).
             for block in cut((0, piece.start, 0, piece.length), terms.window, query.shape[1]):
-                there = slice(block.low, block.end)
-                own = slice(offset + block.first - piece.start, offset + block.end - piece.start)
-                grouped = query[own].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]
+                band = slice(block.low, block.end)
+                packed = slice(offset + block.first - piece.start, offset + block.end - piece.start)
+                grouped = query[packed].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]
                 column = torch.arange(block.low, block.end, device=device)
                 seen = visible(column[block.first - block.low :], column, terms.window)
                 part = attend_seen(
-                    grouped.flatten(1, 2), keys[:, there], values[:, there], seen.unsqueeze(0), scaling, terms.softcap,
+                    grouped.flatten(1, 2), keys[:, band], values[:, band], seen.unsqueeze(0), scaling, terms.softcap,
                     terms.sinks,
                 )  # fmt: skip
-                out[own] = part.view(grouped.shape).transpose(0, 1).flatten(1, 2)
+                out[packed] = part.view(grouped.shape).transpose(0, 1).flatten(1, 2)
         return out

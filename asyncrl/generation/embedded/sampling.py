@@ -152,7 +152,7 @@ class Sampled:
                 f"the model's logits are not finite in {bad.size} of {host.shape[1]} sequences (rows {bad[:8].tolist()}): "
                 "the weights have diverged; lower the learning rate or resume from an earlier checkpoint"
             )
-            error.spoiled = True
+            error.unusable_weights = True
             raise error
         return Sampled(host[0].astype(np.int64), host[1].astype(np.float32), host[2].astype(np.float32))
 
@@ -284,7 +284,7 @@ def _sample_filtered(
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
         # The candidates suffice if they include all top-k tokens, or if they reach top-p.
         enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-        # The candidates also suffice if the last candidate is below min-p, provided that `total` does not depend on further tokens.
+        # The candidates also suffice if the last one is below min-p and `total` is the full row's (top-k off) or unused (p is 1).
         enough |= (values[:, -1] < min_p_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
         if count == vocabulary or bool(enough.all()):
             break

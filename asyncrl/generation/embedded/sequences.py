@@ -122,10 +122,11 @@ class Sequences:
         """Sampling parameters for the next token of each slot. Row i of the result belongs to `slots[i]`."""
         index = self.length[slots] - self.prompt[slots]
         changes = LogitChanges()
-        for row, slot in enumerate(slots.tolist() if self._logit_changes else ()):
-            if slot in self._logit_changes:
-                sampling, stop_ids = self._logit_changes[slot]
-                changes.add(row, sampling, stop_ids, self.tokens[slot, : self.length[slot]], int(self.prompt[slot]))
+        if self._logit_changes:
+            for row, slot in enumerate(slots.tolist()):
+                if slot in self._logit_changes:
+                    sampling, stop_ids = self._logit_changes[slot]
+                    changes.add(row, sampling, stop_ids, self.tokens[slot, : self.length[slot]], int(self.prompt[slot]))
         return RowParams(
             self.temperature[slots],
             self.top_k[slots],

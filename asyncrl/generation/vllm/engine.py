@@ -7,8 +7,8 @@ Guarantees, the same as those of the embedded engine
 * The random numbers of a request depend only on (seed, index of the token). vLLM itself samples nothing.
 * `logprobs` are over the full vocabulary at the sampling temperature. `sampled_logprobs` are after all filters.
 * Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
-* After a change, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes other prompts
-  again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt.
+* After a change of weights, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes the
+  other sequences again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt.
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 * If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
   its first token used, even if another request computed them.
@@ -47,19 +47,19 @@ _REPLAY = "replay"  # the core's name of the replayed request
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
-Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
+ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSpec:
     """The model that a core runs. `stop_ids`: all tokens that end a completion. `routes`: shape of the routes to record, or None.
-    `routed`: whether the model has experts."""
+    `has_experts`: whether the model is a mixture of experts."""
 
     dtype: torch.dtype
     vocabulary: int
     stop_ids: tuple[int, ...]
     routes: RoutesShape | None = None
-    routed: bool = False
+    has_experts: bool = False
 
 
 class RunningRequest:
@@ -119,7 +119,7 @@ class RunningRequest:
 
 class Replay:
     """Collects the log-probs of a known sequence: nats, over the full vocabulary at temperature 1, of all tokens but the first.
-    vLLM computes those of the prompt. Each later one comes from the step that would sample the token."""
+    vLLM computes the log-probs of the prompt. Each later log-prob comes from the step that would sample the token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """`tokens`: the known tokens after the prompt."""
@@ -153,7 +153,7 @@ class VllmEngine(OwnedEngine):
 
     def __init__(
         self,
-        open_core: Callable[[Choose], Any],
+        open_core: Callable[[ChooseTokens], Any],
         spec: CoreSpec,
         tokenizer: Any,
         lane: Lane,
@@ -169,7 +169,7 @@ class VllmEngine(OwnedEngine):
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
         self.spec = spec
-        self.dtype, self.bound = spec.dtype, bound_of(BOUNDS, spec.dtype, spec.routed)
+        self.dtype, self.output_bound = spec.dtype, bound_of(BOUNDS, spec.dtype, spec.has_experts)
         self.version = -1
         self.tokenizer = tokenizer
         self._open_core = open_core
@@ -337,7 +337,7 @@ class VllmEngine(OwnedEngine):
         if _REPLAY in names:
             assert self._replay is not None
             row = list(names).index(_REPLAY)
-            # Now, because the sampler overwrites the logits.
+            # Before the sampler is called, because it overwrites the logits.
             replayed = row, self._replay.choose(logits_NV[row])
         parts = []
         for start in range(0, len(names), _HEAD_ROWS):
@@ -347,8 +347,8 @@ class VllmEngine(OwnedEngine):
         if replayed is not None:
             row, token = replayed
             sampled.tokens[row] = token
-        columns = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)
-        self._sampled_logprobs = dict(zip(names, columns, strict=True))
+        logprobs = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)
+        self._sampled_logprobs = dict(zip(names, logprobs, strict=True))
         return torch.from_numpy(sampled.tokens)
 
     def _parameters(self, names: Sequence[str]) -> RowParams:

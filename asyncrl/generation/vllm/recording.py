@@ -1,7 +1,7 @@
 """Copies weights from a flat buffer with transformers' names into a program whose parameters have other names and shapes.
 
-The program loads its weights once, from views of a buffer. Every copy passes through torch's dispatcher, below the program's own
-code. `record` notes each copy into a parameter there, and `fill` repeats the copies from later buffers.
+The program loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
+into a parameter. `fill` repeats the copies from later buffers.
 
 `record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once. It
 refuses a weight that the program did not read: the program would compute another model without an error.
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.errors import ConfigError
 from asyncrl.models.parameters.layout import Layout
 
-_INSTEAD = "use generation.engine=embedded"
+_USE_OTHER = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """`size` elements: those of the parameter from `target` on are those of the buffer from `source` on. None: they are padding."""
+    """A copy of `size` elements, from offset `source` of the buffer to offset `target` of the parameter. None: padding."""
 
     target: int
     source: int | None
@@ -43,9 +43,9 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
     """The pieces that `load` copies from views of `buffer` into each of `targets`, which must not share storage. The pieces of a
-    target cover it in order. Pieces that are neighbours in the buffer too are merged.
+    parameter cover the parameter in order. Pieces that are neighbours in the buffer too are merged.
 
-    Errors: ConfigError for a parameter that is not made of copies alone, and for a weight that was not read.
+    Errors: ConfigError for a parameter that does not consist only of copies, and for a weight that was not read.
     """
     with _Copies(buffer, targets) as copies:
         load(layout.views(buffer))
@@ -70,13 +70,14 @@ class _Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        arguments = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
-        for each in func._schema.arguments:
-            if each.alias_info is not None and each.alias_info.is_write:
-                self._notice(func, arguments.get(each.name), args)
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._record_write(func, arguments.get(argument.name), args)
         return result
 
-    def _notice(self, func: Any, written: Any, args: Any) -> None:
+    def _record_write(self, func: Any, written: Any, args: Any) -> None:
         """Record that `func` has written into this argument: a tensor, or a list of tensors."""
         for target in written if isinstance(written, list | tuple) else [written]:
             if not isinstance(target, Tensor) or not target.numel():
@@ -97,11 +98,8 @@ class _Copies(TorchDispatchMode):
         start, size, source = int(target.storage_offset()), target.numel(), args[1]
         if not isinstance(source, Tensor):
             return RecordedPiece(start, None, size) if source == 0 else None
-        if (
-            source.untyped_storage().data_ptr() != self._source
-            or not source.is_contiguous()
-            or source.shape != target.shape
-        ):
+        is_of_buffer = source.untyped_storage().data_ptr() == self._source
+        if not is_of_buffer or not source.is_contiguous() or source.shape != target.shape:
             return None
         return RecordedPiece(start, int(source.storage_offset()), size)
 
@@ -121,22 +119,22 @@ def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list
     if covered != tensor.numel() or sum(piece.size for piece in found) != covered or not tensor.is_contiguous():
         raise ConfigError(
             f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
-            f"new versions cannot be handed to it; {_INSTEAD}"
+            f"new versions cannot be handed to it; {_USE_OTHER}"
         )
     return pieces
 
 
 def _require_all_read(layout: Layout, pieces: list[RecordedPiece]) -> None:
     read = sorted((piece.source, piece.source + piece.size) for piece in pieces if piece.source is not None)
-    ends: list[tuple[int, int]] = []  # what was read, without gaps inside
+    spans: list[tuple[int, int]] = []  # `read`, with touching spans joined
     for start, end in read:
-        if ends and start <= ends[-1][1]:
-            ends[-1] = (ends[-1][0], max(end, ends[-1][1]))
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
         else:
-            ends.append((start, end))
+            spans.append((start, end))
     for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True):
         last = offset + torch.Size(shape).numel()
-        if not any(start <= offset and last <= end for start, end in ends):
+        if not any(start <= offset and last <= end for start, end in spans):
             raise ConfigError(
-                f"model.path: vLLM does not read the weight {name} {shape}, so it would compute another model; {_INSTEAD}"
+                f"model.path: vLLM does not read the weight {name} {shape}, so it would compute another model; {_USE_OTHER}"
             )

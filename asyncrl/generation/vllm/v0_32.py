@@ -48,13 +48,13 @@ from asyncrl.models.parameters.layout import Layout
 from asyncrl.models.routing import RoutesShape
 from asyncrl.types import RoutesArray
 
-from .engine import Choose
+from .engine import ChooseTokens
 from .recording import RecordedPiece, fill, record
 from .v0_32_routes import CachedRoutes
 from .versions import BLOCK, GPU_WORKSPACE
 
 _FORMAT = "asyncrl"
-_INSTEAD = "use generation.engine=embedded"
+_USE_OTHER = "use generation.engine=embedded"
 # vLLM's loader expects the names of the published checkpoint. (name in transformers, name in the checkpoint)
 _NAMES = {
     "MixtralForCausalLM": (
@@ -108,7 +108,7 @@ class VllmCore:
     """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one core at a time."""
 
     def __init__(
-        self, spec: ModelSpec, limits: CoreLimits, choose: Choose, *, routes: RoutesShape | None = None
+        self, spec: ModelSpec, limits: CoreLimits, choose: ChooseTokens, *, routes: RoutesShape | None = None
     ) -> None:
         """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. Errors: ConfigError if vLLM
         cannot run this model, or if new weights could not be copied into it."""
@@ -212,7 +212,7 @@ class VllmCore:
 class _Sampler(Sampler):
     """Replaces vLLM's sampler. `choose` samples the tokens."""
 
-    def __init__(self, runner: Any, choose: Choose) -> None:
+    def __init__(self, runner: Any, choose: ChooseTokens) -> None:
         super().__init__("raw_logprobs")
         self._runner = runner
         self._choose = choose
@@ -273,8 +273,8 @@ def write_config(config: Mapping[str, Any], root: str) -> str:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """An empty folder, where this process also creates its temporary files meanwhile. Without it vLLM would leave a file of its
-    process group behind. Errors: OSError."""
+    """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
+    group behind. Errors: OSError."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="asyncrl-engine-") as folder:
         tempfile.tempdir = folder
@@ -289,7 +289,7 @@ def _require_build(device: torch.device) -> None:
     if current_platform.device_type != device.type:
         raise ConfigError(
             f"generation.engine is vllm, and the installed build of vLLM computes on {current_platform.device_type or 'nothing'} "
-            f"here, while the worker is on {device}; install the build for {device.type}, or {_INSTEAD}"
+            f"here, while the worker is on {device}; install the build for {device.type}, or {_USE_OTHER}"
         )
 
 
@@ -311,7 +311,7 @@ def _inspect_here(architectures: Sequence[str]) -> None:
     known = ModelRegistry.models
     for name in architectures:
         if name not in known:
-            raise ConfigError(f"generation.engine is vllm, which knows no {name}; {_INSTEAD}")
+            raise ConfigError(f"generation.engine is vllm, which knows no {name}; {_USE_OTHER}")
         if not isinstance(known[name], _RegisteredModel):
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
@@ -326,7 +326,7 @@ def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits) -> VllmConf
     if other is not None:
         raise ConfigError(
             f"generation.engine is vllm, which computes {other} from copies that it makes of the first weights, so new versions "
-            f"cannot be copied into it; {_INSTEAD}"
+            f"cannot be copied into it; {_USE_OTHER}"
         )
     # vLLM's executor takes the number of the device from here. There is no argument for it.
     config.device_config.device = spec.buffer.device
@@ -365,7 +365,7 @@ def memory_share(spec: ModelSpec, limits: CoreLimits, total: int) -> float:
 
 
 def _blocks(limits: CoreLimits) -> int:
-    """So many blocks that no admitted sequence is preempted. Each sequence may have a partly filled one, and vLLM keeps one."""
+    """So many that no admitted sequence is preempted. Each sequence may have a partly filled block, and vLLM reserves one."""
     return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
@@ -378,7 +378,7 @@ def _failure_message(error: Exception, limits: CoreLimits) -> str:
             f"generation.engine is vllm, whose cache of {_cache_bytes(limits):,} bytes for {limits.positions} positions "
             "finds no room in memory; make engine.kv_positions smaller, or end other programs that use memory"
         )
-    return f"generation.engine is vllm, which cannot run this model: {text}; {_INSTEAD}"
+    return f"generation.engine is vllm, which cannot run this model: {text}; {_USE_OTHER}"
 
 
 def _cache_bytes(limits: CoreLimits) -> int:
@@ -396,22 +396,22 @@ def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: t
         if may_be_packed or addresses.get(name) != tensor.data_ptr():
             raise ConfigError(
                 f"generation.engine is vllm, which rearranges its parameter {name} {tuple(tensor.shape)} after loading, so new "
-                f"versions cannot be copied into it; {_INSTEAD}"
+                f"versions cannot be copied into it; {_USE_OTHER}"
             )
     # This method only sets scales of a quantized cache, which is not used here.
     harmless = Attention.process_weights_after_loading
     for name, module in model.named_modules():
         process = getattr(type(module), "process_weights_after_loading", None)
-        # Experts are checked by their kernel in `_is_plain`.
+        # `_computes_in_place` checks the kernel of experts.
         if type(module) is UnquantizedFusedMoEMethod:
             continue
-        other_experts = isinstance(module, RoutedExperts) and not _is_plain(module, device)
+        other_experts = isinstance(module, RoutedExperts) and not _computes_in_place(module, device)
         # This runner joins its gates into one weight at its first step.
         joins_gates = isinstance(module, MoERunner) and module._fse_fuse_gate
         if other_experts or joins_gates or (process is not None and process is not harmless):
             raise ConfigError(
                 f"generation.engine is vllm, whose {type(module).__name__} ({name or 'the model'}) computes something of its own "
-                f"from the first weights, so new versions cannot be copied into it; {_INSTEAD}"
+                f"from the first weights, so new versions cannot be copied into it; {_USE_OTHER}"
             )
     if device.type == "cpu":
         from .v0_32_cpu import require_head_sizes
@@ -419,7 +419,7 @@ def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: t
         require_head_sizes(model)
 
 
-def _is_plain(experts: RoutedExperts, device: torch.device) -> bool:
+def _computes_in_place(experts: RoutedExperts, device: torch.device) -> bool:
     """Whether these experts are computed from the parameters as they were loaded."""
     method = experts.quant_method
     if type(method) is not UnquantizedFusedMoEMethod:
@@ -447,19 +447,20 @@ def _require_cache(core: Any, limits: CoreLimits) -> None:
     if blocks < needed:
         raise ConfigError(
             f"generation.engine is vllm, which keeps the layers of this model in {groups} groups: {blocks} blocks of {BLOCK} "
-            f"positions fit into its cache, and all sequences together may need {needed}, so some would be preempted; {_INSTEAD}"
+            f"positions fit into its cache, and all sequences together may need {needed}, so some would be preempted; {_USE_OTHER}"
         )
 
 
 def _step_output(output: EngineCoreOutput, scheduled: int) -> StepOutput:
-    # Without `prefill_stats` one of the scheduled tokens is the input of the decode step, and does not count as computed.
     prefill, prompt = output.prefill_stats, output.new_prompt_logprobs_tensors
+    # In a decode step one of the scheduled tokens is the input, which does not count as computed.
+    computed = scheduled if prefill is not None else max(scheduled - 1, 0)
     return StepOutput(
         output.request_id,
         output.new_token_ids[0] if output.new_token_ids else None,
         output.finish_reason is not None,
         output.finish_reason is FinishReason.STOP,
-        max(scheduled - (prefill is None), 0),
+        computed,
         0 if prefill is None else prefill.num_cached_tokens,
         None if prompt is None else prompt.logprobs[:, 0].double().tolist(),
     )

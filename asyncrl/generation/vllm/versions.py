@@ -29,9 +29,9 @@ ENVIRONMENT = {
     # Triton's products of float32 would be TF32 on a GPU, which the comparison of outputs refuses.
     "TRITON_F32_DEFAULT": "ieee",
 }
-# The number of engines in a data-parallel group of vLLM.
-RANKS = "VLLM_DP_SIZE"
-# These would override the size of the cache that the adapter asks for.
+# The variable with the number of engines in a data-parallel group of vLLM.
+GROUP_SIZE = "VLLM_DP_SIZE"
+# Variables that would override the size of the cache that the adapter asks for.
 OVERRIDING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
 
@@ -74,9 +74,11 @@ def missing_vllm(device: str) -> str | None:
 
 def refuse_ranks() -> None:
     """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
-    ranks = os.environ.get(RANKS, "1")
-    if ranks != "1":
-        raise ConfigError(f"generation.engine is vllm and the environment has {RANKS}={ranks}; {PARALLEL}; unset it")
+    size = os.environ.get(GROUP_SIZE, "1")
+    if size != "1":
+        raise ConfigError(
+            f"generation.engine is vllm and the environment has {GROUP_SIZE}={size}; {PARALLEL}; unset it"
+        )
 
 
 def load_adapter() -> ModuleType:

@@ -1,17 +1,17 @@
 """The engine of a node whose workers generate: requests in, generations out, weights moved, deaths outlived.
 
-    generate() --> router --> channel --> worker --> channel --> the caller's future                    (edges 2, 2')
-    update_weights(version, half) --> a message to each worker --> each answers between two closures    (edge 6)
-    pin(version) --> one worker keeps that version and answers pinned requests alone (pin.py)
+    generate() --> router --> channel --> worker --> channel --> the caller's future
+    update_weights(version, half) --> a message to each worker --> each worker answers between two closures
+    pin(version) --> one worker keeps that version and answers only pinned requests (pin.py)
 
 Guarantees
 * A request is answered once. The engine takes every answer that a worker sent before it died. The worker's other requests go to
-  another worker or to the successor, with the same random keys. A successor starts with the current weights, the successor of a
-  pinned worker with the pinned weights.
-* The engine kills a worker that sends nothing for `watchdog.loop_timeout_s` (a worker that starts must also have computed nothing),
-  or whose closure runs for `watchdog.lane_timeout_s`.
-* Three worker failures end the engine: `MOST_DEATHS` deaths without a sequence in between (the error has the last lines of its
-  output), wrong weights, and a first start that fails.
+  another worker or to the worker's successor, with the same random keys. A successor starts with the current weights, but the
+  successor of a pinned worker starts with the pinned weights.
+* The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
+  A worker that is starting is not killed while it uses a processor.
+* Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
+  last lines of its output), wrong weights, and a first start that fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .wire import check_sendable, read_sequence
 
 logger = logging.getLogger("asyncrl.generation")
 
-MOST_DEATHS = 3  # of one worker, without a finished sequence in between
+MOST_DEATHS = 3  # of one worker, without a finished sequence between them
 _WATCH_S = 1.0
 
 
@@ -54,9 +54,9 @@ class WorkerLimits:
     max_context: int
     vocabulary: int
     has_tokenizer: bool
-    start_s: float
-    silent_s: float
-    closure_s: float
+    start_s: float  # most time of a start
+    silent_s: float  # most time without a message
+    closure_s: float  # most time of one closure
     # With `preset: sync` a group's number chooses its worker, and every `ranks`th group belongs to this rank. Else None.
     ranks: int | None = None
 
@@ -75,7 +75,7 @@ class _WorkerUpdate:
 class WorkerEngine(EngineLife):
     """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
 
-    setup: returns the `Setup` of worker `n`. say: is called with the stage of a worker's start.
+    setup: returns the `Setup` of worker `n`. show_stage: is called with the stage of a worker's start.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class WorkerEngine(EngineLife):
         setup: Callable[[int], Setup],
         recorder: Recorder,
         *,
-        say: Callable[[str], None] = lambda _: None,
+        show_stage: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.limits = limits
         self.recorder = recorder
         self._setup = setup
-        self._say = say
+        self._show_stage = show_stage
         by_group = None if limits.ranks is None else lambda group: group // limits.ranks % limits.workers
         self._router = Router(limits.capacity, by_group)
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[_WorkerUpdate] = []
-        self._ended: dict[str, float] = {}  # sums of dead workers' statistics
+        self._dead_statistics: dict[str, float] = {}  # sums over dead workers
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
         self._starting: list[asyncio.Future[None]] = []  # callers of `all_serve`
@@ -121,18 +121,20 @@ class WorkerEngine(EngineLife):
             raise
 
     def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Set the weights that workers start with; they lie on the board already. Call it before opening."""
+        """Set the weights that workers start with; the board has them already. Call this before opening the engine."""
         self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every worker computes with this version, which lies in this half of the board. A worker that still starts
+        """Returns once every worker computes with this version, which is in this half of the board. A worker that is still starting
         gets the version before its first request. After the return only a pinned worker may read the other half (see `reads`).
 
         `outputs`: log-probs that the trainer computes with the version (models/outputs.py). A worker with other log-probs ends the
         engine with a DivergenceError a moment later."""
         self._require_open()
         pinned = self._pins.reads(half)
-        assert not pinned or self._pins.newest == (version, half, outputs), "a half that is read is not written"
+        assert not pinned or self._pins.newest == (version, half, outputs), (
+            "the half was written while a worker reads it"
+        )
         self._pins.newest = PostedVersion(version, half, outputs)
         update = _WorkerUpdate(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
@@ -157,7 +159,7 @@ class WorkerEngine(EngineLife):
     def statistics(self) -> dict[str, float]:
         """`Engine.statistics` summed over the last reports of all workers. `waiting` includes requests that no worker has yet;
         `reserved_positions` sums prompt + max_tokens over the requests that workers have."""
-        total = dict(self._ended)
+        total = dict(self._dead_statistics)
         for peer in self._peers.values():
             for name, value in peer.statistics.items():
                 total[name] = total.get(name, 0.0) + value
@@ -173,7 +175,7 @@ class WorkerEngine(EngineLife):
         }
 
     async def all_serve(self) -> None:
-        """Wait until every worker has come up. Errors: GenerationError where one does not."""
+        """Wait until every worker has started. Errors: GenerationError if a worker does not start."""
         self._require_open()
         future = asyncio.get_running_loop().create_future()
         self._starting.append(future)
@@ -193,12 +195,12 @@ class WorkerEngine(EngineLife):
             logger.info("workers of a dead run had left %s; it was removed", line)
         async with plain_task_group() as tasks:
             for number in range(self.limits.workers):
-                spawn(tasks, f"worker {number}", self._keep, number)
+                spawn(tasks, f"worker {number}", self._run_worker, number)
 
     def _deliver(self, number: int, generation: Generation) -> None:
         job = self._router.find(number)
         if job is None:
-            return  # the caller was cancelled meanwhile
+            return  # the caller was cancelled before this answer came
         worker = self._router.remove(job)
         assert worker is not None
         self._finishes[worker] += 1
@@ -223,7 +225,7 @@ class WorkerEngine(EngineLife):
 
     # -- a worker and its successors
 
-    async def _keep(self, number: int) -> None:
+    async def _run_worker(self, number: int) -> None:
         deaths, first = 0, True
         while True:
             peer: Peer | None = None
@@ -246,7 +248,7 @@ class WorkerEngine(EngineLife):
                     "%s\nit is started again (%d of at most %d times in a row)", died, deaths, MOST_DEATHS - 1
                 )
                 self.recorder.count("engine/worker_deaths")
-                # No process could be started (EAGAIN). One may be free a moment later.
+                # EAGAIN: the system has too many processes. Wait until some have ended.
                 if isinstance(died, BlockingIOError):
                     await anyio.sleep(_WATCH_S)
 
@@ -262,7 +264,7 @@ class WorkerEngine(EngineLife):
             self.recorder.gauge("engine/running", now["running"])
             self.recorder.gauge("engine/waiting", now["waiting"])
         if "stage" in message:
-            self._say(f"worker {peer.number}: {message['stage']}")
+            self._show_stage(f"worker {peer.number}: {message['stage']}")
         if "ready" in message:
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "begin_with comes before the workers"
@@ -297,19 +299,20 @@ class WorkerEngine(EngineLife):
             if loop.time() - before > 2 * _WATCH_S:
                 peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - before)
                 continue
-            culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
-            if culprit is not None:
-                peer.kill(culprit)
+            reason = peer.hang_reason(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
+            if reason is not None:
+                peer.kill(reason)
                 return
 
     def _retire(self, peer: Peer) -> None:
         """Return the requests of a worker that ended or is being closed to the router, which sends them to other workers."""
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
-            self._ended[name] = self._ended.get(name, 0.0) + peer.statistics.get(name, 0.0)
+            self._dead_statistics[name] = self._dead_statistics.get(name, 0.0) + peer.statistics.get(name, 0.0)
         self._router.remove_worker(peer.number)
         self._pins.unpin_moved()
         self._assign()
+        # Before its end the process may still read the old weights.
         if peer.process.ended.done():
             self._answer_updates()
 
@@ -318,9 +321,11 @@ class WorkerEngine(EngineLife):
     def _answer_updates(self) -> None:
         if self._pins.has_unpinned_requests:
             return
-        moving = (peer for peer in self._peers.values() if peer.target >= 0 and self._pins.of(peer.number) is None)
-        behind = min((peer.bound for peer in moving), default=None)
-        for update in [each for each in self._updates if behind is None or behind >= each.version]:
+        moving = (
+            peer for peer in self._peers.values() if peer.sent_version >= 0 and self._pins.of(peer.number) is None
+        )
+        oldest = min((peer.version for peer in moving), default=None)
+        for update in [update for update in self._updates if oldest is None or oldest >= update.version]:
             self._updates.remove(update)
             if not update.future.done():
                 update.future.set_result(None)

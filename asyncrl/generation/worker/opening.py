@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
-from asyncrl.generation.vllm.engine import Choose, CoreSpec, VllmEngine
+from asyncrl.generation.vllm.engine import ChooseTokens, CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
@@ -108,7 +108,7 @@ async def _open_vllm(
     routes = None if description["routes"] is None else RoutesShape(**description["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
-    def open_core(choose: Choose) -> Any:
+    def open_core(choose: ChooseTokens) -> Any:
         spec = adapter.ModelSpec(description["config"], layout, half)
         return adapter.VllmCore(spec, limits, choose, routes=routes)
 

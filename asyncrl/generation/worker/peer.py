@@ -41,13 +41,13 @@ class Peer:
         self.number = number
         # Whether the worker has loaded its model.
         self.ready = False
-        # `bound`: the version that the worker computes with. `target`: the version it was sent last.
-        self.bound = self.target = -1
-        # From the newest report. `closure`: name of what runs on the worker's lane, and for how many seconds.
+        # Versions that the worker computes with, and that it was sent last. -1: none.
+        self.version = self.sent_version = -1
+        # From the newest report. `closure`: name of the closure on the worker's lane, and its seconds so far.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Loop times of the newest message, and of the last check at which the worker had used its processor.
-        self.last_message_at = self._computed = asyncio.get_running_loop().time()
+        # Loop times of the newest message, and of the last check that found more processor time of the worker than before.
+        self.last_message_at = self._computed_at = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
         # Why the worker was killed.
@@ -64,8 +64,8 @@ class Peer:
         self._outbox.append((number, request))
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Tell the worker to move to these weights. It binds them between two closures, reports that, and compares `outputs`."""
-        self.target = version
+        """Send the worker its next weights. The worker binds them between two closures, reports that, and compares `outputs`."""
+        self.sent_version = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
     def _flush(self) -> None:
@@ -75,7 +75,7 @@ class Peer:
 
     async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:
         """Receive messages until the worker ends; store its reports. Errors: WorkerDied; DivergenceError for wrong weights;
-        ConfigError where its engine refused."""
+        ConfigError if its engine cannot run the model."""
         while True:
             try:
                 message = await self.process.channel.receive()
@@ -99,7 +99,7 @@ class Peer:
             if "ready" in message:
                 self.ready = True
             if "bound" in message:
-                self.bound = int(message["bound"])
+                self.version = int(message["bound"])
             on_message(self, message)
 
     def kill(self, reason: str) -> None:
@@ -111,18 +111,18 @@ class Peer:
         status = self.process.status if self._reason is None else f"{self.process.status}: {self._reason}"
         return WorkerDied(self.number, self.process.pid, status, self.process.last_lines())
 
-    def culprit(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
-        """Why a living worker hangs, as a sentence; None: it does not. Limits: `silent_s` without a message, `closure_s` in one
-        closure. A worker that is starting has `start_s` for both, and `silent_s` without using a processor: importing torch
-        takes long, but it computes."""
+    def hang_reason(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
+        """Why a living worker hangs, or None. Limits: `silent_s` without a message, `closure_s` in one closure. While the
+        worker starts, both limits are `start_s`, and it must not be idle for `silent_s`. Importing torch takes long, but it
+        uses the processor."""
         if self._leaving:
             return None
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
         if processor_s != self._processor_s:
-            self._processor_s, self._computed = processor_s, now
-        silent, idle = now - self.last_message_at, now - max(self.last_message_at, self._computed)
+            self._processor_s, self._computed_at = processor_s, now
+        silent, idle = now - self.last_message_at, now - max(self.last_message_at, self._computed_at)
         if silent > (silent_s if self.ready else start_s) or idle > silent_s:
-            return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
+            return f"it has sent nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
         if self.closure is not None and self.closure[1] > (closure_s if self.ready else start_s):
             return f"its closure {self.closure[0]} has run for {self.closure[1]:.0f} s"
         return None

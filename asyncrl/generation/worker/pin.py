@@ -1,8 +1,8 @@
-"""A worker that keeps a version of the weights (it is pinned) while the others move to later versions.
+"""A worker that keeps a version of the weights (it is pinned) while the other workers move to later versions.
 
-pin ──▶ gets pinned requests only, finishes earlier ones ──▶ end ──▶ is sent the newest version ──▶ has bound it, or died
-        if it dies, its successor starts with the pinned version
-'─────────────── its half of the board is not written ──────────────────────────────────────────────────────'
+From `begin` on the worker finishes its earlier requests and gets only pinned requests. If it dies, its successor starts with the
+pinned version. `Pin.end` sends it the newest version. Its half of the board may be written again once it has bound that version
+or died.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag:
 class Pin:
     """A worker that keeps one version of the weights: implements `ports.PinnedVersion`."""
 
-    worker: int  # its number: a successor takes its place
+    worker: int  # number, which a successor has too
     weights: PostedVersion
     sample: Sample
     on_end: Callable[[], None]
@@ -55,18 +55,19 @@ class Pins:
     ) -> None:
         """`peers`: the living workers, by number. `on_unpinned`: called once the worker may take other requests again."""
         self._router, self._peers, self._recorder, self._on_unpinned = router, peers, recorder, on_unpinned
-        self._pin: Pin | None = None  # until its worker has moved on
-        self._waiting: list[asyncio.Future[None]] = []  # who waits for that
-        self.newest: PostedVersion | None = None  # what the other workers were sent last
+        self._pin: Pin | None = None  # until its worker has bound a newer version or died
+        self._waiting: list[asyncio.Future[None]] = []  # calls of `wait_unread`
+        self.newest: PostedVersion | None = None  # the version that the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
-        """Pin a worker that has bound `version`: the one with the fewest reserved tokens. None: no worker to spare."""
+        """Pin the worker with the fewest reserved tokens among those that have bound `version`. None: fewer than two have."""
         if self._pin is not None:
             await self.wait_unread(self._pin.weights.half)
-        able = [number for number, peer in self._peers.items() if peer.bound == version and self._router.serves(number)]
-        if self._pin is not None or self.newest is None or self.newest.version != version or len(able) < 2:
+        numbers = [number for number in self._peers if self._router.serves(number)]
+        candidates = [number for number in numbers if self._peers[number].version == version]
+        if self._pin is not None or self.newest is None or self.newest.version != version or len(candidates) < 2:
             return None
-        self._pin = Pin(self._router.pin(able), self.newest, sample, self._end)
+        self._pin = Pin(self._router.pin(candidates), self.newest, sample, self._end)
         return self._pin
 
     def of(self, worker: int) -> PostedVersion | None:
@@ -98,8 +99,9 @@ class Pins:
         if pin is None or not pin.ended or newest is None:
             return
         peer = self._peers.get(pin.worker)
-        if peer is not None and peer.target >= 0 and peer.bound < newest.version:
-            return  # it moves; until it is there it gets no requests
+        # The worker still moves to the newest weights. It gets no requests before it has bound them.
+        if peer is not None and peer.sent_version >= 0 and peer.version < newest.version:
+            return
         self._pin = None
         self._router.unpin()
         for future in self._waiting:
@@ -117,6 +119,6 @@ class Pins:
         assert self._pin is not None and self.newest is not None
         peer = self._peers.get(self._pin.worker)
         # A worker that is starting is sent the newest version when it is ready.
-        if peer is not None and 0 <= peer.target < self.newest.version:
+        if peer is not None and 0 <= peer.sent_version < self.newest.version:
             peer.send_weights(*self.newest)
         self.unpin_moved()

@@ -55,7 +55,7 @@ class Router:
         self._numbers = itertools.count()
         self._waiting: dict[int, RoutedJob] = {}  # by number, in the order of sending
         self._loads: dict[int, _Load] = {}  # by worker, only workers in service
-        # Prefix key -> (its home, number of its requests that were sent). A new home counts the requests of a pinned old one too.
+        # Prefix key -> (its home, number of unanswered sent requests). The number includes requests at an earlier home, now pinned.
         self._homes: dict[str, tuple[int, int]] = {}
         self.pinned: int | None = None  # the pinned worker, even if it is out of service
 
@@ -182,8 +182,8 @@ class Router:
             chosen = self._worker_of(job.request.group)
             # The pinned worker is busy with an evaluation. Training goes on meanwhile and needs this request.
             if chosen == self.pinned:
-                chosen = min((worker for worker in loads if worker != chosen), default=chosen)
-            return chosen if self.serves(chosen) and chosen != self.pinned else None
+                return min((worker for worker in loads if worker != chosen), default=None)
+            return chosen if self.serves(chosen) else None
         key = job.request.prefix_key
         home = None if key is None or key not in self._homes else self._homes[key][0]
         if home is not None and home in loads and home != self.pinned:

@@ -54,13 +54,7 @@ _REPORT_S = 0.1
 class Server:
     """What a worker does once its engine is open."""
 
-    def __init__(
-        self,
-        control: Channel,
-        engine: Serving,
-        lane: ThreadLane,
-        board: Board,
-    ) -> None:
+    def __init__(self, control: Channel, engine: Serving, lane: ThreadLane, board: Board) -> None:
         self._control = control
         self._engine = engine
         self.weights = WeightReader(board, engine, lane, control.send)
@@ -75,11 +69,13 @@ class Server:
                 if "weights" in message:
                     weights = PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"])
                     self.weights.set_target(weights)
-                for number, request in read_requests(message) if "requests" in message else ():
+                if "requests" not in message:
+                    continue
+                for number, request in read_requests(message):
                     if request is not None:
                         self._scopes[number] = anyio.CancelScope()
                         spawn(tasks, f"request {number}", self._generate, number, request)
-                    # A request that is not there has ended, and its answer was sent.
+                    # A request without a scope has ended, and its answer was sent.
                     elif number in self._scopes:
                         self._scopes[number].cancel()
 
@@ -100,16 +96,10 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
     until the engine is open."""
     while True:
         current = lane.current()
-        control.send(
-            {
-                "report": {
-                    "statistics": engines[0].statistics() if engines else {},
-                    "closure": current and [current[0], awake.now() - current[1]],
-                    "parcel": take_parcel(recorder),
-                }
-            }
-        )
-        # Reports must not pile up where the node does not read them, as when it is stopped.
+        closure = None if current is None else [current[0], awake.now() - current[1]]
+        statistics = engines[0].statistics() if engines else {}
+        control.send({"report": {"statistics": statistics, "closure": closure, "parcel": take_parcel(recorder)}})
+        # Reports must not pile up while the node does not read them, as when it is stopped.
         await control.drain()
         await anyio.sleep(_REPORT_S)
 
@@ -136,7 +126,7 @@ async def serve(control: Channel) -> None:
                 setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
             )
         except (ConfigError, OutOfMemory) as error:
-            traceback.print_exc()  # the sentence is for the node, the rest for the log
+            traceback.print_exc()  # into the worker's log; the node gets only the message
             control.send({"refused": str(error)})
             await control.drain()
             tasks.cancel_scope.cancel()
@@ -152,9 +142,9 @@ async def serve(control: Channel) -> None:
 
 async def main(descriptor: int) -> None:
     """Serve the node behind this socket."""
-    line = Channel(socket.socket(fileno=descriptor), "the node")
+    channel = Channel(socket.socket(fileno=descriptor), "the node")
     try:
-        with awake.on_loop(asyncio.get_running_loop()):  # `report` reads it
-            await serve(line)
+        with awake.on_loop(asyncio.get_running_loop()):  # `report` reads this clock
+            await serve(channel)
     finally:
-        line.close()
+        channel.close()

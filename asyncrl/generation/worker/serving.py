@@ -36,14 +36,14 @@ class EmbeddedServing(EmbeddedEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.bound = bound_of(BOUNDS, self.policy.dtype, has_experts(self.policy.module))
+        self.output_bound = bound_of(BOUNDS, self.policy.dtype, has_experts(self.policy.module))
 
     @property
     def version(self) -> int:
         return self.policy.version
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """The modules read the half where it lies. On a CPU the first step after the move packs the weights."""
+        """Let the modules read the half in place. On a CPU the first step after the move packs the weights."""
         self.policy.flat.move_to(half)
         self.policy.version = version
 

@@ -1,7 +1,7 @@
 """Requests and finished sequences as messages of the channel between node and worker.
 
-edge 2    {"requests": [[number, about], ...]} + prompts int32    about None: that request is cancelled
-edge 2'   {"sequence": number, ...} + [4, C] words: token ids, both log-probs, versions; then the routes, if they are recorded
+node -> worker    {"requests": [[number, fields], ...]} + prompts int32    `fields` None: that request is cancelled
+worker -> node    {"sequence": number, ...} + [4, C] of 4 bytes: token ids, both log-probs, versions; then the recorded routes
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from asyncrl.concurrency.channel import encode
 from asyncrl.errors import GenerationError
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
-# Random keys are 64 bits wide wherever they are used.
-_SEEDS = 0xFFFFFFFFFFFFFFFF
+# Sampling uses the low 64 bits of a seed, and JSON holds no larger integers.
+_SEED_MASK = 0xFFFFFFFFFFFFFFFF
 Message = tuple[dict[str, Any], bytes]
 
 
 def check_sendable(request: GenerationRequest) -> None:
     """Errors: GenerationError for a setting that JSON cannot hold, such as a surrogate in a stop string."""
     try:
-        encode(_about(request))
+        encode(_request_fields(request))
     except TypeError as error:
         raise GenerationError(f"this request cannot be served: {error}") from error
 
 
 def requests_message(requests: Sequence[tuple[int, GenerationRequest | None]]) -> Message:
     """Requests by number, in order; None cancels one. The worker begins the requests of a message together."""
-    about = [[number, None if request is None else _about(request)] for number, request in requests]
-    prompts = [np.ascontiguousarray(each.prompt_ids, np.int32).tobytes() for _, each in requests if each is not None]
-    return {"requests": about}, b"".join(prompts)
+    fields = [[number, None if request is None else _request_fields(request)] for number, request in requests]
+    prompts = [request.prompt_ids for _, request in requests if request is not None]
+    return {"requests": fields}, b"".join(np.ascontiguousarray(ids, np.int32).tobytes() for ids in prompts)
 
 
 def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationRequest | None]]:
     """The requests of a `requests_message`."""
-    prompts, at = np.frombuffer(message.get("data", b""), np.int32), 0
-    found: list[tuple[int, GenerationRequest | None]] = []
-    for number, about in message["requests"]:
-        if about is None:
-            found.append((number, None))
+    prompts, start = np.frombuffer(message.get("data", b""), np.int32), 0
+    requests: list[tuple[int, GenerationRequest | None]] = []
+    for number, fields in message["requests"]:
+        if fields is None:
+            requests.append((number, None))
             continue
-        sampling, size = about["sampling"], about["tokens"]
+        sampling, size = fields["sampling"], fields["tokens"]
         for name in ("stop", "stop_token_ids"):
             sampling[name] = tuple(sampling[name])
         sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
         sampling["logit_bias"] = dict(sampling["logit_bias"])
-        prompt, at = prompts[at : at + size].copy(), at + size
-        request = GenerationRequest(
-            prompt, SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
-        )
-        found.append((number, request))
-    return found
+        prompt = prompts[start : start + size].copy()
+        start += size
+        parameters = SamplingParams(**sampling)
+        request = GenerationRequest(prompt, parameters, fields["seed"], fields["prefix_key"], fields["priority"])
+        requests.append((number, request))
+    return requests
 
 
 def sequence_message(number: int, generation: Generation) -> Message:
@@ -87,10 +87,10 @@ def read_sequence(message: Mapping[str, Any]) -> Generation:
     )
 
 
-def _about(request: GenerationRequest) -> dict[str, Any]:
+def _request_fields(request: GenerationRequest) -> dict[str, Any]:
     return {
         "tokens": int(request.prompt_ids.size),
-        "seed": int(request.seed) & _SEEDS,
+        "seed": int(request.seed) & _SEED_MASK,
         "prefix_key": request.prefix_key,
         "priority": request.priority,
         "sampling": {**asdict(request.sampling), "logit_bias": list(request.sampling.logit_bias.items())},
