@@ -210,10 +210,10 @@ def test_only_experts_of_the_triton_kernel_are_served_on_a_gpu() -> None:
     for backend in UnquantizedMoeBackend:
         method = object.__new__(UnquantizedFusedMoEMethod)
         method.unquantized_backend = backend
-        if adapter._is_plain(SimpleNamespace(quant_method=method), GPU):
+        if adapter._computes_in_place(SimpleNamespace(quant_method=method), GPU):
             served.append(backend)
     assert served == [UnquantizedMoeBackend.TRITON]
-    assert not adapter._is_plain(SimpleNamespace(quant_method=object()), GPU)
+    assert not adapter._computes_in_place(SimpleNamespace(quant_method=object()), GPU)
 
 
 @needs_vllm
