@@ -25,7 +25,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl check-model PATH                                  compare every way of computing a model with eager transformers
   asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
-  asyncrl report RUN                                        write report.html of a run, alive or dead
+  asyncrl report RUN                                        write report.html of a run, running or ended
   asyncrl examples [DIRECTORY]                              list the examples, or copy them
   asyncrl --version                                         the version of this package
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits

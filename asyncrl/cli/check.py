@@ -10,7 +10,7 @@ from pathlib import Path
 USAGE = """\
 asyncrl check RUN: compare every file of every checkpoint with its size and SHA-256, and print one line per checkpoint.
 RUN is a run directory (`runs/NAME`, or NAME for short) or a checkpoint (`runs/NAME/checkpoints/step_N`). The run may be alive.
-Exit codes: 0, 5 where a checkpoint is damaged, 2 where there is no such run or checkpoint.
+Exit codes: 0, 5 if a checkpoint is damaged, 2 if there is no such run or checkpoint.
 """
 INTACT, DAMAGED, REMOVED = "intact", "damaged", "removed meanwhile"
 

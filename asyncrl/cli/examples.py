@@ -1,6 +1,6 @@
 """`asyncrl examples [DIRECTORY]`: lists or copies the example programs and configurations.
 
-A wheel holds the examples in `asyncrl/examples` (setup.py copies them), a checkout beside the package.
+A wheel has the examples in `asyncrl/examples` (setup.py copies them); a checkout has them beside the package.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into a directory (exit code 2: the directory has one already)"
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into a directory (exit code 2: it already has an example)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def examples() -> list[Path]:
     """The files of the examples. Errors: FileNotFoundError where the installation has none."""
-    places = (PACKAGE / "examples", PACKAGE.parent / "examples")
-    found = next((place for place in places if (place / "quickstart.yaml").exists()), None)
-    if found is None:
-        raise FileNotFoundError(f"this installation has no examples: neither {places[0]} nor {places[1]}")
-    return sorted(path for path in found.iterdir() if path.suffix in (".py", ".yaml"))
+    folders = (PACKAGE / "examples", PACKAGE.parent / "examples")
+    folder = next((folder for folder in folders if (folder / "quickstart.yaml").exists()), None)
+    if folder is None:
+        raise FileNotFoundError(f"this installation has no examples: neither {folders[0]} nor {folders[1]} has them")
+    return sorted(path for path in folder.iterdir() if path.suffix in (".py", ".yaml"))
 
 
 def first_line(path: Path) -> str:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             existing = [path.name for path in found if (target / path.name).exists()]
             if existing:
                 raise FileExistsError(
-                    f"{target} has {', '.join(existing)} already; nothing was copied: choose another one"
+                    f"{target} has {', '.join(existing)} already; nothing was copied: choose another directory"
                 )
             target.mkdir(parents=True, exist_ok=True)
             for path in found:

@@ -28,7 +28,7 @@ import anyio
 import numpy.typing as npt
 
 from asyncrl.errors import DataError, StallError
-from asyncrl.records.trajectories import whole_group
+from asyncrl.records.trajectories import is_whole_group
 from asyncrl.types import Trajectory
 
 from .store import nbytes
@@ -220,7 +220,7 @@ class Stash(Generic[C]):
         Returns None and changes nothing if the caller must use `add`. Reasons: the members are no whole group, some members
         wait already, the group ended, a member is too old, or the stash is full. Errors: ValueError for several groups.
         """
-        if not whole_group(trajectories):
+        if not is_whole_group(trajectories):
             return None
         key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
         size = len(trajectories)

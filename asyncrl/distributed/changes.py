@@ -1,4 +1,4 @@
-"""A counter of changes of the books, with waiters for the next change. For the thread of the event loop."""
+"""A counter of changes of a ledger's books, with waiters for the next change. For the thread of the event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Changes:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def wait(self, seen: int) -> int:
-        """Wait until `number` is above `seen`, and return `number`. Errors: the error of a `wake` in the meantime."""
+        """Wait until `number` is above `seen`, and return `number`. Errors: the error of a `wake` during the wait."""
         while self.number <= seen:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.add(waiter)

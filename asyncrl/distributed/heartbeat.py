@@ -41,9 +41,9 @@ class Heartbeat:
         self._thread.join(1.0)
 
     def silent(self, longest_s: float | None = None) -> list[str]:
-        """A sentence for each rank that was silent for `longest_s`, and at least for 5 beats. None: for 3 beats. Thread-safe.
+        """A sentence for each rank that was silent for `longest_s` and for at least 5 beats, or without `longest_s` for 3 beats.
 
-        Empty after the exit of the context."""
+        Empty after the exit of the context. Thread-safe."""
         if self._stop.is_set():
             return []
         longest = 3 * self._every_s if longest_s is None else max(longest_s, 5 * self._every_s)
@@ -54,7 +54,7 @@ class Heartbeat:
         if (unanswered := awake.now() - self._answered_at) > longest:
             silences = [("the ranks' store, which rank 0 holds, has not answered", unanswered)]
         return [
-            f"{sentence} for {seconds:.0f} s (stopped, wedged, or its machine is gone)"
+            f"{sentence} for {seconds:.0f} s (stopped, blocked, or its machine is gone)"
             for sentence, seconds in sorted(silences)
             if seconds > longest
         ]
@@ -71,7 +71,7 @@ class Heartbeat:
                 complete = complete or self._store.check(keys)
                 values = self._store.multi_get(keys) if complete else []
                 self._answered_at = awake.now()
-                for rank, value in zip(self._others, values, strict=False):
+                for rank, value in zip(self._others, values, strict=False):  # no values before `complete`
                     missed = value != _BYE and value == self._values.get(rank)
                     self._missed[rank] = self._missed[rank] + 1 if missed else 0
                     self._values[rank] = value

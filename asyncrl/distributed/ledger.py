@@ -4,8 +4,8 @@
                                                `------------ end --------------------------------> dropped, failed
 
 Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order. Where a waiting caller is cancelled at the moment it gets a slot,
-the slot goes to the next caller.
+served strictly in order, so prompts enter in their order. If a waiting caller is cancelled at the moment when it gets a slot,
+the next caller gets the slot.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Applicant:
 
 
 class LocalLedger:
-    """See `ports.Ledger`. Usable without `async with`, which closes the ledger at its end: waiters raise LifecycleError.
+    """See `ports.Ledger`. `async with` is optional. Its exit closes the ledger, so waiters raise LifecycleError.
 
     groups_per_step, max_staleness: there are `(max_staleness + 1) * groups_per_step` slots.
     late: "wait" reserves places so that no group is ever too old; with "drop" the caller drops the groups of `expired()`.
-    turn: the first turn; larger than 0 after a resume. warmup: turns below it have only the slots of one step.
+    turn: the first turn; larger than 0 after a resume. warmup: turns below this number have only the slots of one step.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LocalLedger:
         self.close()
 
     def close(self) -> None:
-        """Fail every waiter with LifecycleError. Closing twice is fine; `end` and `release` still count."""
+        """Fail every waiter with LifecycleError. A second call does nothing. `end` and `release` still work afterwards."""
         if self._closed:
             return
         self._closed = True
@@ -110,6 +110,7 @@ class LocalLedger:
                     if applicant in self._applicants:
                         self._applicants.remove(applicant)
                         self._changed()  # the next applicant may be admissible
+                # The slot was granted before this task could run.
                 elif applicant.answer.exception() is None and (ticket := applicant.answer.result()) is not None:
                     self._books.withdraw(ticket)
                     self._changed()
@@ -130,20 +131,19 @@ class LocalLedger:
         return (ClaimState.FULL if self._books.step_complete() else ClaimState.WAIT), None
 
     async def wait_changed(self, seen: int) -> int:
-        """As `Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""
+        """See `ports.Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""
         self._check_open("wait_changed")
         return await self._changes.wait(seen)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
-        """As `Ledger.end`; counted as `groups/OUTCOME/REASON`. Errors: LedgerError for a group that holds no slot or has a
-        place."""
+        """See `ports.Ledger.end`. Counts `groups/OUTCOME/REASON`. Errors: LedgerError for a group that is not live."""
         self._books.end(ticket, outcome)
         if self._recorder is not None:
             self._recorder.count(f"groups/{outcome}/{reason}")
         self._changed()
 
     async def commit(self) -> int:
-        """As `Ledger.commit`. Errors: LedgerError for a step without groups, or after which a live group would be too old."""
+        """See `ports.Ledger.commit`. Errors: LedgerError for a step without groups, or if a live group would then be too old."""
         self._check_open("commit")
         turn = self._books.commit()
         self._changed()
@@ -156,7 +156,7 @@ class LocalLedger:
         return tickets
 
     async def release(self, turn: int) -> None:
-        """See `ports.Ledger.release`. Acknowledging a turn acknowledges every earlier one that was not released yet."""
+        """See `ports.Ledger.release`. The release of a turn releases all earlier turns, too."""
         self._books.release(turn)
         self._changed()
 
@@ -177,7 +177,7 @@ class LocalLedger:
         return 0
 
     def last_step(self, rank: int) -> list[int]:
-        return [group_id for group_id, of in self._books.last_step.items() if of == rank]
+        return [group_id for group_id, owner in self._books.last_step.items() if owner == rank]
 
     def statistics(self) -> LedgerStatistics:
         return self._books.statistics()

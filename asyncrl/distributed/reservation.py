@@ -1,43 +1,44 @@
 """The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers add waiting and sharing.
 
 Words. `k` groups per step, `m` max_staleness, `v` the turn (steps committed so far), `a` the acknowledged turn: the
-oldest policy that any engine may still sample from (`a <= v`; `release(t)` sets it to `t + 1`, or to the least over
-the ranks). `c` places of the open step are claimed; `live(d)` is the number of live groups (admitted, not yet claimed,
-in flight or ready) with deadline `<= d`. A slot is held from admission until release (or until the group is dropped or
-failed); there are `s = (m + 1) k` of them, over all ranks.
+oldest policy that any engine may still sample from (`a <= v`). `release(t)` sets a rank's turn to `t + 1`, and `a` is the
+least over the ranks. `c` places of the open step are claimed; `live(d)` is the number of live groups (admitted, not yet
+claimed) with deadline `<= d`. A group occupies a slot from its admission until the release of its step, or until it is
+dropped or failed. `held` counts the slots of committed steps that are not released. All ranks together have `s = (m + 1) k`
+slots.
 
-Rule. A group admitted afresh gets the deadline `a + m`: its tokens are sampled by `a` or later, so a group that is
-trained at its deadline or before is at most `m` old *in tokens*, not merely in admissions. A ready group with deadline
-`d` gets a place at turn `v` iff `c < k` and the invariant still holds afterwards:
+Rule. A new group gets the deadline `a + m`. Its tokens are sampled by `a` or later, so a group that is trained at its
+deadline or before is at most `m` old *in tokens*, not merely in admissions. A ready group with deadline `d` gets a place
+at turn `v` iff `c < k` and the invariant still holds afterwards:
 
     I(v, c):   for all j >= 0:   live(v + j) <= k (j + 1) - c        (the places left up to and including turn v + j)
 
 Proof that I always holds, by induction over the events.
-  * admit: slots say `live + c + held + 1 <= s`, and `held = k (v - a)` while steps are full. The new deadline is
-    `a + m`: the conditions with `v + j < a + m` do not change, and for all others it suffices that
+  * admit: a free slot means `live + c + held + 1 <= s`, and `held = k (v - a)` if all steps were full. The new deadline
+    is `a + m`: the conditions with `v + j < a + m` do not change, and for all others it suffices that
     `live + 1 <= k (a + m - v + 1) - c = s - k (v - a) - c`, which is the slot condition. If `v > a + m` then
-    `held >= k (m + 1) = s` and there is no slot. After a step that was not full, and for groups sampled elsewhere
-    (with a deadline of their own), the conditions are checked as they stand.
-  * claim of a group with deadline `d`: for `v + j >= d` both sides fall by one; for `v + j < d` the rule checks.
+    `held >= k (m + 1) = s` and no slot is free. `admit` also checks I itself, because a step may not have been full, and
+    a group that was sampled elsewhere has another deadline.
+  * claim of a group with deadline `d`: for `v + j >= d` both sides fall by one; for `v + j < d` the rule checks I.
   * commit of a full step (`c = k`): I(v, k) at `j + 1` is literally I(v + 1, 0) at `j`, and at `j = 0` it says that no
-    live group has a deadline `<= v`: nobody is too old. A partial step is only committed if that is still so.
+    live group has a deadline `<= v`, so no group is too old. `commit` refuses a partial step after which I fails.
   * rollback gives claimed groups back to `live`: for `v + j >= d` both sides grow by one, for others only the right.
   * drop, fail and release only remove.
-No dead end: if `c < k` and a group is live, the one with the earliest deadline may always claim (below its deadline
-nobody is live, and `c + 1 <= k`). So a step waits at most for its earliest deadlines, and those are in flight: they
-hold a slot. No group is dropped, none is trained older than `m`.
+No dead end: if `c < k` and a group is live, the group with the earliest deadline may always claim (no group is live with
+an earlier deadline, and `c + 1 <= k`). So a step waits at most for the groups with the earliest deadlines, which already
+have slots. No group is dropped, and none is trained older than `m`.
 
-Warm-up. While `a < warmup` only `k` slots are given out: the groups of the step `a` and nothing ahead, so they are
-trained at `a` with age 0. Fewer slots only make admissions rarer. `k` slots suffice for the open step if every turn below
-`warmup` is released (nothing is `held` at `v = a`): the publish pump must not skip a publish during the warm-up.
+Warm-up. While `a < warmup` only `k` slots are given out. So only the groups of step `a` are admitted, and they are trained
+at `a` with age 0. Fewer slots only make admissions rarer. `k` slots suffice for the open step if every turn below `warmup`
+is released (nothing is `held` at `v = a`): the publish pump must not skip a publish during the warm-up.
 
 Shares (`by_rank`, for `m = 0`). Without shares, slots that come free together go to the rank that asks first, and two runs of one
 configuration train different steps. So a rank admits only the ordinals of the open step with `ordinal % ranks == rank`: all `k`
 slots are free when a step opens, and the shares add up to `k`, so no rank waits for the share of another. A dropped group is
 replaced by the next one of the same rank. Once one rank has no more prompts, all ranks take slots without shares.
 
-`late="drop"` claims without the rule, first come first served; `expired()` lists the groups past their deadline, and the
-caller drops them.
+With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
+their deadline, and the caller drops them.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Reservation:
     slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
-        numbers = (self.groups_per_step - 1, self.max_staleness, self.ranks - 1, self.warmup)
-        if min(numbers) < 0 or self.late not in ("wait", "drop"):
+        too_small = min(self.groups_per_step, self.ranks) < 1 or min(self.max_staleness, self.warmup) < 0
+        if too_small or self.late not in ("wait", "drop"):
             raise ValueError(
                 f"ledger: groups_per_step {self.groups_per_step} and ranks {self.ranks} must be at least 1, max_staleness "
                 f"{self.max_staleness} and warmup {self.warmup} at least 0, late {self.late!r} `wait` or `drop`"
@@ -104,7 +105,7 @@ class Reservation:
         return min(self.acknowledged)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
-        """Does the invariant I hold after a group with this deadline is claimed, or (claim=False) admitted?"""
+        """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
         k, v, c = self.groups_per_step, self.turn, self.claimed
         counts: dict[int, int] = {}
         for entry in self.entries.values():
@@ -113,14 +114,14 @@ class Reservation:
         if not claim:
             counts[deadline] = counts.get(deadline, 0) + 1
         live = 0
-        # The live count only changes at deadlines, and between deadlines the bound grows: checking deadlines suffices.
+        # Checking I at deadlines suffices: between deadlines `live` stays the same, and its bound grows.
         for d in sorted(counts):
             live += counts[d]
             if claim and d >= deadline:
-                return True
-            if (not claim and d < deadline) or live <= k * (d - v + 1) - c - claim:
-                continue
-            return False
+                return True  # both sides fall by one
+            claimed_then = c + 1 if claim else c
+            if (claim or d >= deadline) and live > k * (d - v + 1) - claimed_then:
+                return False
         return True
 
     def _live_count(self) -> int:
@@ -288,7 +289,7 @@ class Reservation:
         return tickets
 
     def release(self, turn: int, rank: int = 0) -> bool:
-        """True if slots came free: every rank has acknowledged the weights that follow `turn`."""
+        """This rank's engines have the weights that follow `turn`. True if slots came free: all ranks' engines have them."""
         if not self.acknowledged[rank] <= turn < self.turn:
             raise LedgerError(
                 f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the "

@@ -29,7 +29,7 @@ _POLL_S = 0.02
 class SealedStore:
     """The calls of torch's `Store` that ranks use, with values sealed by `secret` (at most 64 bytes); None: values are not sealed.
 
-    store: one connection; a call blocks its thread and all other threads with this connection. name: prefix of every key.
+    store: a connection. A call blocks its thread and all other threads that use this connection. name: prefix of every key.
     """
 
     def __init__(self, store: Store, name: str = "", secret: bytes | None = None) -> None:
@@ -38,11 +38,11 @@ class SealedStore:
         self._secret = secret
 
     def below(self, name: str) -> SealedStore:
-        """A connection of its own to the same store, for keys below `name`."""
+        """A new connection to the same store, for keys below `name`."""
         return SealedStore(self._store.clone(), f"{self._name}{name}/", self._secret)
 
     def clone(self) -> SealedStore:
-        """A connection of its own to the same keys."""
+        """A new connection for the same keys."""
         return SealedStore(self._store.clone(), self._name, self._secret)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -53,7 +53,7 @@ class SealedStore:
         self._store.set(self._name + key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
-        """The value; waits for the key. Errors: StoreForged; RuntimeError where the store is gone."""
+        """The value; waits for the key. Errors: StoreForged; RuntimeError if the store is gone."""
         return self._open(key, self._store.get(self._name + key))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -92,18 +92,15 @@ class SealedStore:
         self._store.multi_set([self._name + key for key in values], sealed)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, in one message. As `get` otherwise."""
+        """The values of all keys, in one message. Waits and raises errors like `get`."""
         found = self._store.multi_get([self._name + key for key in keys])
         return [self._open(key, value) for key, value in zip(keys, found, strict=True)]
 
     def _code(self, key: str, value: bytes) -> bytes:
-        # With the length of the name no other pair of key and value gives the same bytes.
         name = (self._name + key).encode()
-        return (
-            blake2b(b"%d %s%s" % (len(name), name, value), digest_size=_CODE, key=self._secret or b"")
-            .hexdigest()
-            .encode()
-        )
+        # The length of the name keeps other pairs of name and value from giving the same bytes.
+        message = b"%d %s%s" % (len(name), name, value)
+        return blake2b(message, digest_size=_CODE, key=self._secret or b"").hexdigest().encode()
 
     def _seal(self, key: str, value: str | bytes) -> bytes:
         plain = value.encode() if isinstance(value, str) else value

@@ -109,7 +109,7 @@ class SharedBooks:
         Errors: those of `change`, RankLost, StoreForged, LedgerError.
         """
         deadline = awake.now() + self._timeout_s
-        # Never a cached value: with old books a caller could start to wait for a change that has already happened.
+        # Read anew: with older books a caller could start to wait for a change that has already happened.
         old_value = self._call_store(self._store.get, BOOKS)
         while True:
             state = self._read(old_value)

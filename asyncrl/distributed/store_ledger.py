@@ -132,8 +132,9 @@ class StoreLedger:
                 # The run ends, so no other rank needs the groups of this rank any more.
                 self._broken = self._broken or error
             finally:
-                if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else the daemon thread stays
-                    # The thread has only to return, and must not run while the interpreter shuts down.
+                done, _ = await asyncio.wait([self._watch_ended], timeout=5.0)
+                # Without the join the thread could still run while the interpreter shuts down. A thread that hangs is a daemon.
+                if done:
                     self._watch.join()
                 await self._lane.aclose()
 

@@ -19,13 +19,13 @@ from .routes import MISSING, check_routes
 
 # Nats. A ratio is at most exp(-LOWEST_LOGPROB), which is finite in float32.
 LOWEST_LOGPROB = -87.0
-# Of the absolute value. Without normalisation a reward scales the gradient, and the squared norm of the gradient is float32.
+# Largest absolute value. A reward may scale the gradient, and the squared norm of the gradient must be finite in float32.
 MAX_REWARD = 1e9
 # Names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
 MAX_COMPONENTS = 128
 MAX_NAME_LENGTH = 128  # characters of the name of a component
-# Nats. The rounding of a sampler may make a log-prob slightly positive.
-SLACK = 1e-4
+# Nats. Above 0, because the rounding of a sampler may make a log-prob slightly positive.
+HIGHEST_LOGPROB = 1e-4
 # Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
 MAX_NESTED = 64
 # A key of a trajectory's metadata. The advantage of such a member is set to 0, after its reward was used for the advantages of its
@@ -140,16 +140,15 @@ def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
     size = t.tokens.size
     longest = size if limits.longest is None else limits.longest
     if not 0 < size <= longest:
-        allowed = "at least 1" if limits.longest is None else f"1 to {limits.longest}"
+        allowed = "1 or more" if limits.longest is None else f"1 to {limits.longest}"
         raise DataError(
             f"{label}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
         )
     low, high = int(t.tokens.min()), int(t.tokens.max())
     if low < 0 or high > _MAX_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
         ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
-        raise DataError(
-            f"{label}: tokens holds {low if low < 0 else high}; the model's ids are {ids}; use the tokenizer of the model"
-        )
+        bad = low if low < 0 else high
+        raise DataError(f"{label}: tokens holds {bad}; the model's ids are {ids}; use the tokenizer of the model")
 
 
 def _check_mask(t: Trajectory, label: str) -> None:
@@ -169,11 +168,11 @@ def _check_mask(t: Trajectory, label: str) -> None:
 def _check_logprobs(column: Any, mask: Any, where: str) -> None:
     """NaN at all trained tokens is allowed: the source does not know its log-probs, and the ratio counts as 1."""
     trained = column[mask]
-    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) >= LOWEST_LOGPROB:  # false with a NaN
+    if trained.max(initial=-1) <= HIGHEST_LOGPROB and trained.min(initial=-1) >= LOWEST_LOGPROB:  # false with a NaN
         return
     if np.isnan(trained).all():
         return
-    bad = ~((trained <= SLACK) & (trained >= LOWEST_LOGPROB))
+    bad = ~((trained <= HIGHEST_LOGPROB) & (trained >= LOWEST_LOGPROB))
     index = int(np.flatnonzero(mask)[bad.argmax()])
     raise DataError(
         f"{where}[{index}] is {column[index]:g} at a trained token; expected the natural logarithm of the probability of the "
@@ -183,10 +182,10 @@ def _check_logprobs(column: Any, mask: Any, where: str) -> None:
 
 def _check_versions(t: Trajectory, label: str) -> None:
     trained = t.versions[t.mask]
-    if trained.size and not (trained.min() >= -1 and trained.max() <= _MAX_INT32):
+    bad = trained[(trained < -1) | (trained > _MAX_INT32)]
+    if bad.size:
         raise DataError(
-            f"{label}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
-            "policy version that sampled the token, 0 or more (-1: not known)"
+            f"{label}: versions holds {bad[0]} at a trained token; expected its policy version, 0 or more (-1: not known)"
         )
 
 

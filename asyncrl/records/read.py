@@ -37,9 +37,9 @@ _NO_CRC = bytes(4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """`n` members of one group, as views of the buffer that was read: valid as long as the lease on that buffer.
+    """`n` members of one group, as views of the buffer that was read. They are valid until the buffer's lease ends.
 
-    Arrays of token sections are jagged: member `i` (by position) owns `bounds[i] : bounds[i + 1]` of the first dimension.
+    Arrays of token sections are jagged: member `i` (by position) has `bounds[i] : bounds[i + 1]` of the first dimension.
     """
 
     group: int
@@ -49,7 +49,7 @@ class Record:
     producer: bytes
     sequence: int
     written_ns: int
-    version: int  # of the schema that wrote it
+    version: int  # of the writer's schema
     members: npt.NDArray[np.int32]  # [n]
     lengths: npt.NDArray[np.int32]  # [n]
     bounds: tuple[int, ...]  # [n + 1]
@@ -63,7 +63,7 @@ class Record:
         return len(self.members)
 
     def column(self, section: int, position: int) -> npt.NDArray[Any] | None:
-        """One member's part of a TOKENS section, without copying. None where the record lacks the section."""
+        """One member's part of a TOKENS section, a view. None if the record lacks the section."""
         array = self.arrays.get(section)
         return None if array is None else array[self.bounds[position] : self.bounds[position + 1]]
 
@@ -89,7 +89,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
         raise RecordError(f"a record has at least {HEADER.size} bytes, found {len(view)}")
     (
         magic, version, oldest, header_bytes, entry_bytes, sections, record_bytes, crc, _, _,
-        n, group_size, _, found, epoch, group, policy_version, tokens, producer, written_ns,
+        n, group_size, _, found_sequence, epoch, group, policy_version, tokens, producer, written_ns,
     ) = HEADER.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         raise RecordError(f"no record begins here: magic {magic:#010x}, expected {MAGIC:#010x}")
@@ -107,8 +107,8 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
         raise RecordError("the CRC32 of header and section table is wrong: torn or damaged")
     if n < 1:
         raise RecordError("a record without members")
-    if sequence is not None and found != sequence:
-        raise RecordError(f"sequence {sequence} expected here, found {found}")
+    if sequence is not None and found_sequence != sequence:
+        raise RecordError(f"sequence {sequence} expected here, found {found_sequence}")
     if entry_bytes == ENTRY.size:
         entries = ENTRY.iter_unpack(memoryview(head)[header_bytes:])
     else:  # of a newer writer
@@ -116,15 +116,15 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
     arrays, strings, skipped = _sections(view[:record_bytes], entries, n, tokens)
     members, lengths, bounds = _members(arrays, n, group_size, tokens)
     return Record(
-        group, epoch, group_size, policy_version, producer, found, written_ns, version, members, lengths, bounds,
-        arrays, strings, skipped,
+        group, epoch, group_size, policy_version, producer, found_sequence, written_ns, version, members, lengths,
+        bounds, arrays, strings, skipped,
     )  # fmt: skip
 
 
 def _sections(
     view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
 ) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview], tuple[int, ...]]:
-    """Arrays, byte strings, and the ids that version 1 does not know. It is one function, because each call costs every record."""
+    """Arrays, byte strings, and the ids that version 1 does not know. One long function, because a call costs time per section."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
     skipped: list[int] = []
@@ -141,9 +141,9 @@ def _sections(
             else:
                 skipped.append(section)
             continue
-        wanted, dtypes, inner = form
+        expected_axis, dtypes, inner = form
         dtype = dtypes.get(code)
-        if dtype is None or axis != wanted:
+        if dtype is None or axis != expected_axis:
             raise RecordError(
                 f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says"
             )
@@ -153,8 +153,9 @@ def _sections(
                 _check_ends(section, raw, n)
             continue
         first, itemsize = n if axis == _ROWS else tokens, dtype.itemsize
-        more = inner0 if inner == 0 else 1  # an extra dimension must be 1
-        if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize or (inner < 2 and more * inner1 != 1):
+        # A dimension that the section does not have must be 1.
+        unused_are_one = (inner > 0 or inner0 == 1) and (inner > 1 or inner1 == 1)
+        if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize or not unused_are_one:
             raise RecordError(
                 f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
             )
@@ -178,12 +179,11 @@ def _check_ends(section: int, raw: memoryview, n: int) -> None:
 def _members(
     arrays: dict[int, npt.NDArray[Any]], n: int, group_size: int, tokens: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], tuple[int, ...]]:
-    members, lengths = arrays.pop(_MEMBERS, None), arrays.pop(_LENGTHS, None)
-    if members is None or lengths is None or _TOKENS not in arrays:
-        missing = _MEMBERS if members is None else _LENGTHS if lengths is None else _TOKENS
-        raise RecordError(f"the record lacks the section {Section(missing).name}")
-    # Copied before the checks: another process may write to the buffer meanwhile.
-    members, lengths = members.copy(), lengths.copy()
+    for section in (_MEMBERS, _LENGTHS, _TOKENS):
+        if section not in arrays:
+            raise RecordError(f"the record lacks the section {Section(section).name}")
+    # Copied before the checks, because another process may write to the buffer after them.
+    members, lengths = arrays.pop(_MEMBERS).copy(), arrays.pop(_LENGTHS).copy()
     members.flags.writeable = lengths.flags.writeable = False
     listed, sizes = members.tolist(), lengths.tolist()
     if len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:

@@ -27,6 +27,7 @@ _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
+# Dtypes of the routes of old writers -> signed dtypes that hold them.
 _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 
 
@@ -35,7 +36,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
 
     `copy=False`: arrays are views under the record's lease, so the cost does not depend on their length. (A mask of integers and
     unsigned routes are always copied.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
-    true mask, log-probs are NaN (not known: ratio 1) and versions are the record's policy version. The temperature is 1.
+    true mask, log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
@@ -70,7 +71,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
     ]
 
 
-def whole_group(trajectories: Sequence[Trajectory]) -> bool:
+def is_whole_group(trajectories: Sequence[Trajectory]) -> bool:
     """Whether these are all members of one group, in order. Errors: ValueError for several groups."""
     groups = {t.group_id for t in trajectories}
     if len(groups) > 1:
@@ -114,7 +115,7 @@ def _routes(record: Record, copy: bool) -> list[Any]:
 
 
 def _rewards(array: Any) -> list[float | None]:
-    return [None if reward != reward else reward for reward in array.tolist()]  # NaN: not scored
+    return [None if math.isnan(reward) else reward for reward in array.tolist()]
 
 
 def _reasons(array: Any) -> list[FinishReason]:
@@ -146,8 +147,8 @@ def _components(record: Record) -> list[dict[str, float | None]]:
     try:
         rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
         return [
-            {name: None if math.isnan(row[name]) else row[name] for name in held}
-            for row, held in zip(rows, names["held"], strict=True)
+            {name: None if math.isnan(row[name]) else row[name] for name in member_names}
+            for row, member_names in zip(rows, names["held"], strict=True)
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(
@@ -161,10 +162,10 @@ def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict
     if not names:
         return {}
     rows = [[reward_number(member.get(name), name) for name in names] for member in components]
-    held = [list(member) for member in components]
+    names_by_member = [list(member) for member in components]
     return {
         Section.COMPONENTS: np.array(rows, "<f8"),
-        Section.COMPONENT_NAMES: json_bytes({"names": names, "held": held}, "components"),
+        Section.COMPONENT_NAMES: json_bytes({"names": names, "held": names_by_member}, "components"),
     }
 
 

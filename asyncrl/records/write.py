@@ -38,7 +38,7 @@ _PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enu
 _TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
 _I4 = np.dtype("<i4")
 _USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # for a user's own section
-_FLAT = (1, 1)  # no inner dimensions
+_NO_INNER = (1, 1)  # no inner dimensions
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +75,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         size = _first_offset(len(self.parts))
-        for part in self.parts:
-            size += (part[5] + ALIGNMENT - 1) & -ALIGNMENT  # part[5]: size of the section
+        for *_, section_size in self.parts:
+            size += (section_size + ALIGNMENT - 1) & -ALIGNMENT
         self.size = size
 
     def write(
@@ -88,7 +88,7 @@ class Plan:
     ) -> None:
         """Fill `buffer` (writable, at least `size` bytes, aligned to 64 bytes). The header is written last.
 
-        `fault(name)` is called after each part, so that tests can crash at this point.
+        `fault(name)` is called after each part, so that tests can crash there.
         """
         entries: list[int] = []
         offset = _first_offset(len(self.parts))
@@ -153,7 +153,7 @@ def plan(draft: Draft) -> Plan:
             parts.append(_row_bytes(section, spec, data, n))
         else:
             raw = bytes(data)
-            parts.append((section, spec, spec.dtypes[0], raw, _FLAT, len(raw)))
+            parts.append((section, spec, spec.dtypes[0], raw, _NO_INNER, len(raw)))
     return Plan(draft, total, parts)
 
 
@@ -179,10 +179,10 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
     dtype, dims = spec.dtypes[0], 1 + spec.inner
     for array, length in zip(data, lengths, strict=False):
         if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != dims or len(array) != length:
-            break  # convert below, or raise an error
+            break  # below, the arrays are converted or an error is raised
     else:
         if not spec.inner and len(data) == len(lengths):
-            return section, spec, dtype, data, _FLAT, total * dtype.itemsize
+            return section, spec, dtype, data, _NO_INNER, total * dtype.itemsize
     if [len(a) for a in data] != lengths:
         raise RecordError(
             f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths} expected, "
@@ -200,7 +200,7 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
 def _int32_part(section: int, numbers: list[int]) -> _Part:
     """A section of one int32 per member."""
     n = len(numbers)
-    return section, SPECS[section], _I4, _integers(n).pack(*numbers), _FLAT, 4 * n
+    return section, SPECS[section], _I4, _integers(n).pack(*numbers), _NO_INNER, 4 * n
 
 
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
@@ -216,7 +216,7 @@ def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part
         raise RecordError(f"section {_name(section)}: {n} byte strings expected, found {len(data)}")
     ends = np.cumsum([len(b) for b in data], dtype="<i8")
     encoded = ends.tobytes() + b"".join(data)
-    return section, spec, spec.dtypes[0], encoded, _FLAT, len(encoded)
+    return section, spec, spec.dtypes[0], encoded, _NO_INNER, len(encoded)
 
 
 def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:

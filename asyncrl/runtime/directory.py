@@ -37,7 +37,7 @@ from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.text import parse_file
-from asyncrl.distributed.launcher import restarted, this_start
+from asyncrl.distributed.launcher import restart_phrase, this_start
 from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.telemetry.sinks import each_row
 
@@ -69,7 +69,9 @@ class RunDirectory:
         self.restart: str | None = None
         # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (opening.py).
         self.resumes = config.resume is True
-        if config.resume == "auto" and (restart := restarted(next(each_row(self.path / "job.json"), {}), this_start())):
+        if config.resume == "auto" and (
+            restart := restart_phrase(next(each_row(self.path / "job.json"), {}), this_start())
+        ):
             self.resumes = bool(CheckpointStore(self.checkpoints).versions())
             start = "its newest checkpoint" if self.resumes else "version 0: no checkpoint was written"
             self.restart = (

@@ -71,7 +71,7 @@ def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["check", "nobody"]) == main(["check", "runs"]) == main(["check"]) == main(["check", "a", "b"]) == 2
     assert "nobody is neither a run directory nor a checkpoint" in capsys.readouterr().err
     assert main(["check", "--help"]) == 0
-    assert "5 where a checkpoint is damaged" in capsys.readouterr().out
+    assert "5 if a checkpoint is damaged" in capsys.readouterr().out
     assert main(["--help"]) == 0 and "asyncrl check RUN" in capsys.readouterr().out
 
 

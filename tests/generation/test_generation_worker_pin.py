@@ -197,7 +197,7 @@ async def test_a_half_that_a_pinned_worker_reads_is_not_announced_as_another_ver
         pin = await pinned(engine)
         async with asyncio.timeout(SOON):
             await engine.update_weights(1, 1, None)
-        with pytest.raises(AssertionError, match="a half that is read is not written"):
+        with pytest.raises(AssertionError, match="the half was written while a worker reads it"):
             await engine.update_weights(2, 0, None)
         pin.end()
 
