@@ -67,8 +67,8 @@ class DryRunEngine(OwnedEngine):
 
     def _draw(self, job: Job) -> _DryRow:
         sampling = job.request.sampling
-        unsigned_seed = job.request.seed & 0xFFFFFFFFFFFFFFFF  # numpy refuses negative seeds
-        random = np.random.default_rng([self._seed, unsigned_seed])
+        # numpy refuses negative seeds.
+        random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
         median = max(1, sampling.max_tokens // 2)
         drawn = max(sampling.min_tokens + 1, round(median * math.exp(self._length_sigma * random.standard_normal())))
         stops = drawn < sampling.max_tokens and not sampling.ignore_eos

@@ -15,7 +15,7 @@ import warm
 from ports import reserved_port
 
 from asyncrl.distributed import launcher as launchers
-from asyncrl.distributed.launcher import restarted, this_start
+from asyncrl.distributed.launcher import restart_phrase, this_start
 
 ROOT = Path(__file__).resolve().parents[2]
 # A rank without torch. It asks to hear of its launcher's end, says so, and waits; FIRST may come before.
@@ -36,7 +36,7 @@ except PlatformError as error:
     raise SystemExit(1)
 (place / f"tied_{os.environ['RANK']}").touch()
 if "STOPPING" in os.environ:
-    tie.untie()
+    tie.unbind()
     (place / f"untied_{os.environ['RANK']}").touch()
 time.sleep(600)
 """
@@ -177,7 +177,7 @@ def test_a_job_knows_that_its_launcher_starts_it_again(
     before: dict[str, str], now: dict[str, str], by: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = this_start(before)
-    assert restarted(first, this_start(now)) is None, "a second run of one process is none"
+    assert restart_phrase(first, this_start(now)) is None, "a second run of one process is none"
     monkeypatch.setattr(launchers, "_PROCESS", "another")
-    assert restarted(first, this_start(now)) == by
-    assert restarted({}, this_start(now)) is None  # a run of an earlier release
+    assert restart_phrase(first, this_start(now)) == by
+    assert restart_phrase({}, this_start(now)) is None  # a run of an earlier release

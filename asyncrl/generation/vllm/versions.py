@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",
 }
 # The variable with the number of engines in a data-parallel group of vLLM.
-GROUP_SIZE = "VLLM_DP_SIZE"
+DP_SIZE = "VLLM_DP_SIZE"
 # Variables that would override the size of the cache that the adapter asks for.
 OVERRIDING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
@@ -74,11 +74,9 @@ def missing_vllm(device: str) -> str | None:
 
 def refuse_ranks() -> None:
     """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
-    size = os.environ.get(GROUP_SIZE, "1")
+    size = os.environ.get(DP_SIZE, "1")
     if size != "1":
-        raise ConfigError(
-            f"generation.engine is vllm and the environment has {GROUP_SIZE}={size}; {PARALLEL}; unset it"
-        )
+        raise ConfigError(f"generation.engine is vllm and the environment has {DP_SIZE}={size}; {PARALLEL}; unset it")
 
 
 def load_adapter() -> ModuleType:

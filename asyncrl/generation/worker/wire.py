@@ -51,9 +51,8 @@ def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationReque
         sampling["logit_bias"] = dict(sampling["logit_bias"])
         prompt = prompts[start : start + size].copy()
         start += size
-        parameters = SamplingParams(**sampling)
-        request = GenerationRequest(prompt, parameters, fields["seed"], fields["prefix_key"], fields["priority"])
-        requests.append((number, request))
+        options = fields["seed"], fields["prefix_key"], fields["priority"]
+        requests.append((number, GenerationRequest(prompt, SamplingParams(**sampling), *options)))
     return requests
 
 
