@@ -132,7 +132,7 @@ def test_without_torchruns_store_where_it_was_nobody_is_there() -> None:
         there = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         refused = ask(TORCHELASTIC_RUN_ID="x", **there)
     assert refused.returncode == 1
-    assert f"nobody listens any more where its store was (127.0.0.1:{port})" in refused.stderr
+    assert f"nobody listens at the address of torchrun's store (127.0.0.1:{port})" in refused.stderr
 
 
 def torchrun(job: str, number: int, agent: str | None = None, **more: str) -> dict[str, str]:
