@@ -199,7 +199,7 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
         stop_signals.append(received)
         stopped_at = loop.time()
         if launcher is not None:
-            launcher.unbind()
+            launcher.untie()
         runtime.expect_end(received.name)
         if ring is not None:
             # Producers that wait for room get their error now, and not only after the checkpoint.

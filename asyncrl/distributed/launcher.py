@@ -31,7 +31,7 @@ _PROCESS = secrets.token_hex(8)  # identifies this process: a new container may 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process that started this one. `bind_to_launcher` makes it."""
+    """The process that started this one. `tie_to_launcher` makes it."""
 
     pid: int
 
@@ -39,12 +39,12 @@ class Launcher:
     def has_ended(self) -> bool:
         return os.getppid() != self.pid
 
-    def unbind(self) -> None:
+    def untie(self) -> None:
         """Ignore the launcher's end from now on: a shutdown is running, and a second SIGTERM would cut the shutdown short."""
         signal_at_parents_end(0)
 
 
-def bind_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
+def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
     """Make the kernel send this rank SIGTERM when its launcher ends. Call this before slow imports. None if neither torchrun nor a
     program with torchrun's agent (`accelerate launch`) started this rank. Errors: PlatformError if the launcher has ended."""
     env = os.environ if environ is None else environ

@@ -36,7 +36,7 @@ except PlatformError as error:
     raise SystemExit(1)
 (place / f"tied_{os.environ['RANK']}").touch()
 if "STOPPING" in os.environ:
-    tie.unbind()
+    tie.untie()
     (place / f"untied_{os.environ['RANK']}").touch()
 time.sleep(600)
 """
