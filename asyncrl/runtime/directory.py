@@ -69,9 +69,8 @@ class RunDirectory:
         self.restart: str | None = None
         # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (opening.py).
         self.resumes = config.resume is True
-        if config.resume == "auto" and (
-            restart := restart_phrase(next(each_row(self.path / "job.json"), {}), this_start())
-        ):
+        restart = restart_phrase(next(each_row(self.path / "job.json"), {}), this_start())
+        if config.resume == "auto" and restart is not None:
             self.resumes = bool(CheckpointStore(self.checkpoints).versions())
             start = "its newest checkpoint" if self.resumes else "version 0: no checkpoint was written"
             self.restart = (

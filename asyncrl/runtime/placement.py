@@ -13,7 +13,7 @@ from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.versions import RANKS, SERVED, missing_vllm, refuse_ranks, require_vllm
+from asyncrl.generation.vllm.versions import DP_SIZE, SERVED, missing_vllm, refuse_ranks, require_vllm
 from asyncrl.models.loading import describe_module
 from asyncrl.telemetry.machine import free_cores
 
@@ -76,8 +76,8 @@ def _why_embedded(config: Config, device: torch.device) -> str | None:
         return f"model.dtype is {config.model.dtype}"
     if (problem := missing_vllm(device.type)) is not None:
         return problem
-    if RANKS in os.environ:
-        return f"the environment has {RANKS}"
+    if DP_SIZE in os.environ:
+        return f"the environment has {DP_SIZE}"
     module = describe_module(config.model)
     if type(module).__name__ not in SERVED:
         return f"{type(module).__name__} has not been compared with vLLM's"

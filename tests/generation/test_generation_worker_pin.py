@@ -74,9 +74,8 @@ async def test_one_stays_while_the_others_go_on_and_follows_at_the_end() -> None
         await asyncio.sleep(0)
         assert not left.done()
         pin.end()
-        assert (
-            engine.reads(0) and engine._router.pinned == pin.worker
-        )  # it is told, and nobody may write before it answers
+        # The worker is notified, and its half may not be written before it answers.
+        assert engine.reads(0) and engine._router.pinned == pin.worker
         async with asyncio.timeout(SOON):
             await left
         assert bound(engine) == dict.fromkeys((0, 1, 2), 1) and not engine.reads(0)
