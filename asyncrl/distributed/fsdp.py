@@ -111,7 +111,7 @@ class ShardedParameters:
 
         torch before 2.13 has no such call, so the next forward may fail there.
         """
-        getattr(self._root, "reset_iter_state", _no_op)()
+        getattr(self._root, "reset_iter_state", lambda: None)()
 
     def release(self) -> None:
         """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
@@ -162,10 +162,6 @@ class ShardedParameters:
                     write(name, getattr(owner, leaf).detach())
             finally:
                 part.reshard()
-
-
-def _no_op() -> None:
-    return None
 
 
 def _shard(
