@@ -134,7 +134,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
     """Run `config` in this process, on uvloop if installed, after `check_start`. Returns the exit code. Errors: AsyncrlError."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The import in `_run` finds this module loaded.
+    # `_run` needs this module, and would import it with the collector enabled.
     with _collector_disabled():
         import asyncrl.runtime.runtime  # noqa: F401
     # At exit the interpreter would search all objects of torch and transformers for garbage, which takes a second.
@@ -150,7 +150,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
         loop = runner.get_loop()
         task = loop.create_task(_run(config, launcher))
         grace_s = config.watchdog.abort_grace_s
-        # From the end of `_run` on, the rest of the process's end may take `grace_s`. Pass on the error, or the exit code.
+        # Once `_run` has ended, with an error or an exit code, the process must end within `grace_s`.
         task.add_done_callback(lambda done: start_exit_deadline(done.exception() or done.result(), grace_s, loop))
         while True:
             try:

@@ -23,8 +23,7 @@ from .state import Writer, check_plain, read_tensors, save_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The folder of `checkpoints/`.
-SHARDS = "shards"
+SHARDS = "shards"  # a folder in `checkpoints/`
 
 
 def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
@@ -58,11 +57,11 @@ def shards_writer(checkpoints: Path, version: int, shards: Mapping[int, Sequence
     def write(directory: Path) -> dict[str, str]:
         for rank, (written, _) in shards.items():
             # The run directory may have been moved after the rank wrote its file.
-            places = Path(written), checkpoints / SHARDS / Path(written).name
-            path = next((place for place in places if place.exists()), None)
+            candidates = Path(written), checkpoints / SHARDS / Path(written).name
+            path = next((candidate for candidate in candidates if candidate.exists()), None)
             if path is None:
                 raise CheckpointError(
-                    f"rank {rank} wrote its part of version {version}, but there is no {places[0]} here: with "
+                    f"rank {rank} wrote its part of version {version}, but rank 0 finds no {written}: with "
                     "distributed.sharding=fsdp all ranks must see the run directory; put run.dir on a shared file system"
                 )
             shutil.move(path, directory / STATE / f"shard_{rank}.pt")

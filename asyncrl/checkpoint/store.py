@@ -123,7 +123,7 @@ class CheckpointStore:
                 digests: dict[str, str] = {}
                 for writer in writers:
                     digests.update(writer(temporary) or {})
-                sizes = _finish(temporary, digests)
+                sizes = _make_durable(temporary, digests)
                 action = "rename into place"
                 replace_directory(temporary, self.path(version), replaced)
                 action = f"point {self.directory / LATEST} at"
@@ -181,7 +181,9 @@ class CheckpointStore:
             existing = (
                 "; the run has no checkpoint yet" if latest is None else f"; the latest checkpoint is step_{latest}"
             )
-        reason = " after ".join(f"{type(e).__name__}: {e}" for e in (error, _root_cause(error)) if e is not None)
+        reason, cause = f"{type(error).__name__}: {error}", _root_cause(error)
+        if cause is not None:
+            reason += f" after {type(cause).__name__}: {cause}"
         return CheckpointError(f"could not {action} the checkpoint {self.path(version)}: {reason}{free}{existing}")
 
     def _remove_leftovers(self) -> None:
@@ -245,7 +247,7 @@ def require_intact_model(directory: Path, setting: str) -> None:
         )
 
 
-def _finish(directory: Path, digests: Mapping[str, str]) -> dict[str, int]:
+def _make_durable(directory: Path, digests: Mapping[str, str]) -> dict[str, int]:
     """Make all files durable and write the manifest. Returns the sizes of all files, the manifest included."""
     sizes = sync_tree(directory)
     manifest = write_manifest(directory, sizes, digests)

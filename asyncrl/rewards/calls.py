@@ -27,8 +27,8 @@ class RewardSpec:
     `max_steps` (or None). `log_metric(name, value)` logs a number of the call as `NAME/name`. `log_extra(column, values)` logs a
     value per completion as `NAME/column`. All other arguments are lists with one entry per completion:
     `completions` (strings, or `[{"role": "assistant", "content": ...}]` for conversational prompts), `completion_ids` (token ids),
-    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. All entries of a column
-    are the same object."""
+    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. A column's value is the
+    same object in all entries, so a function must not change it."""
 
     function: str | RewardFunction
     weight: float = 1.0
@@ -79,8 +79,8 @@ def with_scores(
     recorder: Recorder,
     extras: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """A copy with the scores as components, the extras, and the weighted sum of the scores added to its reward.
-    Errors: ValueError for an infinite score."""
+    """A copy of the trajectory with the scores as components, with the extras, and with the weighted sum of the scores added to
+    the reward. Errors: ValueError for an infinite score."""
     for name, value in scores.items():
         if value is not None:
             recorder.observe(f"reward/{name}/mean", value)
@@ -92,7 +92,7 @@ def with_scores(
 
 
 def function_source(spec: RewardSpec) -> str | bytes:
-    """The import path, or the function pickled by cloudpickle. Errors: ConfigError if it cannot be pickled."""
+    """The import path, or the function pickled by cloudpickle. Errors: ConfigError if the function cannot be pickled."""
     if isinstance(spec.function, str):
         return spec.function
     try:

@@ -33,7 +33,7 @@ class UsageError(Exception):
 
 
 def as_trl(loaded: Any, source: str) -> Callable[..., Any]:
-    """Adapts `loaded`, which messages call `source`, to TRL's form. Errors: `UsageError` if `loaded` has no known form, and any
+    """Adapts `loaded` to TRL's form. `source`: its name in messages. Errors: `UsageError` if `loaded` has no known form, and any
     error of a function that returns a data set."""
     if not callable(loaded):
         if callable(getattr(loaded, "score_answer", None)):
@@ -90,7 +90,7 @@ def check_reserved(columns: Collection[str], accepts: Collection[str] | None) ->
 
 
 def _text_of(completion: Any) -> str:
-    """The completion as one string. Of a conversation: the messages of the assistant, joined."""
+    """The completion as one string. If it is a list of messages, those of the assistant are joined."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")
@@ -132,7 +132,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
             alternative = ' (or reward_model with "ground_truth" in it)' if "ground_truth" in missing else ""
             raise UsageError(
                 f"it has verl's signature and needs the columns {', '.join(missing)}{alternative}; the columns of the data are: "
-                f"{_listed(columns)}"
+                f"{_sorted_names(columns)}"
             )
 
     def score(completions: list[Any], **columns: list[Any]) -> Any:
@@ -156,7 +156,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
         if "answer" not in columns:
             raise UsageError(
                 "it scores entries of a reasoning-gym data set (question, answer, metadata); the columns of the data are: "
-                f"{_listed(columns)}"
+                f"{_sorted_names(columns)}"
             )
 
     def score(completions: list[Any], prompts: list[Any], **columns: list[Any]) -> Any:
@@ -168,7 +168,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
     return _AdaptedFunction(score, check, is_async(function))
 
 
-def _listed(names: Collection[str]) -> str:
+def _sorted_names(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 

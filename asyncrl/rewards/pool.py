@@ -1,36 +1,36 @@
 """The reward pool: the user's functions in worker processes, behind the `Reward` port.
 
     score ──▶ one call per function ──▶ a worker with room (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
-                                            ▲                          │ deadline, crash, cancellation: killed; or worn
-                                            └──── keeper ◀─────────────┘ (one per place: starts the next)
+                                            ▲                          │ killed (deadline, crash, cancellation), or worn
+                                            └──── keeper ◀─────────────┘ (a task for each worker: starts the successor)
 
-| who waits | for what           | bounded by                     | woken when                            |
-|-----------|--------------------|--------------------------------|---------------------------------------|
-| caller    | a worker with room | the deadlines of those before  | a call or a start ends; the pool closes |
-| caller    | the reply          | `timeout_s`                    | reply, deadline, death of a worker    |
-| caller    | its next try       | about 2 ** tries seconds       | the time is over                      |
-| keeper    | its worker's end   | -                              | the process ends, or is worn          |
-| keeper    | another's renewal  | the start of a worker          | its successor is loaded, or failed    |
-| -         | a cancelled coroutine's end | `CANCEL_GRACE_S`      | it ends; else its worker is killed    |
+| who waits | for what                   | bounded by                     | woken when                              |
+|-----------|----------------------------|--------------------------------|-----------------------------------------|
+| caller    | a worker with room         | the deadlines of earlier calls | a call or a start ends; the pool closes |
+| caller    | the reply                  | `timeout_s`                    | reply, deadline, death of the worker    |
+| caller    | the next try of a call     | about 2 ** tries seconds       | the time is over                        |
+| keeper    | wear or end of a worker    | -                              | the process is worn, or ends            |
+| keeper    | a start by another keeper  | `LOAD_S`                       | the started worker has loaded, or failed |
+| a task    | a cancelled coroutine      | `CANCEL_GRACE_S`               | its end; else its worker is killed      |
 
 Guarantees
 * A worker runs up to `concurrency` calls of `async def` functions at a time, and one blocking call (of any other function). A
-  blocking call goes to the worker with the fewest calls. While it runs, the coroutines of its worker stand still: their deadlines
-  move by that time, and no other call starts there.
+  blocking call goes to the worker with the fewest calls. While it runs, the coroutines of this worker cannot run: their deadlines
+  are moved by that time, and the worker gets no other call.
 * After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
-  alone; where it does not end, its worker is killed, too. Requests have ids: no answer to an old request is taken for a new one.
-* A call whose worker was killed because of another call is sent again, once. Where a worker crashes with several coroutines, each
-  is sent again once, each without company, which finds the one that crashes.
-* An `async def` function that raised, crashed or missed its deadline is tried again up to `retries` times, each with a deadline of
-  its own; counted as `reward/{fn}/retries`.
+  instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
+* A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
+  of these calls is sent again once, to a worker that runs no other call meanwhile. So the one that crashes is found.
+* A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times. Each try has a
+  new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
   while it waits takes no worker.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. A
-  successor that dies or stands still before it has loaded them is started again, `MOST_STARTS` times in all.
+  successor that dies or takes too long before it has loaded them is started again, `MOST_STARTS` times in all.
 * A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
   functions, and ends after its last call. One successor starts at a time.
-* Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, also where this
-  process is killed (concurrency/guard.py). Opening kills what dead runs left behind (concurrency/leftovers.py).
+* Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
+  process is killed (concurrency/guard.py). Opening kills processes of dead runs' rewards (concurrency/leftovers.py).
 
 Opened and closed in the same task, on the loop's thread.
 """
@@ -69,13 +69,13 @@ logger = logging.getLogger("asyncrl.rewards")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
-LOAD_S = 300.0  # for the first worker to import the functions
-# Later workers have ten times the time of the one before, and this at least.
+LOAD_S = 300.0  # for a worker to import the functions, at most
+# Later workers have ten times as long as the worker before them took, but at least RELOAD_S and at most LOAD_S.
 RELOAD_S = 60.0
 MOST_STARTS = 3  # tries to start one successor
 _LONGEST_BACKOFF_S = 60.0
 _START_RETRY_S = 1.0
-_MOST_NAMED = 4  # calls in the message about a crash
+_MOST_NAMED = 4  # calls that a message about a crash names
 
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
@@ -89,10 +89,10 @@ class _PoolState(Enum):
 class RewardPool:
     """See the module docstring. `timeout_s` is the deadline of one call of one function on one group, in seconds.
 
-    `on_error` decides what happens where a function raises, crashes or misses its deadline: `fail` raises, `none` makes the
-    component not applicable, `zero` makes it 0; `none` and `zero` log the error and count it as `reward/{fn}/errors`. A worker is
-    replaced after it gained `max_mib` of memory or had `max_calls` calls (None: no limit); `reward/workers_recycled` counts that.
-    `concurrency` and `retries` apply to `async def` functions: calls at a time in one worker, and tries after a failed one.
+    `on_error` decides what happens if a function raises, crashes or misses its deadline. `fail` raises. `none` and `zero` log the
+    error, count it as `reward/{fn}/errors`, and set the component to "not applicable" or to 0. A worker is replaced after it gained
+    `max_mib` of memory or had `max_calls` calls (None: no limit); `reward/workers_recycled` counts the replacements.
+    `concurrency` and `retries` apply to `async def` functions: calls at a time in one worker, and tries after a failed try.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class RewardPool:
         self._concurrency = concurrency
         self._retries = retries
         self._jitter = random.Random()  # not the one that a user seeds
-        # The queues of callers that wait for a worker: for coroutines, and for blocking calls.
-        self._turns = (anyio.Lock(), anyio.Lock())
+        # Callers wait here for a worker, in order.
+        self._coroutine_turn, self._blocking_turn = anyio.Lock(), anyio.Lock()
         self._changed = anyio.Event()
-        # By data source: a function with a parameter that is no column is refused.
+        # The columns' names for each source of rows. A function that needs another column is refused when the pool opens.
         self.columns: Sequence[Sequence[str]] = ()
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
@@ -175,7 +175,7 @@ class RewardPool:
             if self._specs:
                 killed = await offload(kill_leftovers, "leftovers")
                 if killed:
-                    logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(killed))
+                    logger.warning("killed processes that rewards of dead runs had left: %s", ", ".join(killed))
                 await self._start_all()
         except BaseException:
             await self._close()
@@ -241,7 +241,7 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Start a successor each time the worker of this place ends or is worn."""
+        """Start a successor when the worker ends or is worn, then a successor of the successor, and so on."""
         while True:
             process.serving = True
             self._notify()
@@ -260,10 +260,10 @@ class RewardPool:
     async def _successor(self, process: RewardWorker) -> RewardWorker | None:
         """Wait until the worker has ended or is worn, then start its successor. None: the pool was closed."""
         while True:
-            await process.attention.wait()
+            await process.needs_successor.wait()
             if process.ended.done():
                 break
-            process.attention.clear()
+            process.needs_successor.clear()
             async with self._renewal:
                 try:
                     successor, _ = await self._start()
@@ -293,12 +293,14 @@ class RewardPool:
         return None
 
     async def _wait_ended(self, process: RewardWorker) -> None:
-        """Wait until the worker has ended by itself. Where its guard was killed, kill what the worker left behind."""
+        """Wait until the worker has ended by itself. If its guard was killed, kill the processes that the worker left."""
         await asyncio.wait([process.ended])
         await self._end(process)
         if process.guard_was_killed and (killed := await offload(partial(kill_leftovers, process.mark), "leftovers")):
             logger.warning(
-                "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(killed)
+                "the guard of reward worker %d was killed; killed the processes that it left: %s",
+                process.pid,
+                ", ".join(killed),
             )
 
     def _check_wear(self, process: RewardWorker) -> None:
@@ -312,7 +314,7 @@ class RewardPool:
                 "it is replaced", process.pid, grown >> 20, self._max_mib
             )  # fmt: skip
         process.worn = True
-        process.attention.set()
+        process.needs_successor.set()
 
     async def _start(self) -> tuple[RewardWorker, list[LoadedFunction]]:
         """Start one worker, add it to `_alive`, and load the functions in it."""
@@ -340,9 +342,9 @@ class RewardPool:
     async def _acquire(self, call: RewardCall) -> RewardWorker:
         """A worker with room for this call. Errors: LifecycleError where the pool is closed, RewardError where it is broken."""
         # Callers of the same kind get workers in the order in which they asked.
-        async with self._turns[call.alone]:
+        async with self._blocking_turn if call.alone else self._coroutine_turn:
             while True:
-                # The loop first learns which workers have ended, so that no dead one is given out.
+                # Let the loop process ends of workers first, so that the call gets no dead worker.
                 await anyio.lowlevel.checkpoint()
                 if self._state is _PoolState.CLOSED:
                     raise LifecycleError("the reward pool was closed while a group waited for a worker")
@@ -360,6 +362,7 @@ class RewardPool:
 
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
+        # A blocking call stops the coroutines of its worker, so their number does not matter.
         most = math.inf if call.alone else self._concurrency
         fit = [
             process
@@ -420,9 +423,9 @@ class RewardPool:
             answer = await self._call(function, group_id, request)
             if not answer.invalid:
                 return answer
-            found = ", ".join(f"{what} for member {members[place]}" for place, what in answer.invalid)
+            invalid = ", ".join(f"{value} for member {members[index]}" for index, value in answer.invalid)
             raise RewardError(
-                f"reward {function.name!r} failed (group {group_id}): it returned {found}; expected finite numbers or None (in "
+                f"reward {function.name!r} failed (group {group_id}): it returned {invalid}; expected finite numbers or None (in "
                 "verl's form, or dictionaries with `score`)"
             )
         except RewardError as error:
@@ -430,11 +433,11 @@ class RewardPool:
                 raise
             logger.warning("%s; counted as %s", error, "not applicable" if self._on_error == "none" else "0")
             self._recorder.count(f"reward/{function.name}/errors")
-            instead = None if self._on_error == "none" else 0.0
+            default = None if self._on_error == "none" else 0.0
             if answer is None:
-                return Answer([instead] * len(members))
-            for place, _ in answer.invalid:
-                answer.scores[place] = instead
+                return Answer([default] * len(members))
+            for index, _ in answer.invalid:
+                answer.scores[index] = default
             return answer
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
@@ -457,7 +460,7 @@ class RewardPool:
     async def _try_once(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
         """One try. A call whose worker died because of another call is sent a second time."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
-        alone, again = not function.asynchronous, False
+        alone, was_resent = not function.asynchronous, False
         while True:
             call = RewardCall(f"{what} of {who}", alone)
             with (
@@ -470,17 +473,19 @@ class RewardPool:
             except WorkerDiedError as died:
                 if self._state is _PoolState.CLOSED:
                     raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
-                company = sorted(other.what for other in process.died_with if other is not call)
+                others = sorted(other.what for other in process.died_with if other is not call)
                 crashed = (
                     f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
                 )
-                if company:
-                    more = f", and {len(company) - _MOST_NAMED} more" if len(company) > _MOST_NAMED else ""
-                    crashed += f"; in flight there were also {', '.join(company[:_MOST_NAMED])}{more}"
-                if again or not (process.killed_for or (function.asynchronous and company)):
+                if others:
+                    more = f", and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+                    crashed += f"; in flight there were also {', '.join(others[:_MOST_NAMED])}{more}"
+                may_be_innocent = process.kill_reason or (function.asynchronous and others)
+                if was_resent or not may_be_innocent:
                     raise RewardCrash(crashed) from None
-                alone, again = alone or not process.killed_for, True
-                logger.warning("%s; it is asked again", process.killed_for or crashed)
+                # After a crash, which any of the calls may have caused, send this call alone.
+                alone, was_resent = alone or not process.kill_reason, True
+                logger.warning("%s; it is asked again", process.kill_reason or crashed)
 
     async def _answer(
         self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: RewardCall
@@ -516,7 +521,7 @@ class RewardPool:
 
     @contextmanager
     def _deadlines_moved(self, process: RewardWorker, call: RewardCall) -> Iterator[None]:
-        """Move the deadlines of the worker's coroutines by the time of a blocking call, during which they stand still."""
+        """Move the deadlines of the worker's coroutines by the time of a blocking call, during which coroutines cannot run."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
         for other in others:
@@ -532,7 +537,7 @@ class RewardPool:
         if number is None:  # the request was not sent
             self._release(process, call)
         elif call.alone or self._state is not _PoolState.OPEN:
-            process.killed_for = why
+            process.kill_reason = why
             process.kill()
             self._release(process, call)
         else:
@@ -541,15 +546,15 @@ class RewardPool:
             self._tasks.start_soon(self._wait_cancelled, process, call, number, why, name=f"end of {call.what}")
 
     async def _wait_cancelled(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
-        """Wait for a cancelled coroutine; kill its worker where it does not end in time. It cannot end while a blocking call runs,
-        so the time of such calls is added."""
+        """Wait for a cancelled coroutine, and kill its worker if the coroutine does not end in time. A coroutine cannot end while
+        a blocking call runs, so the remaining time of such calls is added."""
         now = anyio.current_time()
-        longer = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
-        call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + longer)
+        blocked_s = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
+        call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + blocked_s)
         with call.scope, suppress(WorkerDiedError):
             await process.reply(number)
         if call.scope.cancelled_caught:
-            process.killed_for = f"{why}, and did not end when it was cancelled"
-            logger.warning("%s: its worker %d was killed", process.killed_for, process.pid)
+            process.kill_reason = f"{why}, and did not end when it was cancelled"
+            logger.warning("%s: its worker %d was killed", process.kill_reason, process.pid)
             process.kill()
         self._release(process, call)

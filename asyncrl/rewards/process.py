@@ -8,8 +8,8 @@ kills the worker and every process of the worker. The guard's exit status is the
     {"id": n, "grown": bytes, "answer": ..., "error": ...}
                                   worker -> pool    `answer` or `error`; `grown`: memory gained since the functions' first calls
 
-Columns arrive as exactly the Python objects they were, and a callable object travels by value. Replies are JSON, so a worker cannot
-run code in the run.
+Requests are pickled, so columns arrive as equal Python objects, and callables without an import path can be sent. Replies are JSON,
+so a worker cannot run code in the run's process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RewardCall:
 
 
 class RewardWorker:
-    """States: running, leaving (`hang_up`, `kill`), ended. `kill`, or `hang_up`, and the end of `ended` must follow."""
+    """States: running, leaving (`hang_up`, `kill`), ended. The owner must call `hang_up` or `kill`, and then await `ended`."""
 
     def __init__(self, folder: str, mark: str) -> None:
         """Starts the process in `folder`. The first request must be `load`. Errors: OSError."""
@@ -65,32 +65,32 @@ class RewardWorker:
         self._last_id = 0
         # Replies by request. The result None means that the worker died first.
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        # Why the pool killed it, if the exit status does not tell.
+        # What the worker did wrong if it was killed for breaking the protocol: the exit status does not tell.
         self._status = ""
         self._grown = 0
         self._wear_start = (0, 0)
         self.mark = mark
-        # Which of the pool's places it fills; replacements keep it.
+        # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.place = 0
-        # Whether it may take another request.
+        # Whether the worker may take another request.
         self.usable = True
         # The worker closed its end of the channel. It is dead or dying, but its guard may still be killing its processes.
         self.hung_up = False
-        # From when its functions are loaded until its successor serves.
+        # True while the pool gives calls to the worker: its functions are loaded, and no successor serves.
         self.serving = False
-        # Its running calls; and those that were running when it died.
+        # The worker's running calls; and the calls that were running when it died.
         self.calls: set[RewardCall] = set()
         self.died_with: frozenset[RewardCall] = frozenset()
-        # Name of the call for which the pool killed it.
-        self.killed_for = ""
+        # Why the pool killed the worker, as a sentence about the call that was the cause. Empty if the pool did not kill it.
+        self.kill_reason = ""
         self.worn = False
-        # Set when it has ended or is worn: the pool must start a successor.
-        self.attention = asyncio.Event()
+        # Set when the worker has ended or is worn: the pool must start a successor.
+        self.needs_successor = asyncio.Event()
         environment = os.environ | _THREADS
         self._child = ChildProcess(
-            "reward worker", MODULE, environment=environment, folder=folder, mark=mark, notify=self._on_news
+            "reward worker", MODULE, environment=environment, folder=folder, mark=mark, notify=self._on_readable
         )
-        # The guard's number, until `load` returns the worker's.
+        # The process id of the guard. `load` replaces it by the worker's.
         self.pid = self._child.pid
         self.ended = self._child.ended
         self.ended.add_done_callback(lambda _: self._on_end())
@@ -131,8 +131,8 @@ class RewardWorker:
             raise ConfigError(f"reward functions {sources}: {remote_text(reply['error'])}")
         self.pid = reply["answer"]["pid"]
         return [
-            LoadedFunction(i, spec.name or found["name"], found["accepts"], found["asynchronous"])
-            for i, (spec, found) in enumerate(zip(specs, reply["answer"]["functions"], strict=True))
+            LoadedFunction(i, spec.name or loaded["name"], loaded["accepts"], loaded["asynchronous"])
+            for i, (spec, loaded) in enumerate(zip(specs, reply["answer"]["functions"], strict=True))
         ]
 
     def send(self, request: dict[str, Any]) -> int:
@@ -154,9 +154,9 @@ class RewardWorker:
         """Wait for the reply to this request; after a cancellation call it again. Errors: `WorkerDiedError`."""
         await asyncio.wait([reply := self._replies[number]])
         del self._replies[number]
-        if (found := reply.result()) is None:
+        if (message := reply.result()) is None:
             raise WorkerDiedError(self.pid, self._status or await self._exit_status())
-        return found
+        return message
 
     def hang_up(self) -> None:
         """Close the channel, which ends an idle worker. A worker that does not end is killed."""
@@ -169,8 +169,8 @@ class RewardWorker:
         self._child.kill()
         self._on_hang_up()
 
-    def _on_news(self) -> None:
-        """Take replies from the channel; one whose request has ended already is discarded."""
+    def _on_readable(self) -> None:
+        """Take replies from the channel. A reply to a request that has ended already is discarded."""
         try:
             while (message := self._child.channel.take()) is not None:
                 self._grown = int(message["grown"])
@@ -182,7 +182,7 @@ class RewardWorker:
             # A worker that runs on without its socket is of no use.
             self._child.hang_up(2 * _EXIT_GRACE_S)
         except (TransportError, KeyError, TypeError, ValueError):
-            self._status = "wrote bytes into the protocol's socket that are not ours"
+            self._status = "wrote bytes into the protocol's socket that are no message"
             self.kill()
 
     def _on_hang_up(self) -> None:
@@ -200,4 +200,4 @@ class RewardWorker:
 
     def _on_end(self) -> None:
         self._on_hang_up()
-        self.attention.set()
+        self.needs_successor.set()

@@ -127,8 +127,7 @@ def check_scores(answer: Any, completions: int) -> tuple[list[float | None], lis
     """
     refused = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
     sized = hasattr(answer, "__getitem__") and hasattr(answer, "__len__")
-    # A list has no shape, and one dimension.
-    indexed = sized and len(getattr(answer, "shape", (0,))) == 1
+    indexed = sized and len(getattr(answer, "shape", (0,))) == 1  # a list has no shape, but one dimension
     if refused or not (indexed or isinstance(answer, Iterator)):
         raise UsageError(
             f"it returned {brief(answer)}; expected a list of {completions} numbers or None, in the order of the completions"
@@ -209,7 +208,7 @@ class Session:
         self._grown = 0  # bytes above `_expected`
         self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that run while the loop stands still
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that `serve` runs
         self._over = False
 
     def serve(self) -> None:

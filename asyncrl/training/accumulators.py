@@ -17,7 +17,7 @@ from asyncrl.types import Normaliser
 
 from .reducer import Reducer, sum_over_ranks
 
-AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for all older tokens
+AGES = 9  # in `mismatch_kl/by_age/`: 0 to 7; 8: all older tokens
 
 
 def concatenate_on_host(parts: Sequence[Tensor]) -> Tensor:
@@ -49,6 +49,7 @@ def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[
     return {name: metrics[name].normaliser for name in sorted(metrics)}
 
 
+# Values of a metric on a rank without microbatches, which do not change the result.
 _IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -60,14 +61,14 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    extra: float = 0.0  # the term with its own normaliser
+    extra: float = 0.0  # sum of the term with another normaliser
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
     # Microbatches with ids that the model lacks. If there is one, the step fails.
     unknown_ids: float = 0.0
 
-    def measured(self) -> Counts:
+    def without_skipped(self) -> Counts:
         """The counts without the skipped parts. Means of metrics use these."""
         return replace(
             self, sequences=self.sequences - self.skipped_sequences, tokens=self.tokens - self.skipped_tokens
@@ -136,8 +137,8 @@ class Metrics:
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
     ) -> None:
-        """Adds the differences between trainer and sampler log-probs. A NaN sampler log-prob is ignored. All tensors are [S].
-        `age_S`: int64, current version minus the version of the token."""
+        """Adds the differences between trainer and sampler log-probs, and the estimator k3 = r - 1 - log r of their KL divergence
+        (r: ratio of the probabilities). A NaN sampler log-prob is ignored. `age_S`: int64, current version minus the token's."""
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
         k3 = torch.expm1(difference) - difference
@@ -148,7 +149,7 @@ class Metrics:
         old_tokens.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
         is_current = (old_tokens == 0).index_select(0, sequence_S) & known
         distance = difference.abs() * is_current
-        largest = distance.max() if distance.numel() else distance.sum()
+        largest = distance.max() if distance.numel() else distance.new_zeros(())
         current = torch.stack([is_current.sum().double(), distance.sum(), largest])
         if self.current is not None:
             current[:2] += self.current[:2]

@@ -20,17 +20,11 @@ class DryRunTrainer:
     """Implements `ports.Trainer`. Microbatches cost `train_token_s` per packed token, the optimizer step `finish_s`.
 
     Metrics of a step: `dry_run/packed_tokens`, `dry_run/scored_tokens`, `dry_run/groups` (distinct), `dry_run/max_age`
-    (age of the oldest token it was given, in versions).
+    (age of the step's oldest token, in versions).
     """
 
     def __init__(
-        self,
-        lane: Lane,
-        recorder: Recorder,
-        *,
-        train_token_s: float = 1e-5,
-        finish_s: float = 0.01,
-        version: int = 0,
+        self, lane: Lane, recorder: Recorder, *, train_token_s: float = 1e-5, finish_s: float = 0.01, version: int = 0
     ) -> None:
         self._lane = lane
         self._recorder = recorder
@@ -95,7 +89,7 @@ class DryRunTrainer:
             )
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
-        """Returns its arguments: without gradients there are no normalisers to find."""
+        """Returns its arguments: this trainer computes no loss, so no term needs a normaliser."""
         return loss, list(batches)
 
     def _step(self) -> list[Microbatch]:

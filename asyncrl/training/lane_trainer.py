@@ -57,7 +57,7 @@ class LaneTrainer:
         )
 
     async def survey(self, loss: Loss, batches: Sequence[Microbatch]) -> tuple[Loss, list[Microbatch]]:
-        """See `Trainer.survey`. If the loss needs entropies, each microbatch's are computed in a closure of its own."""
+        """See `Trainer.survey`. If the loss needs entropies, one closure for each microbatch computes them."""
         entropies: list[Float32Array] = []
         if loss.top_entropy_quantile < 1:
             for batch in batches:  # decoding runs between the closures

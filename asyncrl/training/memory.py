@@ -107,7 +107,8 @@ def predict_memory(
     head_rows = _HEAD_ROWS_FLOAT32 if model.dtype == "float32" else _HEAD_ROWS
     product_rows = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
     saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize)
-    temporary += 0 if model.lora.rank else _largest_weight(described, training_path) * itemsize
+    if not model.lora.rank:  # with adapters the model's weights have no gradient
+        temporary += _largest_weight(described, training_path) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
     positions = kv_positions or max_sequences * lengths.context
     return weights | {
@@ -137,7 +138,8 @@ def _measure_widths(described: PreTrainedModel) -> _Widths:
             for weight in (p for p in module.parameters(recurse=False) if p.ndim == 3 or isinstance(module, nn.Linear)):
                 # A weight with three dimensions holds all experts. Otherwise each expert has its own weight.
                 uses = per_token * (1.0 if weight.ndim == 3 else 1 / experts)
-                widths.experts += uses * (hidden + _SAVED_EXPERT * (sum(weight.shape[-2:]) - hidden))
+                inner_width = sum(weight.shape[-2:]) - hidden
+                widths.experts += uses * (hidden + _SAVED_EXPERT * inner_width)
                 widths.choices += uses / 2  # an expert has two weights
             widths.experts_numel += sum(p.numel() for p in module.parameters(recurse=False))
         elif module is not head:
@@ -152,7 +154,8 @@ def _measure_widths(described: PreTrainedModel) -> _Widths:
 
 
 def _guess_path(text: PretrainedConfig, widths: _Widths) -> ModelPath:
-    """A guess from the configuration. The real path is known after the model is loaded (runtime/gate.py)."""
+    """A guess from the configuration: FUSED has kernels for two activations. The real path is known after the model is loaded
+    (runtime/gate.py)."""
     if widths.state or _latent_width(text):
         return PLAIN[0]
     activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
@@ -190,9 +193,12 @@ def _activation_bytes(
         groups = max(tokens / (lengths.prompt + members * lengths.completion), 1.0)
         row_tokens = groups * members * lengths.context
         saves_no_weights = path.attention == "sdpa" and _latent_width(text) == 0
-        score = 0 if saves_no_weights else heads * (itemsize if itemsize >= wide else itemsize + wide)
+        # A softmax in float32 is another tensor only if the weights have a smaller dtype.
+        softmax = wide if itemsize < wide else 0
+        score = 0 if saves_no_weights else heads * (itemsize + softmax)
     else:
-        # Attention saves no weights for long rows (models/attention/rows.py), and none with capped scores or sinks.
+        # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than ROW_BYTES
+        # (models/attention/rows.py), and none with capped scores or sinks.
         keys = min(keys, math.sqrt(ROW_BYTES / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
@@ -228,15 +234,16 @@ def _weight_bytes(
     embedding = int(text.vocab_size) * int(text.hidden_size)
     shard = -(-trained // (shards or 1))
     layer = (parameters - embedding) // max(int(text.num_hidden_layers), 1)
-    # Embedding and head, which may be tied.
-    ends = embedding * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    embedding_and_head = embedding if is_tied else 2 * embedding
     packs = device == "cpu" and packing_works(DTYPES[model.dtype], torch.device("cpu"))
-    fused = parameters - ends - widths.experts_numel if path == FUSED else 0
+    fused = parameters - embedding_and_head - widths.experts_numel if path == FUSED else 0
+    gathered = (embedding_and_head + 2 * layer) * itemsize + max(embedding_and_head, layer) * (itemsize + 2 * wide)
     return {
         "masters": shard * wide,
         "gradients": shard * wide,
         "optimizer": 2 * shard * wide,
-        "gathered": (ends + 2 * layer) * itemsize + max(ends, layer) * (itemsize + 2 * wide) if shards else 0,
+        "gathered": gathered if shards else 0,
         "working_copy": trained * itemsize if itemsize < wide or shards else 0,
         "packed_weights": (embedding + fused) * itemsize if packs else 0,
         "frozen": (parameters + merged) * itemsize if adapters else 0,
@@ -260,12 +267,12 @@ def _cache_bytes(
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
-    position = (_latent_width(text) or 2 * kv_heads * head_size) * itemsize
+    position_bytes = (_latent_width(text) or 2 * kv_heads * head_size) * itemsize
     if path.name != "plain":
-        return int(text.num_hidden_layers) * position * positions
+        return int(text.num_hidden_layers) * position_bytes * positions
     window = min(positions, max_sequences * int(getattr(text, "sliding_window", None) or positions))
     cached = sum(window if sliding else positions for sliding in _sliding_layers(text))
-    return position * cached + max_sequences * widths.state * max(itemsize, 4)
+    return position_bytes * cached + max_sequences * widths.state * max(itemsize, 4)
 
 
 def route_bytes(model: ModelConfig) -> int:

@@ -52,7 +52,7 @@ class FlatAdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) over views of the flat masters and gradients.
 
     Frozen parameters have no state and no weight decay. Norms and biases are decayed only with `train.decay_norms_and_biases`.
-    Vectors count as such, and so do matrices whose name ends in "bias" (stacked biases of experts).
+    All vectors count as norms or biases, and so do matrices whose name ends in "bias" (stacked biases of experts).
     The optimizer never allocates or zeros gradients, since the train step owns `Parameters.grad`.
     """
 

@@ -41,7 +41,8 @@ class PolicyForward:
     def __call__(
         self, batch: Microbatch, entropy_grad: bool = False, *, routes: Routes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logp_S, entropy_S) at the temperatures of `batch`. Differentiable with gradients on. `routes`: see `forward_routes`."""
+        """(logp_S, entropy_S) at the temperatures of `batch`. With gradients enabled logp_S is differentiable, and entropy_S too if
+        `entropy_grad`. `routes`: see `forward_routes`."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
         hidden = policy.plain_hidden if self._plain else policy.hidden
@@ -115,7 +116,7 @@ def forward_routes(batch: Microbatch, routing: Routing | None, *, keep_logits: b
     return routing.replay(batch.routes, keep_logits=keep_logits)
 
 
-def unreplayed(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
+def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
     """The number of tokens without a recorded expert in at least one layer. A router chooses the experts of these tokens."""
     tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}

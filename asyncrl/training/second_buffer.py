@@ -33,7 +33,7 @@ class SecondBuffer:
         self._buffer.zero_()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside the block, gradients are added to the second buffer. An error in the block also swaps back."""
         self._swap()
         try:
@@ -49,7 +49,7 @@ class SecondBuffer:
         first, second = self._flat.grad, self._buffer
         scratch: Tensor = torch.empty(min(_BLOCK, first.numel()), dtype=first.dtype, device=first.device)
         for start in range(0, first.numel(), _BLOCK):
-            one, two = first[start : start + _BLOCK], second[start : start + _BLOCK]
-            held = scratch[: one.numel()].copy_(one)
-            one.copy_(two)
-            two.copy_(held)
+            first_block, second_block = first[start : start + _BLOCK], second[start : start + _BLOCK]
+            copy = scratch[: first_block.numel()].copy_(first_block)
+            first_block.copy_(second_block)
+            second_block.copy_(copy)

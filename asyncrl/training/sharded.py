@@ -7,12 +7,13 @@
 
 A microbatch without scored tokens, or of skipped groups, is counted and not queued. One reduction of [ranks, 2] numbers agrees on
 a round, and also says which ranks are finishing: a rank that finishes while others ask for a round first takes part in the round.
-So collectives of different ranks always match, however many rounds a rank asks for. Every rank must come to each round:
-`pumps/train.py` sees to that.
+So collectives of different ranks always match, however many rounds a rank asks for. Every rank must take part in each round:
+`pumps/train.py` calls the rounds.
 
 Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. After the optimizer
-step the same closure gathers all weights in the matmul dtype into the policy that the engine reads, and raises its version
-(invariant 5b). Log-probs without gradient use that copy, so they need no collective.
+step the same closure gathers all weights in the matmul dtype into the policy that the engine reads, and raises the policy's
+version. So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so they
+need no collective.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -117,14 +118,9 @@ class ShardedForward:
         device, plan = self.device, TreePlan.of(batch)
         plan.routes = routes
         tokens_T, target_S, self.has_unknown_ids = clamped_ids(batch, self._vocabulary, device)
+        positions_T, source_S = to_device(batch.positions, device), to_device(batch.source, device)
         result: tuple[Tensor, Tensor] = self._scoring(
-            tokens_T,
-            to_device(batch.positions, device),
-            to_device(batch.source, device),
-            target_S,
-            batch.temperature,
-            plan,
-            entropy_grad,
+            tokens_T, positions_T, source_S, target_S, batch.temperature, plan, entropy_grad
         )
         if routes is not None:
             routes.require_all()
@@ -134,14 +130,9 @@ class ShardedForward:
     def run_empty(self, entropy_grad: bool) -> None:
         """Forward and backward of weight 0: two tokens through every sharded module, for a round without work."""
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)
         logp_S, entropy_S = self._scoring(
-            tokens,
-            torch.arange(2, device=self.device),
-            tokens[:1],
-            tokens[1:],
-            np.ones(1, np.float32),
-            TreePlan([0], [2]),
-            entropy_grad,
+            tokens, positions, tokens[:1], tokens[1:], np.ones(1, np.float32), TreePlan([0], [2]), entropy_grad
         )
         total = logp_S.sum() + entropy_S.sum() if entropy_grad else logp_S.sum()
         (total * 0.0).backward()
@@ -206,11 +197,11 @@ class ShardedTrainer(TorchTrainer):
             parameters=self.sharded.parameters,
         )
         self.forward = PolicyForward(policy, plain=True)
-        found = self.sharded.parameters
-        if (found.rank, found.ranks) != (self.reducer.rank, self.reducer.world_size):
+        shards = self.sharded.parameters
+        if (shards.rank, shards.ranks) != (self.reducer.rank, self.reducer.world_size):
             raise LifecycleError(
-                f"the model was cut for rank {found.rank} of {found.ranks}, torch's default process group, but this is rank "
-                f"{self.reducer.rank} of {self.reducer.world_size}; leave that group before a run of its own"
+                f"the model was cut for rank {shards.rank} of {shards.ranks}, torch's default process group, but this is rank "
+                f"{self.reducer.rank} of {self.reducer.world_size}; leave that process group before this run"
             )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -294,8 +285,8 @@ class ShardedTrainer(TorchTrainer):
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""
-        mine = torch.tensor([local_norm(gradient) ** 2], dtype=torch.float64)
-        return math.sqrt(float(sum_over_ranks(self.reducer, mine, self.policy.device)))
+        squared_norm = torch.tensor([local_norm(gradient) ** 2], dtype=torch.float64)
+        return math.sqrt(float(sum_over_ranks(self.reducer, squared_norm, self.policy.device)))
 
     def _advance(self) -> int:
         """Gather all weights into the policy's modules, then raise its version. A collective."""
@@ -315,12 +306,15 @@ class ShardedTrainer(TorchTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a joined state, with the rows of all ranks. No collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
-        # Copies of the rows: views would keep every whole tensor alive.
-        cut = {
-            name: {key: value if value.ndim == 0 else parameters.local(value).clone() for key, value in saved.items()}
-            for name, saved in state["optimizer"].items()
+
+        def local_rows(value: Tensor) -> Tensor:
+            # A copy: a view would keep the whole tensor alive. The scalar `step` has no rows.
+            return value if value.ndim == 0 else parameters.local(value).clone()
+
+        optimizer = {
+            name: {key: local_rows(value) for key, value in saved.items()} for name, saved in state["optimizer"].items()
         }
-        super().load_state_dict({**state, "optimizer": cut})
+        super().load_state_dict({**state, "optimizer": optimizer})
         served = self._served
         for name in parameters.names:
             served.write(name, masters[name])

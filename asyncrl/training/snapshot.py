@@ -25,7 +25,7 @@ class Snapshot:
     model: dict[str, torch.Tensor]
     state: dict[str, Any]
     policy: PolicyModel
-    # Under the names of peft's files.
+    # Tensors of the adapters, named as in peft's files.
     adapter: dict[str, torch.Tensor] | None = None
 
     def write_pretrained(self, directory: Path, tokenizer: Any, base: str | None = None) -> None:

@@ -38,6 +38,7 @@ def survey(
     """
     selected = list(batches)
     if loss.top_entropy_quantile < 1:
+        # The empty array is for a rank without microbatches.
         own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *entropies]))
         threshold = entropy_threshold(gather_over_ranks(own_entropies, reducer, device), loss.top_entropy_quantile)
         selected = [

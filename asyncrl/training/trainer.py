@@ -42,7 +42,7 @@ from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 from .accumulators import Counts, Metrics, empty_metrics
 from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
-from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, unknown_id_error, unreplayed, using_weights
+from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
@@ -115,6 +115,7 @@ class TorchTrainer:
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
+        # The loss of the newest step, and the normalisers of its metrics: a step with the same loss uses them again.
         self._normalisers: tuple[Loss, dict[str, Normaliser]] | None = None
 
     @property
@@ -160,7 +161,7 @@ class TorchTrainer:
         step.counts.skipped_sequences += batch.skipped_sequences
         step.counts.skipped_tokens += batch.skipped_tokens
         if batch.routes is not None:
-            step.metrics.add(unreplayed(batch.routes))
+            step.metrics.add(replay_gaps(batch.routes))
         step.counts.microbatches += 1
         step.microbatches += 1
 
@@ -174,7 +175,7 @@ class TorchTrainer:
             # A second forward, since backward overwrites tensors that the layers saved.
             _, second_sums, _ = self._evaluate(step.loss, batch)
             assert second_sums.extra is not None
-            with self.second_buffer.in_place():
+            with self.second_buffer.swapped_in():
                 second_sums.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
@@ -192,7 +193,7 @@ class TorchTrainer:
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
     ) -> tuple[LossInputs, LossSums]:
-        """The inputs and sums of the loss. The balance of experts is added to the sums if it is trained."""
+        """The inputs and sums of the loss. If the model has a loss that balances experts, it is added to the sums."""
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
         return inputs, self.balance.added(loss, inputs, balance_of(routes, batch))
@@ -214,7 +215,7 @@ class TorchTrainer:
         loss = totals.loss / denominator + totals.extra / extra_denominator
         if not math.isfinite(loss):
             raise _divergence(step, f"the loss of the step after version {self.version} is {loss}")
-        measured = totals.measured().denominators(self.max_completion_length)
+        measured = totals.without_skipped().denominators(self.max_completion_length)
         metrics = step.metrics.reduce(self.reducer, device, measured)
         self._check_mismatch(metrics.get("mismatch/current_mean"))
         # Gradients are not yet zeroed if no microbatch of this rank had a scored token.

@@ -131,10 +131,7 @@ async def test_the_line_of_the_next_run_names_who_was_killed(leftover, caplog):
         pass
     assert process.wait() == -signal.SIGKILL
     (line,) = [record.getMessage() for record in caplog.records]
-    assert (
-        line.startswith("killed what reward functions of dead runs had left behind: ")
-        and f"{process.pid} (sleep)" in line
-    )
+    assert line.startswith("killed processes that rewards of dead runs had left: ") and f"{process.pid} (sleep)" in line
 
 
 # ---- the guard itself
