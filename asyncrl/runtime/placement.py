@@ -76,8 +76,8 @@ def _why_embedded(config: Config, device: torch.device) -> str | None:
         return f"model.dtype is {config.model.dtype}"
     if (problem := missing_vllm(device.type)) is not None:
         return problem
-    if DP_SIZE in os.environ:
-        return f"the environment has {DP_SIZE}"
+    if (ranks := os.environ.get(DP_SIZE, "1")) != "1":
+        return f"the environment has {DP_SIZE}={ranks}"
     module = describe_module(config.model)
     if type(module).__name__ not in SERVED:
         return f"{type(module).__name__} has not been compared with vLLM's"

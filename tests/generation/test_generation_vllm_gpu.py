@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,3 +274,55 @@ async def test_fifty_versions_are_copied_in_place_and_each_is_the_trainers(archi
         owner.clear(version % 2)
         await reader.move(version, version % 2, None)
         assert sent[2] == {"wrong": f"the board holds version None where version {version} was announced"}
+
+
+KILLED = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[3])
+from generation_cores import small_model, vllm_core
+from asyncrl.generation.vllm.versions import load_adapter
+from asyncrl.models.policy import PolicyModel
+from asyncrl.transport.memory.board import Board
+
+policy = PolicyModel(small_model("llama"), "float32")
+core = vllm_core(policy, lambda names, logits: logits.argmax(-1), sequences=2, context=64, positions=128)
+description = json.loads(sys.argv[1])
+board = Board.attach(description, int(sys.argv[2]), description["layout"])
+adapter, filled = load_adapter(), []
+fill = adapter.fill
+
+def fill_some(*arguments):
+    if len(filled) == 4:
+        print("in the middle of a copy", flush=True)
+        sys.stdin.read()
+    filled.append(fill(*arguments))
+
+adapter.fill = fill_some
+core.bind(board.half(1))
+"""
+
+
+@needs_vllm
+async def test_a_kill_during_a_copy_leaves_the_half_to_the_next_worker() -> None:
+    policy, plain = policy_and_plain("llama")
+    async with board_of(policy) as (owner, board):
+        version = change_weights(policy)
+        owner.write(1, version, policy.weights.working)
+        before = owner.half(1).clone()
+        fd = os.dup(owner.fd)
+        arguments = [json.dumps(owner.description), str(fd), json.dumps([str(Path(__file__).parent)])]
+        child = await anyio.open_process([sys.executable, "-c", KILLED, *arguments], pass_fds=[fd], stderr=None)
+        assert child.stdout is not None
+        said = ""
+        with anyio.fail_after(120):
+            async for part in child.stdout:
+                said += part.decode()
+                if "in the middle of a copy" in said:
+                    child.kill()
+        assert await child.wait() == -signal.SIGKILL
+        os.close(fd)
+        assert torch.equal(owner.half(1), before) and board.version(1) == version
+        sent = list[Any]()
+        async with opened_core("vllm", policy, plain) as made:
+            await WeightReader(board, made.engine, made.lane, sent.append).move(1, 1, fixed_logprobs(policy))
+        assert sent == [{"bound": 1}]
