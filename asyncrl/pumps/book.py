@@ -105,7 +105,7 @@ class GroupBook:
         if f"{outcome}: {reason}" not in self.reasons and len(self.reasons) >= MAX_REASONS:
             reason = OTHER_REASON
         self.reasons[f"{outcome}: {reason}"] += 1
-        self.failed += outcome == "failed"
+        self.failed += int(outcome == "failed")
         await self._ledger.end(ticket, outcome, reason)
         self._notify_end((group_id,))
         return True

@@ -108,7 +108,7 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
     try:
         return reader.advantages(groups)
     except Exception as error:
-        # Such an estimator cannot be tried on one group, so no group can be blamed.
+        # An estimator of the whole step cannot be tried on one group, so no group can be blamed.
         if ports.advantage.needs_whole_step:
             raise
         raise GroupsFailed(
@@ -154,10 +154,11 @@ def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows:
     for group_rows in rows:
         if not any(group_rows.columns[ADVANTAGES]):
             taken = {group.group_id for group in step.replayed.values()}
-            other = ports.replay.draw(last_version, (ports.ledger.turn, group_rows.group_id), taken)
-            if other is not None:
-                step.replayed[group_rows.group_id] = other
-                group_rows = Rows(other, {ADVANTAGES: reader.advantages([other])[other.group_id]}, claimed=True)
+            replayed = ports.replay.draw(last_version, (ports.ledger.turn, group_rows.group_id), taken)
+            if replayed is not None:
+                step.replayed[group_rows.group_id] = replayed
+                advantages_G = reader.advantages([replayed])[replayed.group_id]
+                group_rows = Rows(replayed, {ADVANTAGES: advantages_G}, claimed=True)
         chosen.append(group_rows)
     return chosen
 
@@ -280,15 +281,15 @@ def advantages_of_rank(
     # Every rank needs the same order: the rounding of sums depends on it.
     places.sort()
     values = estimator.of_step([parts[r][i][1] for _, r, i in places])
-    found = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
-    return [found[i] for i in range(len(parts[rank]))]
+    own_values = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
+    return [own_values[i] for i in range(len(parts[rank]))]
 
 
 def minibatches_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:
     """The minibatch, from 0 to `count` - 1, of each group of `ids[rank]`. `ids`: for each rank, its group ids in any order."""
     places = sorted((group_id, r, i) for r, rank_ids in enumerate(ids) for i, group_id in enumerate(rank_ids))
-    found = {i: place * count // len(places) for place, (_, r, i) in enumerate(places) if r == rank}
-    return [found[i] for i in range(len(ids[rank]))]
+    own_numbers = {i: place * count // len(places) for place, (_, r, i) in enumerate(places) if r == rank}
+    return [own_numbers[i] for i in range(len(ids[rank]))]
 
 
 def microbatch_of_counts(groups: Sequence[Group]) -> Microbatch:

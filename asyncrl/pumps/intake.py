@@ -133,7 +133,7 @@ class Intake:
             self._remember(group_id)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await ports.book.end(group_id, "dropped", "was not handed on", release=False)
+                await ports.book.end(group_id, "dropped", "did not become ready", release=False)
             raise
         return True
 

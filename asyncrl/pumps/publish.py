@@ -53,7 +53,7 @@ class PublishPump:
             await self._advanced.wait()
 
     async def run(self, publications: QueueReceiver[Publication]) -> None:
-        """Ends after the last publication. `wait_published` returns at once from then on."""
+        """Ends after the last publication."""
         async with publications:
             await self._first()
             self._advance(self._done_turn + 1)
@@ -67,7 +67,7 @@ class PublishPump:
     async def _publish(self, publication: Publication) -> None:
         ports = self._ports
         self._unsynced = publication
-        if self._due(publication.turn):
+        if self._sync_is_due(publication.turn):
             await self.sync()
         await self._at_version(publication.version)
         if self._unsynced is None:
@@ -82,7 +82,7 @@ class PublishPump:
         self._advanced.set()
         self._advanced = anyio.Event()
 
-    def _due(self, turn: int) -> bool:
+    def _sync_is_due(self, turn: int) -> bool:
         rollout = self._ports.config.rollout
         return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
 

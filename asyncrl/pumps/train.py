@@ -98,8 +98,8 @@ class TrainPump:
             tasks.cancel_scope.cancel()
 
     async def _wait_last_published(self) -> None:
-        """Wait for the last publish. Its evaluation and checkpoint read the weights, so the next optimizer step must come later.
-        Its collectives must come in the same order on every rank."""
+        """Wait for the last publish. The evaluation and checkpoint of a publish read the weights, so they must end before the next
+        optimizer step. On every rank the collectives of a publish must run before those of the next step."""
         await self._wait_published(self._ports.ledger.turn)
 
     async def _step(self, publications: QueueSender[Publication]) -> bool:

@@ -72,6 +72,7 @@ def check_start(config: Config, code: bool) -> None:
     if code:
         check_code(resolved)
         import_code(resolved)
+    # A run loads the reward functions later, too. This early load reports a mistake in them before the slow import of torch.
     if code or (known_columns(resolved) and "torch" not in sys.modules):
         anyio.run(load_rewards, resolved)
 

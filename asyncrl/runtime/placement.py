@@ -52,19 +52,19 @@ class Placement:
 
 
 def choose_engine(config: Config, device: torch.device) -> tuple[Config, list[str]]:
-    """The configuration with `generation.engine` filled in, and a line for the user where the trainer is on a GPU. Call after
+    """The configuration with `generation.engine` filled in, and a line for the user if the trainer is on a GPU. Call after
     `choose_dtype`. Errors: ConfigError for a model that cannot be described."""
     if config.generation.engine != "auto":
         return config, []
-    problem = _why_embedded(config, device)
+    problem = _reason_for_embedded(config, device)
     engine = "embedded" if problem else "vllm"
     reason = problem or f"vLLM {require_vllm(device.type)} is installed, and every setting works with it"
     lines = [f"generation.engine: {engine} (auto: {reason})"] if device.type == "cuda" else []
     return with_values(config, {"generation.engine": engine}), lines
 
 
-def _why_embedded(config: Config, device: torch.device) -> str | None:
-    """Why `generation.engine: auto` is embedded. None: it is vllm."""
+def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
+    """The reason why `generation.engine: auto` means embedded; None if it means vllm."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "the trainer is not on a GPU of NVIDIA"
     if config.engine.kind == "dry_run" or config.generation.placement == "shared":

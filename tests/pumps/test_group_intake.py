@@ -255,7 +255,7 @@ def test_a_submit_that_fails_in_the_middle_leaves_nothing_and_ends_no_lease(name
     house = live(Plan(groups_per_step=2, max_staleness=0, **given), body=body, ports={"hooks": hooks})
     assert house.error is None and house.trained() == [[0, 2]]
     assert [lease.ended for lease in leases] == [1, 0, 1]
-    assert house.book.reasons == {"dropped: was not handed on": 1}
+    assert house.book.reasons == {"dropped: did not become ready": 1}
 
 
 @pytest.mark.parametrize("where", ["slot", "reward", "hook"])
