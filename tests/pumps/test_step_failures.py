@@ -78,7 +78,7 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
                 trajectory = make_trajectory(group, member, 2, [0])
                 await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))
         scoring_in.close()
-        await ScorePump(house.graph.intake, scoring_out, workers=1).run()
+        await ScorePump(house.graph.intake, scoring_out, calls=1).run()
         assert house.books.live + house.books.claimed == 1 and house.books.dropped == 1
 
     house = live(Plan(), body=body)
