@@ -29,7 +29,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.reward_signal import SignalWatch, WaitWatch, left_out, warnings
+from asyncrl.telemetry.reward_signal import SignalWatch, WaitWatch, lacking_note, warnings
 from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
@@ -61,7 +61,7 @@ class Journal:
         self.reserve = 0
         self._budget = RunBudget()
         self._signal = SignalWatch(
-            config.algorithm.advantage, config.rollout.group_size, ends=not config.rollout.ignore_eos
+            config.algorithm.advantage, config.rollout.group_size, should_end=not config.rollout.ignore_eos
         )
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
@@ -168,7 +168,7 @@ class Journal:
         self._newest = version
         if report is not None:
             self.live.step(version, line)
-            for text in (*warnings(line, self.endless_notes), *left_out(line, self._warned)):
+            for text in (*warnings(line, self.endless_notes), *lacking_note(line, self._warned)):
                 self.warn(text)
             self.warn(self._waits.step(line))
         else:

@@ -101,12 +101,12 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
         return LaneBudget(lane, 0.0)
     idle = [interval for interval in window.idle if interval.lane is None or interval.lane == lane]
     busy = [interval for interval in window.busy if interval.lane == lane]
-    # In `_seconds_by_code` a later interval overwrites an earlier interval. So busy wins over idle, the cause that is earliest in
-    # `DEPTH` over other causes, and the inner of two nested closures over the outer.
+    # In `_seconds_by_code` a later interval overwrites an earlier one. So busy time overwrites idle time, the earliest cause of
+    # `DEPTH` overwrites other causes, and the inner of two nested closures overwrites the outer.
     idle.sort(key=lambda interval: _DEPTH_OF[interval.label], reverse=True)
     busy.sort(key=lambda interval: interval.start)
-    labels = [*((False, interval.label) for interval in idle), *((True, kind_of(i.label)) for i in busy)]
-    # (is busy, kind or cause) -> code. Code 0 is `unexplained`.
+    # A label is (is busy, kind or cause). Label -> code. Code 0 is `unexplained`.
+    labels = [(False, interval.label) for interval in idle] + [(True, kind_of(interval.label)) for interval in busy]
     codes = {label: code for code, label in enumerate(dict.fromkeys(labels), 1)}
     code_of_row = np.array([codes[label] for label in labels], np.int64)
     seconds = _seconds_by_code([*idle, *busy], code_of_row, window.start, window.end, len(codes) + 1)

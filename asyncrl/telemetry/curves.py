@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-MOST = 4_000  # points of a curve
-# Most curves: environments and producers may invent any number of metric names.
+MOST_POINTS = 4_000  # of a curve: more than a screen has columns
+# Most curves. Limited because environments and producers may invent any number of metric names.
 MOST_NAMES = 1_000
 
 
@@ -37,7 +37,7 @@ def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
         for index in len(steps) - 1 - latest:
             file.seek(offsets[index])
             row = _parsed(file.readline())
-            assert row is not None, "the file is only added to"
+            assert row is not None, "lines in the file do not change"
             yield row
 
 
@@ -55,8 +55,8 @@ def is_share(name: str) -> bool:
 
 
 def _accounted(name: str) -> str:
-    """The metric whose weights divide the sums of `name`: for a share, `unexplained` of its lane, which is in every line with
-    shares of that lane; else `name` itself."""
+    """The metric whose count of lines (or seconds) divides the sum of `name`. For a share that is `unexplained` of the same lane,
+    because each line with shares of a lane has `unexplained`; for other metrics it is `name`."""
     lane = name.partition("/")[2].rpartition("/")[0]
     return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
 
@@ -67,12 +67,12 @@ class Curves:
     Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, most_points: int = MOST_POINTS) -> None:
+        self._most_points = most_points
         self.lines_per_point = 1
         self._lines = 0
-        # The first metric without a curve, where there are more than `MOST_NAMES`.
-        self.unnamed: str | None = None
+        # The first metric without a curve, if there are more than `MOST_NAMES` metrics.
+        self.first_omitted: str | None = None
         self.steps: list[int] = []  # the last step of each point
         self.weights: list[float] = []  # seconds of each point
         self._sums: dict[str, array[float]] = {}
@@ -80,7 +80,7 @@ class Curves:
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         """Add a line of metrics of a step that took `seconds`."""
-        if self._lines % self.lines_per_point == 0 and len(self.steps) == self._most:
+        if self._lines % self.lines_per_point == 0 and len(self.steps) == self._most_points:
             self._halve()
         if self._lines % self.lines_per_point == 0:
             self.steps.append(0)
@@ -97,7 +97,7 @@ class Curves:
                 continue
             if name not in self._sums:
                 if len(self._sums) >= MOST_NAMES and not is_share(name):
-                    self.unnamed = self.unnamed or name
+                    self.first_omitted = self.first_omitted or name
                     continue
                 self._sums[name] = array("d", bytes(8 * len(self.steps)))
                 self._counts[name] = array("d", bytes(8 * len(self.steps)))

@@ -24,7 +24,7 @@ import anyio
 
 from .recorder import Recorder
 
-# A shorter lateness is the resolution of the timer.
+# A shorter lateness is not recorded, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
 # A block in the same place is reported again after this time.
@@ -54,19 +54,19 @@ def top_user_frame(thread_id: int) -> str | None:
 
 def user_frame(frames: Iterable[FrameType]) -> str | None:
     """`top_user_frame` of the given stack, whose first frame is the innermost."""
-    own: FrameType | None = None
+    of_package: FrameType | None = None
     library: FrameType | None = None
     for frame in frames:
         path = frame.f_code.co_filename
         if path.endswith(_LOOP_FILES):
             break
         if path.startswith(_PACKAGE):
-            own = own or frame
+            of_package = of_package or frame
         elif path.startswith("<frozen") or path.startswith(_LIBRARIES):
             library = library or frame
         else:
             return _describe(frame)
-    innermost = own or library
+    innermost = of_package or library
     return None if innermost is None else _describe(innermost)
 
 
@@ -115,8 +115,9 @@ class BlockSampler:
             frames, self._frames = self._frames, Counter()
             delays, self._delays = self._delays, []
         sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
-        # The sampler needs the GIL, too. If it got a quarter of its samples, then the GIL was free.
+        # The sampler needs the GIL, too. If the sampler took a quarter of its samples, then the GIL was free.
         gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
+        # A thread that neither ran nor waited for a processor slept.
         asleep = sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
         return frames.most_common(1)[0][0] if frames else None, asleep
 
@@ -136,12 +137,12 @@ class BlockSampler:
             if due > 0:
                 pause = due
                 continue
-            frame, delay = top_user_frame(self._watched), (self._clock(), self._processor_delay())
+            frame, sample = top_user_frame(self._watched), (self._clock(), self._processor_delay())
             with self._lock:
-                # If the loop ticked meanwhile, the frame belongs to no block.
+                # If the loop ticked after the sample, the frame belongs to no block.
                 if frame is not None and self._last_tick == tick:
                     self._frames[frame] += 1
-                    self._delays.append(delay)
+                    self._delays.append(sample)
             pause = _SAMPLE_EVERY_S
 
 

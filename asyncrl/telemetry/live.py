@@ -14,7 +14,7 @@ from rich.table import Column
 from .output import LossyStream
 
 Metrics = Mapping[str, float]
-_STATUS_EVERY_S = 30.0  # between two lines about one stage, without a bar
+_STATUS_EVERY_S = 30.0  # between two lines about one stage, if there is no bar
 # The remaining time is estimated from the steps of this period. rich's default of 30 s is shorter than two slow steps.
 _ESTIMATE_PERIOD_S = 3600.0
 
@@ -37,10 +37,10 @@ def describe(metrics: Metrics) -> list[str]:
     if "perf/tokens_per_s" in metrics:
         parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tok/s")
     # Names with two slashes belong to one lane.
-    idle = {name[5:]: share for name, share in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
+    idle = {name: share for name, share in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
     if idle:
         cause = max(idle, key=lambda name: idle[name])
-        largest = f" ({cause} {100 * idle[cause]:.0f} %)" if idle[cause] >= 0.005 else ""
+        largest = f" ({cause.removeprefix('idle/')} {100 * idle[cause]:.0f} %)" if idle[cause] >= 0.005 else ""
         parts.append(f"idle {100 * sum(idle.values()):.0f} %{largest}")
     return parts
 
@@ -111,8 +111,8 @@ class LiveView:
             self._print("  ".join([f"step {version}{total}", *parts, f"{metrics.get('time/step', seconds):.1f} s"]))
 
     def status(self, text: str) -> None:
-        """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. Beside the bar, or as a line
-        when a stage begins and every 30 s while its counts change. Call it from any thread."""
+        """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. The text is shown beside the
+        bar. Without a bar it is a line when a stage begins, and every 30 s while its counts change. Any thread may call this."""
         if self._off:
             return
         if self._progress is not None:

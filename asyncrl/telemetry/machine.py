@@ -47,10 +47,11 @@ def free_cores() -> int:
     """The number of cores that this process may use (affinity, cgroup quota) and that no other program uses; at least 1."""
     cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # The fourth field of /proc/loadavg is "running threads/all threads", this thread included. Without the file: infinite.
-    running = (_text(Path("/proc/loadavg")).split()[3:] or ["inf/"])[0].partition("/")[0]
+    # The fourth field of /proc/loadavg is "running threads/all threads", this thread included.
+    fields = _text(Path("/proc/loadavg")).split()
+    running = float(fields[3].partition("/")[0]) if len(fields) > 3 else float("inf")
     # The minimum of the last minute and of this moment ignores programs that have just ended, and short bursts.
-    busy = min(os.getloadavg()[0], float(running) - 1)
+    busy = min(os.getloadavg()[0], running - 1)
     return max(1, min(allowed, int(cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), round(cores - busy)))
 
 
@@ -61,13 +62,13 @@ def cpu_quota(groups: Path, mounted: Path) -> float:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
             continue
-        own = mounted / ("cpu" if controllers else "") / path.lstrip("/")
-        for folder in (own, *own.parents):
-            # Version 2 has "quota period" in one file, version 1 has two files.
+        group = mounted / ("cpu" if controllers else "") / path.lstrip("/")
+        for folder in (group, *group.parents):
+            # Version 2 has "quota period" in one file, version 1 has two files. "max" or -1: no quota.
             texts = [_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
-            quota, period, *_ = [*" ".join(texts).split(), "", ""]
-            if quota.isdecimal() and period.isdecimal():
-                quotas.append(int(quota) / int(period))
+            words = " ".join(texts).split()
+            if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():
+                quotas.append(int(words[0]) / int(words[1]))
     return min(quotas)
 
 

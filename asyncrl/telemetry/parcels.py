@@ -35,7 +35,7 @@ def add_parcel(recorder: Recorder, parcel: Mapping[str, Any], lane: str) -> None
         recorder.add_remote_busy(lane, name, start, end)
     for cause, start, end in parcel["idle"]:
         recorder.add_remote_idle(lane, cause, start, end)
-    for name, by in parcel["counts"].items():
-        recorder.count(name, by)
+    for name, value in parcel["counts"].items():
+        recorder.count(name, value)
     for name, state in parcel["samples"].items():
         recorder.merge(name, Samples.from_json(state))

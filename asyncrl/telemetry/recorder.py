@@ -26,7 +26,7 @@ from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# Records of another process arrive at most so much later.
+# Most time until the records of another process arrive.
 REMOTE_DELAY_S = 0.25
 # Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
 _USER_CODE = ("the environment", "the program", "hook ")
@@ -243,15 +243,15 @@ class Recorder:
         Also calls `change_actor`."""
         return WatchSpan(self, who, what, on)
 
-    def change_actor(self, before: str, now: str) -> None:
-        """An episode, a hook or a program no longer waits for `before`, but for `now`. An empty text means for nothing.
+    def change_actor(self, old: str, new: str) -> None:
+        """An episode, a hook or a program waited for `old` and now waits for `new`. An empty text means that it waits for nothing.
 
-        While at least one waits for user code and none waits for the engine, idle time has the cause `environment`.
+        While at least one of them waits for user code and none waits for the engine, idle time has the cause `environment`.
         """
         with self._lock:
-            for on, by in ((before, -1), (now, 1)):
-                self._waits_for_engine += by * (on == "the engine")
-                self._waits_for_user += by * on.startswith(_USER_CODE)
+            for actor, change in ((old, -1), (new, 1)):
+                self._waits_for_engine += change * (actor == "the engine")
+                self._waits_for_user += change * actor.startswith(_USER_CODE)
             if self._waits_for_user and not self._waits_for_engine:
                 if self._user_wait is None:
                     self._user_wait = WaitSpan(self, "environment", "the next move", "your code", "environment")

@@ -26,8 +26,8 @@ from .sinks import read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
-# Times of the last steps: the timeline shows the last few of them that the trace covers.
-_MARKS = 10_000
+# The times of so many last steps are kept, because the trace may have ended long before the run.
+_KEPT_STEP_ENDS = 10_000
 _TIMELINE_SPANS = 12_000
 _TIMELINE_ROWS_PER_TRACK = 6
 _SAMPLED_STEPS = 10
@@ -52,7 +52,7 @@ def write_report(run_dir: Path, *, name: str | None = None, result: str | None =
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page around its data."""
+    """The HTML of the page, with its data inside."""
     assets = resources.files(__package__) / "assets"
     # "<" only occurs inside JSON strings, where its escape means the same: no text can end the script element.
     json = orjson.dumps(data).decode().replace("<", "\\u003c")
@@ -60,7 +60,7 @@ def render(data: dict[str, Any]) -> str:
     parts = {
         "@TITLE@": title,
         "@CSS@": (assets / "report.css").read_text("utf-8"),
-        "@JS@": "\n".join((assets / each).read_text("utf-8") for each in _ASSETS),
+        "@JS@": "\n".join((assets / name).read_text("utf-8") for name in _ASSETS),
         "@DATA@": json,
     }
     page = (assets / "report.html").read_text("utf-8")
@@ -69,17 +69,18 @@ def render(data: dict[str, Any]) -> str:
 
 
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
-    """The data of the page. All values finite, None where a metric is missing or was NaN."""
+    """The data of the page. All values are finite, or None if a metric is missing or was NaN."""
     curves, warnings, trained = Curves(), Warnings(), 0
-    marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)  # Unix seconds, step
+    step_ends: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEP_ENDS)  # Unix seconds, step
     started, ended = math.inf, 0.0
     for row in lines_by_step(run_dir / "metrics.jsonl"):
-        # The line of an evaluation before the first step has no duration: the next line's duration includes it.
-        ended, took = float(row.get("time") or 0.0), finite(row.get("time/accounted", row.get("time/step"))) or 0.0
-        started = min(started, ended - took)
-        curves.add(row, took)
+        ended = float(row.get("time") or 0.0)
+        # The line of an evaluation before the first step has no duration: the next line's duration includes the evaluation.
+        seconds = finite(row.get("time/accounted", row.get("time/step"))) or 0.0
+        started = min(started, ended - seconds)
+        curves.add(row, seconds)
         warnings.add(row)
-        marks.append((ended, row["step"]))
+        step_ends.append((ended, row["step"]))
         trained += "time/step" in row
     rollouts, reward_range = _rollouts(run_dir / "rollouts")
     return {
@@ -93,21 +94,19 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "about": {name: about[1:] for name in curves.names() if (about := metric(name))},
         "weights": curves.weights,
         "account": _account(curves),
-        "timeline": _timeline(run_dir / "trace.json", marks),
+        "timeline": _timeline(run_dir / "trace.json", step_ends),
         "rollouts": rollouts,
         "reward_range": reward_range,
-        "warnings": [*warnings.ended(), *_omissions(curves)],
+        "warnings": [*warnings.finish(), *_omissions(curves)],
         "config": _text(run_dir / "config.yaml"),
     }
 
 
 def _omissions(curves: Curves) -> list[str]:
-    each = curves.lines_per_point
-    lines = [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
-    if curves.unnamed:
-        lines.append(
-            f"More than {MOST_NAMES:,} metrics: of the others (the first is {curves.unnamed}) there are no curves."
-        )
+    steps = curves.lines_per_point
+    lines = [] if steps == 1 else [f"A long run: each point of a curve is the mean of {steps} steps."]
+    if curves.first_omitted:
+        lines.append(f"More than {MOST_NAMES:,} metrics: those from {curves.first_omitted} on have no curves.")
     return lines
 
 
@@ -125,7 +124,7 @@ def _account(curves: Curves) -> dict[str, dict[str, float]]:
     return {lane: account[lane] for lane in sorted(account, key=lambda lane: (lane != "all", lane))}
 
 
-def _timeline(path: Path, ends: Iterable[tuple[float, int]]) -> dict[str, Any] | None:
+def _timeline(path: Path, step_ends: Iterable[tuple[float, int]]) -> dict[str, Any] | None:
     """The spans of the last steps that the trace covers, by row; times in microseconds since the trace started."""
     if not path.exists():
         return None
@@ -134,9 +133,9 @@ def _timeline(path: Path, ends: Iterable[tuple[float, int]]) -> dict[str, Any] |
     if not spans:
         return None
     end = max(event["ts"] + event["dur"] for event in spans)
-    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in ends]
-    inside = [mark for mark in marks if 0 <= mark[0] <= end]
-    start = inside[-1 - _TIMELINE_STEPS][0] if len(inside) > _TIMELINE_STEPS else 0.0
+    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in step_ends]
+    covered = [mark for mark in marks if 0 <= mark[0] <= end]
+    start = covered[-1 - _TIMELINE_STEPS][0] if len(covered) > _TIMELINE_STEPS else 0.0
     shown = [event for event in spans if event["ts"] + event["dur"] >= start]
     shown.sort(key=lambda event: event["ts"] + event["dur"])
     if len(shown) > _TIMELINE_SPANS:
@@ -172,13 +171,14 @@ def _timeline_rows(
     rows, hidden = [], 0
     for tid in sorted(by_row):
         name = names.get(tid, f"row {tid}")
-        found = re.fullmatch(r".* #(\d+)", name)
-        if found and int(found.group(1)) > _TIMELINE_ROWS_PER_TRACK:
+        # `write_trace` names the further rows of a track "NAME #2", "NAME #3".
+        further_row = re.fullmatch(r".* #(\d+)", name)
+        if further_row and int(further_row.group(1)) > _TIMELINE_ROWS_PER_TRACK:
             hidden += 1
             continue
         # An outer span must be painted before those inside it.
         spans = sorted(by_row[tid], key=lambda span: (span[0], -span[1]))
-        rows.append({"name": name.removeprefix(LANE_PREFIX) if not found else name, "spans": spans})
+        rows.append({"name": name if further_row else name.removeprefix(LANE_PREFIX), "spans": spans})
     return rows, list(table), hidden
 
 
@@ -191,21 +191,25 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
         rewards = [reward for row in rows if (reward := finite(row.get("reward"))) is not None]
         low, high = min([low, *rewards]), max([high, *rewards])
         rows.sort(key=lambda row: (finite(row.get("reward")) is None, -(finite(row.get("reward")) or 0.0)))
-        take = min(_SAMPLES_PER_STEP, len(rows))
-        chosen = sorted({round(k * (len(rows) - 1) / max(1, take - 1)) for k in range(take)})
-        sets.append({"step": step, "total": len(rows), "rows": [_sample(rows[index]) for index in chosen]})
+        chosen = [_sample(rows[index]) for index in _spread(len(rows), _SAMPLES_PER_STEP)]
+        sets.append({"step": step, "total": len(rows), "rows": chosen})
     return sets, [low, high] if low <= high else [0.0, 0.0]
 
 
+def _spread(size: int, most: int) -> list[int]:
+    """Up to `most` of the indices below `size`, evenly spaced, with the first and the last."""
+    count = min(most, size)
+    return sorted({round(number * (size - 1) / max(1, count - 1)) for number in range(count)})
+
+
 def _sampled_steps(directory: Path) -> list[int]:
-    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. A long run has a million files: no list of paths."""
+    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. Keeps no paths, because a run may have a million."""
     if not directory.exists():
         return []
     with os.scandir(directory) as files:
-        found = (re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in files)
-        steps = sorted(int(each[1]) for each in found if each)
-    count = min(_SAMPLED_STEPS, len(steps))
-    return sorted({steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)}, reverse=True)
+        matches = (re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in files)
+        steps = sorted(int(match[1]) for match in matches if match)
+    return [steps[index] for index in reversed(_spread(len(steps), _SAMPLED_STEPS))]
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ LACKING: Mapping[str, tuple[str, str]] = {
     "text/special_tokens_left_out": ("{} special tokens", "reward.text.special_tokens=true keeps them"),
     "text/ids_without_text": ("{} sampled ids that are no token of the tokenizer", "`completion_ids` has them"),
 }
-_MOST = 100
+_MOST_WARNINGS = 100  # in a report
 # A warning comes after this many steps in a row, and again at every doubling.
 FIRST = 3
 # A warning comes if the device waited for rewards for a larger share of the step.
@@ -33,7 +33,7 @@ WAITED = 0.25
 # Advantages that may differ from 0 in a group of equal rewards: they use raw rewards, the whole step, or components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
-_FIRST_TOKEN = (
+_FIRST_TOKEN_REASON = (
     "every completion ends with its first token; see with `asyncrl prompts` whether the prompts end where an answer "
     "begins"
 )
@@ -42,12 +42,12 @@ Metrics = Mapping[str, float]
 
 
 class SignalWatch:
-    """Counts over all steps, in order. `advantage` and `group_size` are the run's; `ends`: completions should end by themselves."""
+    """Counts over all steps, in order. `advantage` and `group_size` are settings. `should_end`: cut completions count."""
 
-    def __init__(self, advantage: str, group_size: int, ends: bool = True) -> None:
+    def __init__(self, advantage: str, group_size: int, should_end: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
-        self._ends = ends
-        self._count = self._clipped = 0
+        self._should_end = should_end
+        self._flat_steps = self._clipped_steps = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
         """The counts after this step; empty if the step trained no completion."""
@@ -56,26 +56,26 @@ class SignalWatch:
         flat = metrics["reward/applicable"] == 0 or metrics["reward/min"] == metrics["reward/max"]
         if self._within_groups and not flat:
             flat = metrics["frac_reward_zero_std"] == 1
-        self._count = self._count + 1 if flat else 0
-        clipped = self._ends and metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
-        self._clipped = self._clipped + 1 if clipped else 0
-        return {COUNT: float(self._count), CLIPPED: float(self._clipped)}
+        self._flat_steps = self._flat_steps + 1 if flat else 0
+        clipped = self._should_end and metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
+        self._clipped_steps = self._clipped_steps + 1 if clipped else 0
+        return {COUNT: float(self._flat_steps), CLIPPED: float(self._clipped_steps)}
 
 
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
     """Warnings after `FIRST` steps in a row and at every doubling. `known`: reasons, found at the run's start, why completions do
     not end."""
     for name, describes in _DESCRIBED.items():
-        if _due(metrics.get(name, 0.0)):
+        if _is_due(metrics.get(name, 0.0)):
             yield f"warning: {describes(metrics, known)}"
 
 
-def _due(count: float) -> bool:
+def _is_due(count: float) -> bool:
     times, rest = divmod(int(count), FIRST)
-    return times > 0 and rest == 0 and times & (times - 1) == 0
+    return rest == 0 and times > 0 and times & (times - 1) == 0  # a power of two
 
 
-def left_out(metrics: Metrics, reported: set[str]) -> Iterator[str]:
+def lacking_note(metrics: Metrics, reported: set[str]) -> Iterator[str]:
     """A line on what the texts of completions lack. `reported`: names of metrics that had a line already; new ones are added."""
     found = [name for name in LACKING if metrics.get(name) and name not in reported]
     reported.update(found)
@@ -98,34 +98,32 @@ def describe(metrics: Metrics, known: Sequence[str] = ()) -> str:
     return f"{what}, so nothing is learned from them; likely reason: {'; or '.join(_reasons(metrics, known))}"
 
 
-def _clipped(metrics: Metrics, known: Sequence[str]) -> str:
-    why = (
-        "; ".join(known)
-        or "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
-    )
-    cut = metrics["completions/clipped_ratio"]
-    share = "every completion was" if cut == 1 else f"{cut:.0%} of the completions were"
-    return f"{share} cut at rollout.max_tokens before the end of an answer: {why}"
+def _describe_share_cut(metrics: Metrics, known: Sequence[str]) -> str:
+    advice = "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
+    ratio = metrics["completions/clipped_ratio"]
+    share = "every completion was" if ratio == 1 else f"{ratio:.0%} of the completions were"
+    return f"{share} cut at rollout.max_tokens before the end of an answer: {'; '.join(known) or advice}"
 
 
-def _clipped_for(metrics: Metrics, known: Sequence[str] = ()) -> str:
-    return f"{_clipped(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
+def _describe_clipped(metrics: Metrics, known: Sequence[str] = ()) -> str:
+    return f"{_describe_share_cut(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
 
 
-_DESCRIBED = {COUNT: describe, CLIPPED: _clipped_for}
+_DESCRIBED = {COUNT: describe, CLIPPED: _describe_clipped}
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
     failed = _failed(metrics)
     if failed or metrics.get("completions/max_length", 2.0) <= 1:
-        return [failed or _FIRST_TOKEN]
-    found = [_clipped(metrics, known)] if metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED else []
-    found += [
+        return [failed or _FIRST_TOKEN_REASON]
+    many_cut = metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
+    reasons = [_describe_share_cut(metrics, known)] if many_cut else []
+    reasons += [
         f"the text that the functions read lacks {what.format(int(metrics[name]))} ({fix})"
         for name, (what, fix) in LACKING.items()
         if metrics.get(name)
     ]
-    return found or [_fallback(metrics)]
+    return reasons or [_fallback(metrics)]
 
 
 def _failed(metrics: Metrics) -> str:
@@ -137,51 +135,51 @@ def _failed(metrics: Metrics) -> str:
 
 
 def _fallback(metrics: Metrics) -> str:
-    see = "; compare completions in rollouts/ with what the function looks for"
+    advice = "; compare completions in rollouts/ with what the function looks for"
     if metrics["reward/applicable"] == 0:
-        return f"the functions find nothing that they apply to (a column, or a form of the answer){see}"
+        return f"the functions find nothing that they apply to (a column, or a form of the answer){advice}"
     if metrics["reward/min"] != metrics["reward/max"]:
         return (
             "all completions of a prompt are alike (a temperature or top_p that is too low, a model that collapsed), or the "
             "prompts are each far too easy or too hard (rollout.filter.dynamic_sampling replaces such groups)"
         )
     if metrics["reward/max"] > 0:
-        return f"the prompts are solved already, or the function gives the same for whatever is written{see}"
-    return f"the prompts are too hard, or the function expects another form of the answer{see}"
+        return f"the prompts are solved already, or the function gives the same reward for every text{advice}"
+    return f"the prompts are too hard, or the function expects another form of the answer{advice}"
 
 
 class WaitWatch:
     """Warns if the device waits for reward functions, after `FIRST` steps in a row and at every doubling."""
 
     def __init__(self, workers: int, concurrency: int) -> None:
-        self._now = f"reward.workers ({workers} now)"
-        self._also = f", or for `async def` functions reward.concurrency ({concurrency} now)"
+        concurrency_setting = f"for `async def` functions reward.concurrency ({concurrency} now)"
+        self._settings_to_raise = f"reward.workers ({workers} now), or {concurrency_setting}"
         self._count = 0
 
     def step(self, metrics: Metrics) -> str | None:
         """The warning after this step, if there is one. Call it for every step, in order."""
         share = metrics.get("idle/reward", 0.0)
         self._count = self._count + 1 if share >= WAITED else 0
-        if not _due(self._count):
+        if not _is_due(self._count):
             return None
         queued = metrics.get("time/reward_queue", 0.0) > metrics.get("time/reward", 0.0) / 10
-        what = (
-            f"calls wait for a worker: raise {self._now}{self._also}"
+        advice = (
+            f"calls wait for a worker: raise {self._settings_to_raise}"
             if queued
             else "no call waits for a worker, so the functions themselves take that long: make them faster, or let more groups be "
             "under way (rollout.max_staleness, rollout.groups_per_step)"
         )
         return (
             f"warning: for {self._count} steps in a row the device stood still for rewards, {share:.0%} of the last step's "
-            f"{metrics['time/step']:.1f} s; {what}"
+            f"{metrics['time/step']:.1f} s; {advice}"
         )
 
 
 class Warnings:
-    """For the report: one warning for each series of steps, with the metrics of its last step. Keeps the newest `_MOST`."""
+    """For the report: one warning for each series of steps, with the metrics of its last step. Keeps the newest 100 warnings."""
 
     def __init__(self) -> None:
-        self._found: deque[str] = deque(maxlen=_MOST)
+        self._found: deque[str] = deque(maxlen=_MOST_WARNINGS)
         self._last: Metrics = {}  # the last row that had counts
 
     def add(self, row: Metrics) -> None:
@@ -190,11 +188,12 @@ class Warnings:
             return
         for name, describes in _DESCRIBED.items():
             before = self._last.get(name, 0.0)
+            # The count did not grow, so the series has ended.
             if row.get(name, 0.0) <= before and before >= FIRST:
                 self._found.append(f"Until step {self._last['step']}: {describes(self._last)}.")
         self._last = row
 
-    def ended(self) -> list[str]:
+    def finish(self) -> list[str]:
         """The warnings, one sentence each. Call it after the last row."""
         self.add({COUNT: 0.0})
         return list(self._found)

@@ -81,7 +81,7 @@ class RolloutWriter:
 def row(
     group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages | None = None
 ) -> dict[str, Any]:
-    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: of the weights that sampled it; -1 if unknown."""
+    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: those that sampled the tokens; -1 if unknown."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     line: dict[str, Any] = {
         "group_id": trajectory.group_id,

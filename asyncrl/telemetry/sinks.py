@@ -38,16 +38,14 @@ _MLFLOW_CLOSE_S = 15.0
 class Sink(Protocol):
     """Stores the metrics of each step. `close` may be called twice."""
 
-    id: str  # of this run in the store; empty if it has one run
+    id: str  # of this run in the store; empty: the store has one run
     after: int  # the last step stored before the resume; -1: none
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a step. Called on the event loop, so it must not block longer than writing a short line."""
-        ...
 
     def close(self) -> None:
         """Store all pending metrics and close. May block for seconds. `write` must not be called afterwards."""
-        ...
 
 
 class JsonlSink:
@@ -68,11 +66,12 @@ class JsonlSink:
         """Append a line. A second write of the same step adds its metrics to the line. Errors: OSError if the disk is full."""
         if step == self._last_step:
             with self.path.open("r+b") as file:
-                # Read the last 16 MiB, which contain the last line.
-                file.seek(-min(file.seek(0, os.SEEK_END), 1 << 24), os.SEEK_END)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - (1 << 24)))  # the last line has less than 16 MiB
                 *_, line = [b"", *file.readlines()]
                 if _step_of(line) == step:
                     file.seek(-len(line), os.SEEK_END)
+                    # Spaces fill the rest of the old line, if the new line is shorter.
                     file.write(dump({**orjson.loads(line), **metrics}).ljust(len(line) - 1) + b"\n")
                     return
         self._last_step = step
@@ -151,13 +150,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class WandbSink:
-    """Weights & Biases. Respects the variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`. Stored steps stay."""
+    """Weights & Biases. Respects the variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`. A resume removes no steps."""
 
     def __init__(self, run: SinkRun) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(_missing("wandb")) from error
+            raise ConfigError(_missing_message("wandb")) from error
         self.id = os.environ.get("WANDB_RUN_ID") or run.id or secrets.token_hex(4)
         self.after = _last_step(run.run_dir) if self.id == run.id else -1
         try:
@@ -181,7 +180,6 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Wait until wandb has everything."""
         self._run.finish()
 
 
@@ -195,7 +193,7 @@ class TensorBoardSink:
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            raise ConfigError(_missing("tensorboard")) from error
+            raise ConfigError(_missing_message("tensorboard")) from error
         self.id, self.after = "", -1 if run.resume_step is None else run.resume_step
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
@@ -206,13 +204,11 @@ class TensorBoardSink:
         self._closed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and flush one scalar per metric."""
         values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         if not self._closed:
             self._closed = True
             self._writer.close()
@@ -233,7 +229,7 @@ class MlflowSink:
             import mlflow
             from mlflow.entities import Param
         except ImportError as error:
-            raise ConfigError(_missing("mlflow")) from error
+            raise ConfigError(_missing_message("mlflow")) from error
         default_uri = (
             None if mlflow.is_tracking_uri_set() else f"sqlite:///{run.run_dir.parent.resolve() / 'mlflow.db'}"
         )
@@ -306,7 +302,7 @@ class MlflowSink:
         with suppress(queue.Full):
             self._queue.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
         thread.join(max(0.0, deadline - time.monotonic()))
-        # The queue contains the end marker, but not the step that is being sent. So its size is the number of unsent steps.
+        # The queue lacks the step that is being sent, but has the end marker. So its size is the number of unsent steps.
         left_out = self._left_out + (self._queue.qsize() if thread.is_alive() else 0)
         if left_out:
             logger.warning("mlflow lacks %d steps, for which its store was too slow", left_out)
@@ -321,7 +317,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _missing(name: str) -> str:
+def _missing_message(name: str) -> str:
     return f"telemetry.sinks has {name!r}, and that package is not installed: `{install(name)}`"
 
 
@@ -332,7 +328,7 @@ class Sinks:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float], more: bool = False) -> None:
-        """Write to every sink. `more`: further metrics of the last step. Errors: the first OSError, after all writes."""
+        """Write to every sink. `more`: these are further metrics of the last step. Errors: the first OSError, after all writes."""
         errors: list[OSError] = []
         for sink in self._sinks:
             try:

@@ -84,10 +84,10 @@ def _meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": args}
 
 
-def _entries(events: list[TraceEvent], threads: dict[int, int], zero: float) -> Iterator[dict[str, Any]]:
+def _entries(events: list[TraceEvent], threads: dict[int, int], started: float) -> Iterator[dict[str, Any]]:
     for event in events:
         entry: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": 0}
-        entry["ts"] = round((event.start - zero) * 1e6, 3)
+        entry["ts"] = round((event.start - started) * 1e6, 3)
         entry["tid"] = threads[id(event)]
         if event.phase == "X":
             entry["dur"] = round(event.duration * 1e6, 3)
@@ -105,9 +105,8 @@ def _write(
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
-        lines: list[bytes] = [dump(entry) for entry in metadata]
-        file.write(b",\n".join(lines))
-        lines = []
+        file.write(b",\n".join(dump(entry) for entry in metadata))
+        lines: list[bytes] = []
         for entry in entries:
             lines.append(dump(entry))
             if len(lines) >= _CHUNK:

@@ -20,7 +20,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.curves import MOST_NAMES, Curves, lines_by_step
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import collect, render, write_report
-from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, left_out, warnings
+from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, lacking_note, warnings
 from asyncrl.telemetry.trace import write_trace
 
 EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
@@ -453,12 +453,12 @@ def test_completions_that_are_cut_are_a_warning_of_their_own_also_where_rewards_
 
 def test_what_texts_lack_is_said_once_with_its_count() -> None:
     said: set[str] = set()
-    assert list(left_out(GOOD, said)) == []
-    [line] = left_out(GOOD | {"text/special_tokens_left_out": 98.0}, said)
+    assert list(lacking_note(GOOD, said)) == []
+    [line] = lacking_note(GOOD | {"text/special_tokens_left_out": 98.0}, said)
     assert "98 special tokens (reward.text.special_tokens=true" in line
-    [line] = left_out(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
+    [line] = lacking_note(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
     assert "5 sampled ids" in line and "special tokens" not in line
-    assert list(left_out(GOOD | {"text/ids_without_text": 6.0}, said)) == []
+    assert list(lacking_note(GOOD | {"text/ids_without_text": 6.0}, said)) == []
 
 
 @pytest.mark.parametrize(
