@@ -106,7 +106,9 @@ def _omissions(curves: Curves) -> list[str]:
     steps = curves.lines_per_point
     lines = [] if steps == 1 else [f"A long run: each point of a curve is the mean of {steps} steps."]
     if curves.first_omitted:
-        lines.append(f"More than {MOST_NAMES:,} metrics: those from {curves.first_omitted} on have no curves.")
+        lines.append(
+            f"More than {MOST_NAMES:,} metrics: further ones have no curves (the first is {curves.first_omitted})."
+        )
     return lines
 
 
