@@ -34,15 +34,12 @@ class DeviceEvent(Protocol):
 
     def record(self) -> object:
         """Record on the current stream of the calling thread."""
-        ...
 
     def query(self) -> bool:
         """Whether the device has reached the event."""
-        ...
 
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds on the device from this event to `end`. Both must be completed."""
-        ...
 
 
 class EventPair:

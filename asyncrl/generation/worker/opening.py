@@ -73,7 +73,7 @@ async def _attach_board(
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
     )
-    # The half that has weights. The trainer may write newer ones into it meanwhile.
+    # The half that has weights. If the trainer writes newer weights into it now, the worker's first update replaces what was read.
     index = 0 if board.version(0) is not None else 1
     await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
     return board, board.half(index)
@@ -92,7 +92,7 @@ async def _open_vllm(
     description, dtype = setup["form"], DTYPES[config.model.dtype]
     layout = Layout.from_message(description["layout"])
     digest = layout.digest(dtype)
-    # vLLM has parameters of its own and reads the copy only while it copies it again.
+    # One copy suffices: vLLM has its own parameters, and reads the board's copy only in `bind`.
     board, half = await _attach_board(setup, digest, device, lane, one_copy=True)
     version = await lane.run(lambda: require_vllm(device.type), name="engine/version")
     report_stage(f"importing vLLM {version}")
