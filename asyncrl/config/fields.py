@@ -23,7 +23,8 @@ _WORDS = {
     "object": "a mapping",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-PARALLEL = (
+# Text of errors about settings that split an engine, such as `tensor_parallel_size`.
+SPLIT_ENGINE_MESSAGE = (
     "an engine cannot be split over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has "
     "the whole model on one device; to use more devices, set generation.workers and generation.devices, or start more ranks"
 )

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from asyncrl.errors import ConfigError
 
-from .fields import PARALLEL, Knob, knobs, nearest_name, sections
+from .fields import SPLIT_ENGINE_MESSAGE, Knob, knobs, nearest_name, sections
 from .schema import Config, schema_of
 from .section import expand_home
 from .text import parse_file, parse_value
@@ -226,7 +226,7 @@ def _unknown(name: str, where: str, schema: type[Config] = Config, key: str = ""
         section, _, rest = key.partition(".")
         advice = f"in a file write `{section}: {{{rest}: ...}}`"
     elif "parallel" in name:
-        advice = PARALLEL
+        advice = SPLIT_ENGINE_MESSAGE
     return f"unknown key {name!r} ({where}); {advice}"
 
 

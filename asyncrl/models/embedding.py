@@ -24,7 +24,7 @@ def is_plain(module: nn.Module) -> bool:
         return True
     tokens = torch.arange(min(module.num_embeddings, 8), device=module.weight.device)
     return isinstance(getattr(module, "embed_scale", None), Tensor) and torch.equal(
-        module(tokens), _scaled(module, F.embedding(tokens, module.weight))
+        module(tokens), _scale(module, F.embedding(tokens, module.weight))
     )
 
 
@@ -34,10 +34,10 @@ def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Ten
     As in `nn.Embedding`, the row `padding_idx` gets no gradient.
     """
     rows: Tensor = _Embed.apply(module.weight, tokens_T, grad_buffer_VE, module.padding_idx)
-    return rows if type(module) is nn.Embedding else _scaled(module, rows)
+    return rows if type(module) is nn.Embedding else _scale(module, rows)
 
 
-def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
+def _scale(module: nn.Module, rows: Tensor) -> Tensor:
     """`rows` times `embed_scale`, which is rounded to the dtype of the rows as in transformers."""
     result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator]  # declared as Tensor or Module
     return result

@@ -55,7 +55,7 @@ from .rotary import hold_frequencies, length_dependent_message
 
 logger = logging.getLogger("asyncrl.models")
 
-# Chooses the path of a model that was just loaded. A run passes its gate.
+# Chooses the path of a model that was just loaded. A run passes its gate (runtime/gate.py).
 Choose = Callable[[PreTrainedModel], ModelPath]
 # transformers and its model classes raise many types of errors for a configuration that they cannot read.
 LOADING_ERRORS = (Exception,)
@@ -97,23 +97,23 @@ def load_served(
     config: ModelConfig, device: torch.device | str, seed: int, choose: Choose | None, longest: int
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
     """(policy, model, tokenizer) of a sharded run. The policy is on `device` in the dtype of the products, and cannot be trained.
-    The model has the loaded tensors themselves, and the caller shards it over the ranks. Errors: ConfigError."""
+    The model has the loaded tensors, and the caller will shard them over the ranks. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
     hold_rotary(module, longest)
-    # The policy copies the weights, and leaves the loaded tensors to the twin.
+    # The policy copies the weights, and leaves the loaded tensors to `host_model`.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    twin = copy.deepcopy(module, shared)
+    host_model = copy.deepcopy(module, shared)
     policy = PolicyModel(
         module, config.dtype, served=True, head_kernel=config.head_kernel, path=path, device=torch.device(device)
     )
-    return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
+    return policy, host_model, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
 def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
-    """Writes a checkpoint without weights to a temporary directory. Errors: ConfigError, at the start of a run and not at its first
-    checkpoint. transformers writes no `generation_config` with settings that have no effect, so such settings are unset. Generation
+    """Writes a checkpoint without weights to a temporary directory, so that errors come before the training. Errors: ConfigError.
+    transformers refuses to write a `generation_config` with settings that have no effect, so such settings are unset. Generation
     settings in the model's own configuration are moved to `generation_config`."""
     generation, dtype = module.generation_config, getattr(module.config, "dtype", None)
     for name, value in getattr(module.config, "_get_generation_parameters", dict)().items():
@@ -149,16 +149,16 @@ def require_rows(module: PreTrainedModel, tokenizer: Any) -> None:
     placeholders = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "audio", "video")}
     vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items(), key=lambda item: item[1])
     outside = [f"{token!r} ({number})" for token, number in vocabulary if number >= rows and token not in placeholders]
-    holders = {"generation_config": module.generation_config, "config": module.config, "tokenizer": tokenizer}
-    for holder_name, holder in holders.items():
+    settings = {"generation_config": module.generation_config, "config": module.config, "tokenizer": tokenizer}
+    for source, config in settings.items():
         for name in ("eos_token_id", "pad_token_id"):
-            value = getattr(holder, name, None)
+            value = getattr(config, name, None)
             numbers = value if isinstance(value, (list, tuple)) else [value]
-            outside += [f"{holder_name}.{name} ({id_})" for id_ in numbers if isinstance(id_, int) and id_ >= rows]
+            outside += [f"{source}.{name} ({id_})" for id_ in numbers if isinstance(id_, int) and id_ >= rows]
     if outside:
         more = f" and {len(outside) - 5} more" if len(outside) > 5 else ""
         raise ConfigError(
-            f"model.path: the embedding has {rows} rows, and beyond them are {', '.join(outside[:5])}{more}; save the model after "
+            f"model.path: the embedding has {rows} rows, which is too few for {', '.join(outside[:5])}{more}; save the model after "
             "resize_token_embeddings(len(tokenizer)), or set model.tokenizer to the tokenizer that belongs to the model"
         )
 
@@ -231,7 +231,7 @@ def hold_rotary(module: PreTrainedModel, longest: int) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer in `model.tokenizer`, or else beside the model. Errors: ConfigError if no tokenizer can be loaded."""
+    """The tokenizer in `model.tokenizer`, by default that of the model. Errors: ConfigError if no tokenizer can be loaded."""
     source = tokenizer_source(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
     require_hub(source, "model.tokenizer" if config.tokenizer else "model.path")
@@ -281,7 +281,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The transformers configuration behind `model.path`, repaired where it came from a GGUF file."""
+    """The transformers configuration of the model. `_repair` corrects errors in that of a GGUF file."""
     if is_builder(config):
         return _describe_built(config)[0].config
     path = model_source(config)
@@ -314,7 +314,7 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             f"model.path: the weights of {path!r} could not be loaded ({first_line(error)}); use a complete checkpoint"
         ) from error
     require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
-    if unused := sorted({*report.get("unexpected_keys", ()), *_ignored(module, path)}):
+    if unused := sorted({*report.get("unexpected_keys", ()), *_ignored_tensors(module, path)}):
         kind = type(module).__name__
         logger.warning(
             "model.path: %r holds %d tensors that are no part of the %s that transformers builds, like %s: checkpoints of this "
@@ -389,16 +389,16 @@ def _is_narrow(value: object) -> bool:
 def _class_of(settings: PretrainedConfig) -> Any:
     """The class that builds a model from `settings`. Usually that is transformers' auto class. For a multimodal checkpoint the auto
     class would drop the other parts, such as a vision tower, so the class that the checkpoint names is used."""
-    named = (getattr(settings, "architectures", None) or [""])[0]
+    class_name = (getattr(settings, "architectures", None) or [""])[0]
     text_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings.model_type)
     for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
-        if text_class is not None and named == mapping.get(settings.model_type) != text_class:
-            return getattr(transformers, named)
+        multimodal_class = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(settings.model_type)
+        if text_class is not None and class_name == multimodal_class and class_name != text_class:
+            return getattr(transformers, class_name)
     return AutoModelForCausalLM
 
 
-def _ignored(module: PreTrainedModel, path: str) -> list[str]:
+def _ignored_tensors(module: PreTrainedModel, path: str) -> list[str]:
     """Names of tensors in the checkpoint that the class ignores and does not report, such as layers that predict further tokens."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
     if not patterns:
@@ -440,8 +440,8 @@ def _of_config(config: ModelConfig, settings: PretrainedConfig, **options: Any) 
 
 
 def require_all_weights(report: Mapping[str, Any], source: str, advice: str) -> None:
-    """`report`: the loading info of transformers' `from_pretrained`. Errors: ConfigError if the checkpoint lacks a weight or has
-    another shape of it, because transformers would leave the weight random. The message begins with `source`."""
+    """`report`: the loading info of transformers' `from_pretrained`. Errors: ConfigError if the checkpoint lacks a weight, or has
+    a weight of another shape, because transformers would leave the weight random. The message begins with `source`."""
     mismatched = sorted(report.get("mismatched_keys", ()))
     if mismatched:
         name, actual, expected = mismatched[0]

@@ -1,7 +1,7 @@
-"""Log-probs of one short fixed row, by which two processes check that they hold the same weights.
+"""Log-probs of one short fixed row. Two processes compare these log-probs to check that they have the same weights.
 
-Log-probs differ if weights did not arrive, a tensor was damaged on the way, a packed copy is old, a parameter was bound to other
-memory, or the model has another form.
+Log-probs differ if weights did not arrive, a tensor was damaged in transport, a packed copy is old, a parameter is a view of the
+wrong memory, or the two models have different code or sizes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .attention.tree import TreePlan
 from .policy import PolicyModel
 
 TOKENS = 16
-# An engine whose decode steps use other kernels than its prefill computes the last five tokens one by one.
+# Number of last tokens that an engine computes one by one, if its decode steps use other kernels than its prefill.
 DECODED = 5
-IN_A_ROW = 3  # comparisons of different weights
+IN_A_ROW = 3  # distances above `Bound.usual` that are an error
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far rounding moves log-probs, in nats: never more than `once`, and not `IN_A_ROW` times more than `usual`.
+    """How far rounding moves log-probs, in nats. One distance above `once` is an error, as are `IN_A_ROW` above `usual`.
 
-    In a model with experts (`routed`) rounding may send a token to another expert if two experts are nearly as good. Such a token
-    is far off, and tokens that attend to it are a little off. So `distance` takes the median there and the mean else.
+    In a model with experts (`routed`) rounding may send a token to another expert if two experts have nearly equal scores. Such a
+    token is far off, and tokens that attend to this token are a little off. So `distance` is a median if `routed`, else a mean.
     """
 
     usual: float
@@ -36,7 +36,8 @@ class Bound:
     routed: bool = False
 
     def distance(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        """Distance of log-probs (nats) [TOKENS - 1]: the larger one of prefilled and of decoded tokens. NaN if either has a NaN."""
+        """Distance of log-probs (nats) [TOKENS - 1]: the larger value of those for prefilled and for decoded tokens. NaN if a
+        log-prob is NaN."""
         differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         if any(map(math.isnan, differences)):
             return math.nan
@@ -52,8 +53,8 @@ ROUTED_ONCE = 0.3
 
 
 def bound_of(usual: Mapping[torch.dtype, float], dtype: torch.dtype, routed: bool) -> Bound:
-    """`usual`: the bound of a model without experts. In bfloat16 two experts may stay tied over many versions, so `usual` is larger
-    there. In float32 the next weights end a tie."""
+    """`usual`: the bound of a model without experts. In bfloat16 two experts may have equal scores over many versions, so a
+    model with experts gets a larger `usual`. In float32 the next update makes the scores different."""
     if not routed:
         return Bound(usual[dtype], usual[dtype])
     return Bound(ROUTED_ONCE if dtype == torch.bfloat16 else usual[dtype], ROUTED_ONCE, True)
@@ -64,26 +65,24 @@ class Comparisons:
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
-        self._beyond = 0  # comparisons in a row above `usual`
+        self._above_usual = 0  # consecutive distances
         self._last: list[float] | None = None
 
     def judge(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str | None]:
         """Returns (distance in nats, error message or None). Weights that were compared last time do not count again."""
-        bound, found = self._bound, self._bound.distance(ours, theirs)
-        if found <= bound.usual:
-            self._beyond = 0
+        bound, distance = self._bound, self._bound.distance(ours, theirs)
+        if distance <= bound.usual:
+            self._above_usual = 0
         elif list(theirs) != self._last:
-            self._beyond += 1
+            self._above_usual += 1
         self._last = list(theirs)
-        text = f"log-probs of a fixed row that are {found:.3g} nats off the trainer's"
-        if not found <= bound.once:
-            return found, f"{text}; at most {bound.once:g} is rounding"
-        if self._beyond >= IN_A_ROW:
-            return (
-                found,
-                f"{text}, the third in a row that is more than {bound.usual:g} off; rounding makes one of them so",
-            )
-        return found, None
+        text = f"log-probs of a fixed row that are {distance:.3g} nats off the trainer's"
+        # `not <=` also refuses NaN.
+        if not distance <= bound.once:
+            return distance, f"{text}; at most {bound.once:g} is rounding"
+        if self._above_usual >= IN_A_ROW:
+            return distance, f"{text}, the third in a row above {bound.usual:g}; rounding explains one such distance"
+        return distance, None
 
 
 def fixed_row(vocabulary: int) -> Tensor:
@@ -93,14 +92,14 @@ def fixed_row(vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def fixed_logprobs(policy: PolicyModel) -> list[float]:
-    """Log-probs (nats) [TOKENS - 1] of each next token of the row. Call it on the lane."""
+    """Log-probs (nats) [TOKENS - 1] of the tokens of `fixed_row` after the first. Call it on the lane."""
     if policy.module.training:
         policy.module.eval()
     policy.set_training(False)
     vocabulary = int(policy.config.get_text_config().vocab_size)
-    row = torch.arange(TOKENS, device=policy.device)
+    positions = torch.arange(TOKENS, device=policy.device)
     tokens = fixed_row(vocabulary).to(policy.device)
-    hidden_TE = policy.hidden(tokens, row, TreePlan([0], [TOKENS]))
+    hidden_TE = policy.hidden(tokens, positions, TreePlan([0], [TOKENS]))
     logp_TV = policy.logits(hidden_TE[:-1]).log_softmax(-1)
-    found: list[float] = logp_TV.gather(1, tokens[1:, None]).squeeze(1).double().tolist()
-    return found
+    logprobs: list[float] = logp_TV.gather(1, tokens[1:, None]).squeeze(1).double().tolist()
+    return logprobs

@@ -2,10 +2,10 @@
 
 | path   | code that computes a layer                              | models                                                   |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
-| fused  | our decoder layer, forward and backward by hand         | the Llama, Qwen, Mistral, Gemma and Granite families;    |
-|        | (with experts: our attention, the model's own experts)  | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
-| packed | transformers' modules with our attention                | models that use transformers' attention interface        |
-| plain  | transformers' own forward and cache, row by row         | others: layers with a state, latent attention, ALiBi     |
+| fused  | asyncrl's decoder layer, backward written by hand       | the Llama, Qwen, Mistral, Gemma and Granite families;    |
+|        | (with experts: only attention; the experts run as is)   | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
+| packed | transformers' modules with asyncrl's attention          | models that use transformers' attention interface        |
+| plain  | transformers' own forward and cache, row by row         | all others: layers with a state, latent attention, ALiBi |
 
 On `fused` and `packed` the members of a group share the prompt, in training and in the cache. On `plain` nothing is shared, and
 the caches are computed again after each update of the weights. So `plain` is slow, but works for every model with a cache.

@@ -1,10 +1,10 @@
-"""The plain path: hidden states from transformers' own forward, with one row for each sequence and no replaced layer.
+"""The plain path: transformers' own forward, without replaced layers, computes the hidden states. Each sequence is a row.
 
 A packed tree is split into rows, each a prefix with one of its suffixes. The hidden states of a prefix are read from the row of
-its first suffix. With `padded`, rows share a forward and are padded on the right, which causal layers do not see; else each row
-runs alone.
+its first suffix. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
+the padding. Otherwise each row runs alone.
 
-Shape legend: T packed tokens, E hidden size, R rows of one forward, L their padded length.
+Shape legend: T packed tokens, E hidden size, R rows of one forward, L tokens of the longest row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKENS = 4096  # most padded tokens of one forward
 
 
 class PlainForward:
-    """To be called on the lane only."""
+    """Runs `decoder`. Must be called on the lane."""
 
     def __init__(self, decoder: nn.Module, *, padded: bool) -> None:
         self.decoder = decoder
@@ -32,17 +32,18 @@ class PlainForward:
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
         rows = row_indices(plan)
-        place_T = np.full(plan.tokens, -1, np.int64)  # row of each token in the joined outputs
+        index_T = np.full(plan.tokens, -1, np.int64)  # of each token in the concatenated outputs
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)
             hidden_RLE = self._forward(tokens_T, batch, length)
             for number, row in enumerate(batch):
-                fresh = place_T[row] < 0
-                place_T[row[fresh]] = total + number * length + np.flatnonzero(fresh)
+                # Tokens of a prefix have an index already, if another row of the prefix came first.
+                new = index_T[row] < 0
+                index_T[row[new]] = total + number * length + np.flatnonzero(new)
             parts.append(hidden_RLE.flatten(0, 1))
             total += len(batch) * length
-        return torch.cat(parts).index_select(0, torch.from_numpy(place_T).to(tokens_T.device))
+        return torch.cat(parts).index_select(0, torch.from_numpy(index_T).to(tokens_T.device))
 
     def _forward(self, tokens_T: Tensor, batch: list[Int64Array], length: int) -> Tensor:
         index_RL = np.zeros((len(batch), length), np.int64)
@@ -58,7 +59,7 @@ class PlainForward:
         return hidden_RLE
 
     def _batches(self, rows: list[Int64Array]) -> list[list[Int64Array]]:
-        """Rows in batches, longest first: the first row of a batch has its padded length."""
+        """Rows in batches, longest first. So the first row of a batch has the padded length of the batch."""
         batches: list[list[Int64Array]] = []
         for row in sorted(rows, key=lambda row: -row.size):
             last = batches[-1] if batches else None
@@ -70,9 +71,8 @@ class PlainForward:
 
 
 def row_indices(plan: TreePlan) -> list[Int64Array]:
-    """Packed indices of each row in order: a prefix and one of its suffixes; a prefix alone where it has none."""
+    """Packed indices of each row: a prefix and one of its suffixes, or a prefix without suffixes."""
     rows = []
-    for prefix, own in plan.rows():
-        before = np.arange(prefix.start, prefix.start + prefix.length)
-        rows.append(np.concatenate([before, np.arange(own.start, own.start + own.length)]))
+    for spans in plan.rows():
+        rows.append(np.concatenate([np.arange(span.start, span.start + span.length) for span in spans]))
     return rows

@@ -52,7 +52,7 @@ class PolicyModel:
     weights: FlatWeights
     flat: FlatParameters
     lora: LoraParameters | None = None
-    products: list[JoinedLinear]  # all that read packed weights
+    products: list[JoinedLinear]  # all matrix products that read packed weights
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class PolicyModel:
         """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without a comparison.
         lora: if it has a rank, the weights are frozen and adapters are trained, with random initial values from `seed`.
         served: the modules only read, and the masters are sharded over the ranks.
-        transform: the scale and cap of the logits. None: found by a run of the model.
-        device: of the weights, which move there one by one. None: the device of the loaded weights.
+        transform: the scale and cap of the logits. None: `head_transform` finds them by a forward of the model.
+        device: the weights move to this device one by one. None: the device of the loaded weights.
         Errors: ConfigError if the model is not supported or `head_kernel` is not available."""
         refuse_unsupported(module)
         move_buffers(module, device)
@@ -117,7 +117,7 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention. A lookup in an embedding that is not the head has none."""
+        """Multiply-adds of one token's forward without attention. A lookup in an embedding takes none, unless the head shares it."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
         return sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not lookup)
 
@@ -146,7 +146,7 @@ class PolicyModel:
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states [T, E] after the final norm, for packed tokens (int64 [T]) and their positions (int64 [T])."""
         if self._plain is not None:
-            assert isinstance(plan, TreePlan), "on the plain path decoding has its own code (generation/embedded)"
+            assert isinstance(plan, TreePlan), "the plain path runs no decode plans (see generation/embedded)"
             # Some models keep the residual stream in float32.
             return self._plain.hidden(tokens_T, plan).to(self.head.weight.dtype)
         gradient = self.weights.grad
@@ -175,7 +175,7 @@ class PolicyModel:
 
     def set_training(self, training: bool) -> None:
         """Switches checkpointing on or off for the next forward: transformers checkpoints layers whose `training` is true. Modules
-        inside a layer stay in eval mode. In train mode routers add noise, and trainer and sampler would differ."""
+        inside a layer stay in eval mode. In train mode routers would add noise, so trainer and sampler would differ."""
         if self._training != training:
             for layer in self._checkpointed:
                 layer.training = training
@@ -233,14 +233,14 @@ def decoder_hidden(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan
 
 
 def move_buffers(module: nn.Module, device: torch.device | None) -> None:
-    """Moves the buffers and no weight. None: they stay."""
+    """Moves the buffers to `device`, but no weights. None: does nothing."""
     for part in module.modules() if device is not None else ():
         part._buffers.update({name: None if b is None else b.to(device) for name, b in part._buffers.items()})
 
 
 def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
-    """Makes all parameters trainable, and installs our attention and norms unless the path is plain. `dtype`: of matrix products.
-    Errors: ConfigError if the model is not supported."""
+    """Makes all parameters trainable, and installs asyncrl's attention and norms unless the path is plain. `dtype`: of matrix
+    products. Errors: ConfigError if the model is not supported."""
     refuse_unsupported(module)
     if dtype == torch.float64 and has_experts(module):
         # torch's grouped products do not support float64.
@@ -257,7 +257,7 @@ def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtyp
 
 
 def set_attention(module: PreTrainedModel, implementation: str) -> None:
-    """Sets the attention of all modules. Errors: ConfigError if a module keeps another one, which transformers would only log."""
+    """Sets the attention of all modules. Errors: ConfigError if a module keeps another. transformers would only log that."""
     try:
         module.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:
@@ -267,8 +267,8 @@ def set_attention(module: PreTrainedModel, implementation: str) -> None:
     for part in module.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation != implementation:
             raise ConfigError(
-                f"model.path: {type(part).__name__} keeps its own attention ({part.config._attn_implementation}): it is outside of "
-                "transformers' attention interface, which asyncrl needs"
+                f"model.path: {type(part).__name__} keeps its own attention ({part.config._attn_implementation}), which does "
+                "not use transformers' attention interface; asyncrl needs this interface"
             )
 
 
@@ -290,7 +290,7 @@ def enable_checkpointing(module: PreTrainedModel) -> list[nn.Module]:
 
 
 def refuse_unknown_layers(module: PreTrainedModel) -> None:
-    """Packing is correct only if attention is the sole way from one token to another. Errors: ConfigError for other layers."""
+    """Packing is correct only if nothing but attention mixes tokens. Errors: ConfigError for unknown layers or rotary scaling."""
     config, name = module.config.get_text_config(), type(module).__name__
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if unknown:

@@ -72,9 +72,9 @@ def build_probe(
             _copy(_find_tensor(module, name), target)
         head = probe.get_output_embeddings()
         for name, parameter in parameters:
-            # Weights that the head shares have the scale of a matrix and not of an embedding.
-            tied = head is not None and parameter is head.weight
-            _make_visible(parameter, "embed" in name and not tied, generator)
+            # An embedding that is also the head has the scale of other matrices.
+            is_head = head is not None and parameter is head.weight
+            _make_visible(parameter, "embed" in name and not is_head, generator)
     nn.Module.to(probe, torch.device(device))
     probe.eval()
     return probe
@@ -89,13 +89,13 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 @torch.no_grad()
 def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
-    """`most_positions` if a row of `longest` tokens exceeds it and the model fails beyond it, for example because positions are
-    rows of a table. None if the model can run the row.
+    """None if the model can run a row of `longest` tokens. Otherwise `most_positions`: the model fails on longer rows, for example
+    because it has a table of positions.
 
     Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width.
     """
-    most = most_positions(module.config)
-    if most is None or longest <= most:
+    limit = most_positions(module.config)
+    if limit is None or longest <= limit:
         return None
     probe = _build(module, width, False, positions=CONTEXT).eval()
     row = torch.zeros(1, CONTEXT + 1, dtype=torch.int64)
@@ -103,7 +103,7 @@ def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whol
     try:
         probe(input_ids=row, use_cache=False)
     except (IndexError, RuntimeError, ValueError):
-        return most
+        return limit
     return None
 
 
@@ -129,7 +129,7 @@ def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: 
 
 
 def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the class of `module`, with random weights only if not all weights can be copied: drawing them is slow."""
+    """A model of the class of `module`, with random weights only if some weights cannot be copied: drawing weights is slow."""
     with no_init_weights():
         probe = _from_config(module, config)
     probe.tie_weights()
@@ -146,7 +146,7 @@ def _from_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTraine
 
 
 def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
-    """A copy of the configuration of `module` with so many layers, a small vocabulary, and small windows and contexts."""
+    """A copy of the configuration of `module` with `layers` layers, a small vocabulary, and small windows and contexts."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -166,7 +166,7 @@ def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
 
 
 def _shrink_windows(text: PretrainedConfig) -> None:
-    """Also shrinks the original contexts of rotary frequencies that do not depend on the length of a row."""
+    """Shrinks windows, and original contexts of rotary frequencies that do not depend on the length of a row."""
     for name in _WINDOWS:
         value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
@@ -179,7 +179,7 @@ def _shrink_windows(text: PretrainedConfig) -> None:
 
 def _shrink_original_contexts(text: PretrainedConfig) -> None:
     """Shrinks the original contexts of rotary frequencies that depend on the length of a row."""
-    # Phi-3 reads this setting and not that of the rotary parameters.
+    # Phi-3 reads this setting, and ignores the original context in its rotary parameters.
     has_own_context = getattr(text, "original_max_position_embeddings", None) is not None
     for part in rope_parts(text):
         if "dynamic" in part["rope_type"]:
@@ -215,7 +215,7 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
 
 def _smaller_hidden_size(heads: int, hidden: int) -> int:
     """The smallest multiple of `heads` from `_SMALL_HIDDEN` on with the remainder of `hidden` modulo the kernels' vector size.
-    Many classes require a multiple of the heads. `hidden` if no smaller size is possible."""
+    Many classes require a multiple of the number of heads. Returns `hidden` if no smaller size is possible."""
     sizes = (size for size in range(_SMALL_HIDDEN, hidden) if not size % heads and not (hidden - size) % native.LANES)
     return next(sizes, hidden)
 
@@ -223,15 +223,15 @@ def _smaller_hidden_size(heads: int, hidden: int) -> int:
 def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int]:
     """(query heads, key heads, hidden size) of the probe: two key heads, or one if the model has one.
 
-    Our kernels compute four query heads of a group and 16 values of a row at once, and then the remainder. The probe keeps both
-    remainders, so that it runs the same code. A group of up to eight heads stays as it is. If two key heads are not possible,
-    the largest divisor of all three numbers that keeps the remainder is divided out.
+    The native kernels compute four query heads of a group and 16 values of a row at once, then the remainder. The probe keeps
+    both remainders, so that it runs the same code. A group of up to eight heads is kept. A larger group becomes 5 to 8 heads. If
+    two key heads are impossible, all three numbers are divided by the largest common divisor that keeps the remainder.
     """
     group, remainder = divmod(heads, key_heads)
-    fewer = min(key_heads, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
-    narrow, fraction = divmod(hidden * fewer, heads)
-    if not remainder and not fraction and narrow % native.LANES == hidden % native.LANES:
-        return fewer, min(key_heads, 2), narrow
+    fewer_heads = min(key_heads, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
+    smaller_hidden, hidden_remainder = divmod(hidden * fewer_heads, heads)
+    if not remainder and not hidden_remainder and smaller_hidden % native.LANES == hidden % native.LANES:
+        return fewer_heads, min(key_heads, 2), smaller_hidden
     divisors = (n for n in range(2, key_heads // 2 + 1) if not (heads % n or key_heads % n or hidden % n))
     divisor = max((n for n in divisors if hidden // n % native.LANES == hidden % native.LANES), default=1)
     return heads // divisor, key_heads // divisor, hidden // divisor

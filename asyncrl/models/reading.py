@@ -1,7 +1,7 @@
 """Opens the policy of a process that only generates, without loading its weights from files.
 
 The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
-sends the buffers and the transform of the logits. A model with any other tensors is loaded from its files instead.
+sends the buffers and the transform of the logits. A model that also has other tensors is loaded from its files instead.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelSkeleton:
         if not dict(self.module.named_buffers(remove_duplicate=False)).keys() <= buffers.keys():
             return None
         _set_parameters(self.module, dict(self.layout.views(half)))
-        # `hold_rotary` needs real buffers, and overwrites some of them. So the buffers are set before and after.
+        # `hold_rotary` runs the rotary modules. They need real buffers, and write to them, so the sent buffers are set again.
         _set_buffers(self.module, buffers)
         hold_rotary(self.module, longest)
         _set_buffers(self.module, buffers)
@@ -90,13 +90,14 @@ class ModelSkeleton:
             self.module, self.config.dtype, head_kernel="torch", served=True, path=path,
             transform=HeadTransform(**extras["transform"]),
         )  # fmt: skip
+        # A test forward on fixed tokens. NaN means that the module needs more than its parameters and buffers.
         return policy if all(map(math.isfinite, fixed_logprobs(policy))) else None
 
 
 def open_reader(
     skeleton: ModelSkeleton, half: Tensor, extras: Mapping[str, Any] | None, path: ModelPath, longest: int, seed: int
 ) -> PolicyModel:
-    """The result of `skeleton.complete`, else the model loaded from its files. `seed`: for random weights. Errors: ConfigError."""
+    """The result of `skeleton.complete`, or the model loaded from its files. `seed`: for random weights. Errors: ConfigError."""
     try:
         policy = skeleton.complete(half, extras, path, longest)
     except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
@@ -111,7 +112,7 @@ def _has_other_tensors(module: PreTrainedModel) -> bool:
 
 
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Replaces each parameter by its view. Vectors become float32 copies, since `replace_norms` compares norms in float32."""
+    """Replaces each parameter by its view. Vectors become float32 copies: `PolicyModel` tests norms in float32, then copies all."""
     replacements: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         view = views[name]

@@ -5,13 +5,13 @@
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
   completion string an assistant message. Without one, prompt and completion are concatenated, with special tokens.
 * A text that is longer than the model's context is never cut: the reward of half an answer is the reward of another answer.
-* The score of a text does not depend on the texts of its batch, but for rounding. Loading tests that with a short and a long row,
-  alone and together, and refuses a module that ignores its mask. Texts are not padded to a length with other rotary frequencies
-  (rotary.py).
-* A classifier of transformers scores at the last token that is not padding. Where the model's configuration has no padding
-  token, and the tokenizer none but the end token, every text is a batch of its own.
+* Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
+  long row, alone and together, and refuses a module that ignores its mask. A text is never padded beyond the length at which the
+  model would use other rotary frequencies for the text (rotary.py).
+* A classifier of transformers scores at the last token that is not padding. Every text is a batch of its own if the model's
+  configuration has no padding token, and the tokenizer has no padding token either or uses its end token.
 
-Everything here runs on the lane that owns the device. Shape legend: B texts, L tokens of the longest.
+All methods run on the lane, the thread that owns the device. Shape legend: B texts, L tokens of the longest text.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from asyncrl.types import Messages
 from .loading import LOADING_ERRORS, OWN_CODE, WITH_REPORT, require_all_weights
 from .parameters.source import call_builder, is_import_path, reward_model_name
 from .policy import DTYPES
-from .rotary import chooses_otherwise, forget_lengths
+from .rotary import forget_lengths, frequencies_differ
 
 _UNLIMITED = 1 << 30  # tokenizers without a limit have 1e30
-_PROBES = (3, 8)  # tokens of the two rows that are scored alone and together
+_PROBE_LENGTHS = (3, 8)  # of the two rows that are scored alone and together
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative to 1 + |score|
 
 Text = list[int]
@@ -43,14 +43,14 @@ Text = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of the weights, and of the activations of one forward."""
+    """Bytes of the weights, and of the activations of one forward (`working`)."""
 
     weights: int
     working: int
 
 
 class RewardModel:
-    """Tokenizes (`text`), batches (`batches`) and scores (`scores`), on the lane. `load_reward_model` makes it."""
+    """Tokenizes (`text`), batches (`batches`) and scores (`scores`). Made by `load_reward_model`."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class RewardModel:
     ) -> None:
         """`dtype`: dtype of the weights. `tokens`: most tokens of a batch, with padding; a longer text is a batch of its own.
 
-        Errors: ConfigError where the module has several outputs and none is chosen, or ignores its mask.
+        Errors: ConfigError if the module has several outputs and `label` chooses none, or if the module ignores its mask.
         """
         self.name = reward_model_name(config)
-        self.module = _placed(module, device, DTYPES[dtype]).eval().requires_grad_(False)
+        self.module = _moved(module, device, DTYPES[dtype]).eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._label = config.label
         self._device = device
         self._tokens = tokens
-        self.longest = config.max_tokens or _limit(module, tokenizer)
-        self._pad = _padding(module, tokenizer)
+        self.longest = config.max_tokens or _longest_text(module, tokenizer)
+        self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
 
     def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
-        """Token ids. Errors: RewardError for messages without a chat template, or where the template refuses them."""
+        """Token ids. Errors: RewardError for messages if there is no chat template, or if the template refuses the messages."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise RewardError(
@@ -87,28 +87,28 @@ class RewardModel:
         try:
             rendered = self._tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
         except Exception as error:
-            # Errors of jinja, and those that a template raises by raise_exception().
+            # Errors of jinja, and errors that the template raises by raise_exception().
             raise RewardError(
                 f"reward model {self.name!r}: its chat template refused the conversation: {type(error).__name__}: {error}"
             ) from error
         return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
 
     def batches(self, texts: Sequence[Text]) -> Iterator[list[int]]:
-        """Indices of `texts` to score together, short texts first. A text starts a new batch where padding would change the rotary
-        frequencies of the shorter ones."""
+        """Batches of indices of `texts`, short texts first. A text starts a new batch if padding to its length would change the
+        rotary frequencies of shorter texts."""
         batch: list[int] = []
-        for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-            length = len(texts[place])
-            alone = self._pad is None or length * (len(batch) + 1) > self._tokens
-            if batch and (alone or self._frequencies_differ(len(texts[batch[0]]), length)):
+        for index in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+            length = len(texts[index])
+            full = self._pad is None or length * (len(batch) + 1) > self._tokens
+            if batch and (full or self._frequencies_differ(len(texts[batch[0]]), length)):
                 yield batch
                 batch = []
-            batch.append(place)
+            batch.append(index)
         if batch:
             yield batch
 
     def scores(self, texts: Sequence[Text]) -> list[float]:
-        """One number a text. Errors: RewardError for an output of another shape, or whatever the module raises."""
+        """One number for each text. Errors: RewardError for an output of another shape; and any error of the module."""
         longest = max(len(text) for text in texts)
         pad = 0 if self._pad is None else self._pad
         ids_BL = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=self._device)
@@ -116,50 +116,53 @@ class RewardModel:
         mask_BL = (torch.arange(longest, device=self._device) < lengths_B1).long()
         with torch.no_grad():
             forget_lengths(self.module)
-            found = self.module(input_ids=ids_BL, attention_mask=mask_BL)
-        return [float(score) for score in self._one_output(getattr(found, "logits", found), len(texts))]
+            output = self.module(input_ids=ids_BL, attention_mask=mask_BL)
+        return [float(score) for score in self._chosen_output(getattr(output, "logits", output), len(texts))]
 
-    def _frequencies_differ(self, one: int, other: int) -> bool:
+    def _frequencies_differ(self, shorter: int, longer: int) -> bool:
         settings = _text_config(self.module)
-        return settings is not None and chooses_otherwise(settings, one, other)
+        return settings is not None and frequencies_differ(settings, shorter, longer)
 
-    def _one_output(self, logits: Any, count: int) -> Tensor:
-        """[B] of [B], [B, 1], or [B, labels] with a chosen label."""
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else None
-        if not isinstance(logits, Tensor) or shape is None or shape not in ((count,), (count, *shape[1:2])):
+    def _chosen_output(self, logits: Any, count: int) -> Tensor:
+        """Logits [B], [B, 1], or with a chosen label [B, labels] -> scores float32 [B] on the CPU."""
+        if not isinstance(logits, Tensor) or logits.ndim not in (1, 2) or len(logits) != count:
+            returned = f"the shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise RewardError(
-                f"reward model {self.name!r} returned {type(logits).__name__ if shape is None else f'the shape {list(shape)}'} "
-                f"for {count} texts; expected logits [{count}] or [{count}, labels]"
+                f"reward model {self.name!r} returned {returned} for {count} texts; expected logits [{count}] or [{count}, labels]"
             )
-        if len(shape) == 1:
+        if logits.ndim == 1:
             return logits.float().cpu()
-        if self._label is None and shape[1] != 1:
-            raise RewardError(_which(self.name, shape[1]))
-        if self._label is not None and self._label >= shape[1]:
-            raise RewardError(_beyond(self.name, self._label, shape[1]))
+        labels = logits.shape[1]
+        if self._label is None and labels != 1:
+            raise RewardError(_label_missing(self.name, labels))
+        if self._label is not None and self._label >= labels:
+            raise RewardError(_label_too_large(self.name, self._label, labels))
         return logits[:, self._label or 0].float().cpu()
 
+    def _probe(self, length: int) -> Text:
+        """Arbitrary token ids, none of which is padding."""
+        ids = [1 + (7 * i) % max(len(self._tokenizer) - 1, 1) for i in range(min(length, self.longest))]
+        return [0 if token == self._pad else token for token in ids]
+
     def _check_probes(self, dtype: torch.dtype) -> None:
-        size = len(self._tokenizer)
-        rows = [[1 + (7 * i) % max(size - 1, 1) for i in range(min(n, self.longest))] for n in _PROBES]
-        rows = [[i if i != self._pad else 0 for i in row] for row in rows]
+        rows = [self._probe(length) for length in _PROBE_LENGTHS]
         try:
             alone = [self.scores([row])[0] for row in rows]
             together = alone if self._pad is None else self.scores(rows)
         except RewardError as error:
             raise ConfigError(f"reward.model: {error}") from error
         furthest = max(abs(a - b) / (1 + abs(a)) for a, b in zip(alone, together, strict=True))
-        if not furthest <= _TOLERANCE[dtype]:  # NaN too
+        if not furthest <= _TOLERANCE[dtype]:  # also refuses NaN
             raise ConfigError(
                 f"reward.model: {self.name!r} scores two texts {alone} alone and {together} together: a score would depend on "
-                "the texts beside it; the module has to look at attention_mask, with padding on the right"
+                "the other texts of its batch; the module must use attention_mask, with padding on the right"
             )
 
 
 def load_reward_model(
     config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
 ) -> RewardModel:
-    """`dtype`: used where the configuration names none. `tokens`: most tokens of a batch. Errors: ConfigError."""
+    """`dtype`: of the weights, if the configuration names no dtype. `tokens`: most tokens of a batch. Errors: ConfigError."""
     dtype = config.dtype or dtype
     if is_import_path(config.path):
         module, tokenizer = _call_builder(config.path, seed)
@@ -169,8 +172,8 @@ def load_reward_model(
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
-    """Estimate the sizes on the meta device, without allocating a model. A builder that fails there is called on the real device,
-    and its model is dropped. Errors: ConfigError."""
+    """Estimates the sizes on the meta device. A builder that fails on this device is called again on the real device, and that
+    model is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_import_path(config.path):
         settings = _model_config(config)
@@ -186,13 +189,13 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
         try:
             with torch.device("meta"):
                 module, _ = _call_builder(config.path, 0)
-        except ConfigError:  # whatever user code raises there
+        except ConfigError:  # also raised for any error of the builder
             module, _ = _call_builder(config.path, 0)
     weights = sum(parameter.numel() for parameter in module.parameters()) * width
-    return Sizes(weights, _working(module, width, tokens))
+    return Sizes(weights, _activation_bytes(module, width, tokens))
 
 
-def _working(module: nn.Module, width: int, tokens: int) -> int:
+def _activation_bytes(module: nn.Module, width: int, tokens: int) -> int:
     """Most bytes of activations in one layer: hidden states in and out, queries, keys and values, the two halves of the MLP and
     their product. 0 for a module without a configuration."""
     text = _text_config(module)
@@ -204,17 +207,18 @@ def _working(module: nn.Module, width: int, tokens: int) -> int:
 
 
 def _model_config(config: RewardModelConfig) -> Any:
-    """The model's configuration. Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
+    """The model's configuration. Errors: ConfigError if it is missing, or if `label` does not choose one of the model's outputs."""
     require_hub(config.path, "reward.model")
     try:
-        found = AutoConfig.from_pretrained(config.path, **OWN_CODE)
+        settings = AutoConfig.from_pretrained(config.path, **OWN_CODE)
     except LOADING_ERRORS as error:
         raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({first_line(error)})") from error
-    if config.label is None and found.num_labels != 1:
-        raise ConfigError(f"reward.model: {_which(config.path, found.num_labels)}")
-    if config.label is not None and config.label >= found.num_labels:
-        raise ConfigError(f"reward.model: {_beyond(config.path, config.label, found.num_labels)}")
-    return found
+    labels = settings.num_labels
+    if config.label is None and labels != 1:
+        raise ConfigError(f"reward.model: {_label_missing(config.path, labels)}")
+    if config.label is not None and config.label >= labels:
+        raise ConfigError(f"reward.model: {_label_too_large(config.path, config.label, labels)}")
+    return settings
 
 
 def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
@@ -249,7 +253,7 @@ def _call_builder(path: str, seed: int) -> tuple[nn.Module, Any]:
     return built
 
 
-def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _moved(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The module on the device in `dtype`. Buffers of transformers' models (rotary frequencies) keep their dtype."""
     if not isinstance(module, PreTrainedModel):
         return module.to(device, dtype)
@@ -264,39 +268,40 @@ def _text_config(module: nn.Module) -> Any:
     return settings.get_text_config() if hasattr(settings, "get_text_config") else None
 
 
-def _limit(module: nn.Module, tokenizer: Any) -> int:
-    known = (
+def _longest_text(module: nn.Module, tokenizer: Any) -> int:
+    """Most tokens of a text, by the model's configuration and the tokenizer."""
+    limits = (
         getattr(_text_config(module), "max_position_embeddings", None),
         getattr(tokenizer, "model_max_length", None),
     )
-    return min((int(number) for number in known if number), default=_UNLIMITED)
+    return min((int(limit) for limit in limits if limit), default=_UNLIMITED)
 
 
-def _padding(module: nn.Module, tokenizer: Any) -> int | None:
-    """Id of the padding token, copied from the tokenizer to the model's configuration if missing there; None: no padding."""
-    own, text = getattr(tokenizer, "pad_token_id", None), _text_config(module)
+def _padding_token(module: nn.Module, tokenizer: Any) -> int | None:
+    """Id of the padding token. None: texts cannot be padded. Sets the id in the model's configuration if it is missing there."""
+    token, text = getattr(tokenizer, "pad_token_id", None), _text_config(module)
     if text is None:
-        return 0 if own is None else int(own)  # any id will do: padding is masked
-    if text.pad_token_id is None and own is not None and own != getattr(tokenizer, "eos_token_id", None):
-        text.pad_token_id = own
+        return 0 if token is None else int(token)  # any id will do, because padding is masked
+    if text.pad_token_id is None and token is not None and token != getattr(tokenizer, "eos_token_id", None):
+        text.pad_token_id = token
     return None if text.pad_token_id is None else int(text.pad_token_id)
 
 
 def _conversation(prompt: str | Messages, completion: str | Messages) -> Messages:
-    """The messages of both. Where the prompt ends in an assistant message, the completion is appended to that message."""
+    """The messages of prompt and completion. A final assistant message of the prompt is joined with the first of the completion."""
     before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after: Messages = (
         [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     )
     if before and after and before[-1]["role"] == after[0]["role"] == "assistant":
-        begun = before.pop()
-        after[0] = {**after[0], "content": begun["content"] + after[0]["content"]}
+        unfinished = before.pop()
+        after[0] = {**after[0], "content": unfinished["content"] + after[0]["content"]}
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in [*before, *after]]
 
 
-def _which(name: str, labels: int) -> str:
+def _label_missing(name: str, labels: int) -> str:
     return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
 
 
-def _beyond(name: str, label: int, labels: int) -> str:
+def _label_too_large(name: str, label: int, labels: int) -> str:
     return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"

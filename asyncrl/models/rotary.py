@@ -1,8 +1,8 @@
 """Rotary frequencies that depend on the length of a row (`longrope` and `dynamic` scaling), chosen once for a run.
 
-transformers chooses them in every forward, by its longest row. When a row grows past the original context, all its tokens get
-other frequencies: the earlier tokens were then sampled by another model, cached keys are wrong, and a short row depends on the
-rows beside it. Here the longest row that a run can have decides for all rows of the run:
+transformers chooses the frequencies in every forward, by the longest row. When a row grows past the original context, all tokens of
+the row get other frequencies. Then earlier tokens were sampled by another model, cached keys are wrong, and a short row depends on
+the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows of the run:
 
 | `rope_type` | rows of the run stay within the original context | they may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-# A `rope_type` whose frequencies transformers never changes: it changes those of `longrope` and `dynamic` types alone.
+# A `rope_type` whose frequencies transformers never changes: only those of `longrope` and `dynamic` types change.
 HELD = "held"
 
 
@@ -33,35 +33,38 @@ def depends_on_length(kind: Any) -> bool:
 
 
 def rope_parts(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters of a configuration: one, or one for each type of layer."""
+    """The rotary parameters of a configuration: one dictionary, or one for each type of layer."""
     rope = getattr(text, "rope_parameters", None)
-    found = [rope, *(rope.values() if isinstance(rope, dict) else ())]
-    return [part for part in found if isinstance(part, dict) and "rope_type" in part]
+    candidates = [rope, *(rope.values() if isinstance(rope, dict) else ())]
+    return [part for part in candidates if isinstance(part, dict) and "rope_type" in part]
 
 
 def original_context(config: PretrainedConfig) -> int | None:
-    """Most tokens of a row for which the model's own frequencies do not depend on its length; None: any."""
+    """Most tokens of a row whose frequencies do not depend on its length. None: frequencies never depend on the length."""
     return min((context for _, context in _contexts(config)), default=None)
 
 
 def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
     """(`rope_type`, original context) of all frequencies that depend on the length of the row."""
     text = config.get_text_config()
-    found = []
+    contexts = []
     for part in rope_parts(text):
         kind = part["rope_type"]
         if depends_on_length(kind):
             original = None if "dynamic" in kind else part.get("original_max_position_embeddings")
-            found.append((kind, int(original or text.max_position_embeddings)))
-    return found
+            contexts.append((kind, int(original or text.max_position_embeddings)))
+    return contexts
 
 
-def chooses_otherwise(config: PretrainedConfig, one: int, other: int) -> bool:
-    """Whether a run with rows of up to `one` tokens and a run with rows of up to `other` use different frequencies."""
-    return any(
-        max(context, one) != max(context, other) if "dynamic" in kind else (one > context) != (other > context)
-        for kind, context in _contexts(config)
-    )
+def frequencies_differ(config: PretrainedConfig, first: int, second: int) -> bool:
+    """Whether a run with rows of up to `first` tokens and a run with rows of up to `second` use different frequencies."""
+    for kind, context in _contexts(config):
+        # `longrope` has two sets of factors. The base of `dynamic` is another for each length past the context.
+        if (first > context) != (second > context) or (
+            "dynamic" in kind and max(context, first) != max(context, second)
+        ):
+            return True
+    return False
 
 
 def outgrows(config: PretrainedConfig, longest: int) -> bool:
@@ -71,7 +74,7 @@ def outgrows(config: PretrainedConfig, longest: int) -> bool:
 
 
 def describe(config: PretrainedConfig, longest: int | None) -> str:
-    """A line on the frequencies of a run with rows of up to `longest` tokens; empty where they do not depend on the length."""
+    """A line on the frequencies of a run with rows of up to `longest` tokens. Empty if frequencies do not depend on the length."""
     context = original_context(config)
     if context is None or longest is None:
         return ""
@@ -79,17 +82,17 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     names = ", ".join(sorted(filter(depends_on_length, kinds)))
     if longest <= context:
         return f"rotary ({names}): rows of up to {longest} tokens stay within the original context of {context}"
-    where = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
+    served_rows = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
     return (
         f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: all rows use the "
-        f"frequencies of a row of that length; serve the model with those of rows {where}"
+        f"frequencies of a row of that length; serve the model with those of rows {served_rows}"
     )
 
 
 def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, now: int) -> None:
-    """Refuse to resume with other frequencies than the weights were trained with. `before`, `now`: rollout.max_tokens of the run
-    that saved the weights and of this one; `prompt`: tokens of the longest prompt. Errors: ConfigError."""
-    if chooses_otherwise(config, prompt + before, prompt + now):
+    """Refuses to resume with other frequencies than those of the saved run. `before`, `now`: rollout.max_tokens of the saved run
+    and of this run. `prompt`: tokens of the longest prompt. Errors: ConfigError."""
+    if frequencies_differ(config, prompt + before, prompt + now):
         raise ConfigError(
             f"resume=true: rollout.max_tokens was {before} and is {now}, and this model's rotary frequencies follow the longest "
             "row of a run; put it back, or start a new run from the checkpoint"
@@ -100,56 +103,56 @@ def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
     """The reason to refuse rows of `longest` tokens, after `hold_frequencies` returned False."""
     return (
         "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
-        f"{longest} tokens are past its original context of {original_context(config)}; it can be trained where "
-        "data.max_prompt_tokens + rollout.max_tokens is within it"
+        f"{longest} tokens are past its original context of {original_context(config)}; it can be trained if "
+        "data.max_prompt_tokens + rollout.max_tokens is within that context"
     )
 
 
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
-    """Make every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Call it once: a second
-    call changes nothing.
+    """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. A second call changes
+    nothing.
 
-    Nothing happens where the frequencies do not depend on the length, or on the meta device. False: rows of the run exceed the
-    original context and the frequencies still depend on each row; the run must be refused.
+    Nothing happens if the frequencies do not depend on the length, or on the meta device. Returns False if the run must be refused:
+    its rows exceed the original context, and the frequencies still depend on each row.
     """
     if original_context(module.config) is None or module.device.type == "meta":
         return True
-    held = []
+    fixed = []
     for part in module.modules():
         kinds: Any = getattr(part, "rope_type", None)
         if depends_on_length(kinds):
-            held.append(_hold(part, longest, None, HELD))
+            fixed.append(_fix(part, longest, None, HELD))
         elif isinstance(kinds, dict):
             for layer in [layer for layer, kind in kinds.items() if depends_on_length(kind)]:
-                held.append(_hold(part, longest, layer, {**kinds, layer: HELD}))
+                fixed.append(_fix(part, longest, layer, {**kinds, layer: HELD}))
                 kinds = part.rope_type
-    return (bool(held) and all(held)) or not outgrows(module.config, longest)
+    return (bool(fixed) and all(fixed)) or not outgrows(module.config, longest)
 
 
 def forget_lengths(module: nn.Module) -> None:
-    """Reset `dynamic` frequencies, so that the next row uses those of its own length. transformers keeps the base of the longest
-    earlier row until a row fits the original context."""
+    """Resets `dynamic` frequencies, so that the next row gets the frequencies of its own length. transformers keeps the base of the
+    longest earlier row until a row fits into the original context."""
     for part in module.modules():
         kinds: Any = getattr(part, "rope_type", None)
-        named = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer, kind in named.items():
+        kind_of_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in kind_of_layer.items():
             if isinstance(kind, str) and "dynamic" in kind:
                 with contextlib.suppress(Exception):  # the class may take other arguments
                     _cos_and_sin(part, 0, layer)
 
 
-def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
-    """Fix the frequencies of `part`; whether that worked. `layer`: the layer type to fix, where `part` serves several types;
-    `kinds`: the new `rope_type` of `part`."""
+def _fix(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
+    """Fixes the frequencies of `part`. Returns whether that worked. `layer`: the type of layers to fix, if `part` serves several
+    types. `kinds`: the new `rope_type` of `part`."""
     before: Any = part.rope_type
     try:
-        # A short row first: it resets the state of earlier rows, see `forget_lengths`.
+        # A short row resets the state of earlier rows, see `forget_lengths`.
         _cos_and_sin(part, 0, layer)
         expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds
-        found = [_cos_and_sin(part, last, layer) for last in (0, longest - 1, 4 * longest)]
-        if all(torch.equal(own, other) for each in found for own, other in zip(each, expected, strict=True)):
+        fixed = [_cos_and_sin(part, last, layer) for last in (0, longest - 1, 4 * longest)]
+        if all(all(map(torch.equal, tables, expected)) for tables in fixed):
             return True
     except Exception:  # the class may take other arguments
         pass

@@ -16,7 +16,7 @@ from asyncrl.types import Int64Array
 
 
 class Routes:
-    """The routes of one forward. Layers with experts have numbers from 0. Other layers have no number."""
+    """The routes of one forward. Layers with experts are numbered from 0. Other layers do not count."""
 
     def __init__(
         self, layers: int, replayed_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
@@ -45,10 +45,10 @@ class Routes:
             if replayed_Tk.shape != own_Tk.shape:
                 shapes = f"{list(own_Tk.shape)} experts, but the replayed routes are {list(replayed_Tk.shape)}"
                 raise ValueError(f"layer {layer} chooses {shapes}; replay only routes of this model")
-            wanted_Tk = torch.where(replayed_Tk[:, :1] == MISSING, own_Tk, replayed_Tk)
+            requested_Tk = torch.where(replayed_Tk[:, :1] == MISSING, own_Tk, replayed_Tk)
             # On a GPU an index outside of the experts would end the CUDA context.
-            experts_Tk = wanted_Tk.clamp(0, self._experts - 1)
-            self.outside = (experts_Tk != wanted_Tk).any() | self.outside.to(experts_Tk.device)
+            experts_Tk = requested_Tk.clamp(0, self._experts - 1)
+            self.outside = (experts_Tk != requested_Tk).any() | self.outside.to(experts_Tk.device)
         self.chosen[layer] = experts_Tk.detach()
         return experts_Tk
 

@@ -2,10 +2,10 @@
 
 A router takes the top k of its scores with one call of `torch.topk`. In a replay that call returns the recorded indices, and the
 current scores at these indices, `scores.gather(indices)`. Everything else is the model's own code, so the weights are normalised as
-before and gradients flow through the scores of the chosen experts. With the router's own indices the result is that of `topk`, bit
-for bit.
+before and gradients flow through the scores of the chosen experts. A replay of the router's own indices gives the result of
+`topk`, bit for bit.
 
-To find the routers each candidate is run once on a few rows (`_reads_choice`).
+To find the routers, each candidate is run once on a few rows (`_replayable_size`).
 
 Shape legend: T tokens of a forward, L layers with experts, k experts a token, E experts.
 """
@@ -35,7 +35,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True, slots=True)
 class RoutesShape:
-    """The shape of a model's routes: layers with experts, experts a token, experts."""
+    """`layers` with experts, `k` experts chosen for a token, of all `experts` of a layer."""
 
     layers: int
     k: int
@@ -52,7 +52,7 @@ class RoutesShape:
         return self.layers * self.k * self.dtype.itemsize
 
 
-class _Answer(TorchFunctionMode):
+class _TopkOverride(TorchFunctionMode):
     """Replaces the result of `torch.topk` inside a router's forward."""
 
     def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
@@ -74,30 +74,30 @@ class _Router:
     """Replaces the forward of one router."""
 
     def __init__(self, router: nn.Module, layer: int, owner: Routing) -> None:
-        self._native = router.forward
+        self._original = router.forward
         self._layer = layer
         self._owner = owner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         routes, self._owner.current = self._owner.current, None
         if routes is None:
-            return self._native(*args, **kwargs)
-        with _Answer(lambda own: routes.choose(self._layer, own)):
-            found = self._native(*args, **kwargs)
-        routes.keep(self._layer, found[0])
-        return found
+            return self._original(*args, **kwargs)
+        with _TopkOverride(lambda choice: routes.choose(self._layer, choice)):
+            output = self._original(*args, **kwargs)
+        routes.keep(self._layer, output[0])
+        return output
 
 
 class Routing:
-    """The routers of one model instance. Two instances share nothing."""
+    """The routers of one model instance, whose forwards record or replay `Routes`."""
 
     def __init__(self, module: PreTrainedModel, routers: list[tuple[nn.Module, nn.Module]], shape: RoutesShape) -> None:
         """`routers`: (layer, its router), in order; `Routing.of` finds them."""
         self.shape = shape
-        self.current: Routes | None = None  # set by a layer's attention, taken by its router
+        self.current: Routes | None = None  # set by attention, reset by the router after it
         for number, (layer, router) in enumerate(routers):
-            # The plan with the routes is an argument of attention. A recomputation in backward calls attention again, but not the
-            # hooks of the layer itself. (A fused layer calls its experts by `run`.)
+            # A hook on attention sets the routes. A hook on the layer would not run when backward recomputes the layer. Fused
+            # layers do not call this attention, and call `run` instead.
             for child in layer.children():
                 if hasattr(child, "layer_idx"):
                     child.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -121,7 +121,7 @@ class Routing:
         self.current = None
 
     def run(self, experts: nn.Module, x: Tensor, routes: Routes | None) -> Any:
-        """`experts(x)` with `routes` for its router. A fused layer needs it, because it calls no attention of transformers."""
+        """`experts(x)` with `routes` for the router. For fused layers, which call no attention of transformers."""
         self.current = routes
         try:
             return experts(x)
@@ -133,8 +133,8 @@ class Routing:
         return Routes(self.shape.layers, keep_logits=keep_logits)
 
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
-        """The routes of one forward, in which routers choose the given experts. The numbers of the experts are not checked here:
-        it would take too long on the lane, and `records/check.py` did. Errors: ValueError for routes of another model."""
+        """The routes of one forward, in which routers choose the given experts. The numbers of the experts are not checked here,
+        because that takes too long on the lane and `records/check.py` did. Errors: ValueError for routes of another model."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
@@ -152,23 +152,23 @@ def has_experts(module: PreTrainedModel) -> bool:
     )
 
 
-def require_routing(routing: Routing | None, module: PreTrainedModel, what: str) -> Routing:
-    """`routing` itself. Errors: ConfigError if it is None; `what` is the setting that needs it."""
+def require_routing(routing: Routing | None, module: PreTrainedModel, setting: str) -> Routing:
+    """`routing` itself. Errors: ConfigError if it is None; `setting` is the setting that needs routes, in words."""
     if routing is not None:
         return routing
-    why = "has no experts"
+    reason = "has no experts"
     if has_experts(module):
-        why = "chooses its experts in a way that this runtime cannot repeat, or runs on the plain path"
-    raise ConfigError(f"{what}, but {type(module).__name__} {why}; switch it off")
+        reason = "chooses its experts in a way that this runtime cannot repeat, or runs on the plain path"
+    raise ConfigError(f"{setting}, but {type(module).__name__} {reason}; switch it off")
 
 
 def describe_routes(module: PreTrainedModel) -> RoutesShape | None:
-    """The shape of the routes, from the shapes of the routers alone, so the model may lie on the meta device. None without routers
-    of one size. Only `find_routers` proves that the routers can replay."""
+    """The shape of the routes, from the shapes of the routers alone, so the model may be on the meta device. None if there are no
+    routers, or routers of different sizes. Only `find_routers` proves that the routers can replay."""
     blocks = getattr(decoder_of(module), "layers", None)
     mixtures = [layer for layer in blocks if _holds_experts(layer)] if isinstance(blocks, nn.ModuleList) else []
-    sizes = [{size for part in layer.modules() if (size := _size_of(part))} for layer in mixtures]
-    if not sizes or any(each != sizes[0] for each in sizes) or len(sizes[0]) != 1:
+    sizes = [{size for part in layer.modules() if (size := _router_size(part))} for layer in mixtures]
+    if not sizes or any(other != sizes[0] for other in sizes) or len(sizes[0]) != 1:
         return None
     ((k, experts),) = sizes[0]
     return RoutesShape(len(mixtures), k, experts)
@@ -178,59 +178,60 @@ def _holds_experts(layer: nn.Module) -> bool:
     return any("expert" in name for name, _ in layer.named_modules())
 
 
-def _size_of(part: nn.Module) -> tuple[int, int] | None:
-    """(k, E) of a possible router: a module with a matrix `weight` and an integer `top_k`. None for others."""
+def _router_size(part: nn.Module) -> tuple[int, int] | None:
+    """(k, E) of a possible router: a module with a matrix `weight` and an integer `top_k`. None for other modules."""
     weight, k = dict(part.named_parameters(recurse=False)).get("weight"), getattr(part, "top_k", None)
     return (k, weight.shape[0]) if isinstance(k, int) and weight is not None and weight.ndim == 2 else None
 
 
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
-    """(layer, router) of every layer with experts, and the shape of their routes. None if there are none, or one of them chooses in
-    another way. Runs each candidate once on a few rows."""
+    """(layer, router) of every layer with experts, and the shape of the routes. None if no layer has experts, or if a layer has not
+    exactly one router that can replay. Runs each candidate once on a few rows."""
     if not has_experts(module):
         return None
     layers = getattr(decoder_of(module), "layers", None)
     found: list[tuple[nn.Module, nn.Module]] = []
     shapes: set[tuple[int, int]] = set()
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
-        experts = _holds_experts(layer)
-        if experts and not any(hasattr(child, "layer_idx") for child in layer.children()):
+        holds_experts = _holds_experts(layer)
+        if holds_experts and not any(hasattr(child, "layer_idx") for child in layer.children()):
             return None  # no attention that gets the routes
-        routers = [(part, shape) for part in layer.modules() if (shape := _reads_choice(part)) is not None]
-        if len(routers) != int(experts):
+        routers = [(part, shape) for part in layer.modules() if (shape := _replayable_size(part)) is not None]
+        if len(routers) != (1 if holds_experts else 0):
             return None
         found += [(layer, part) for part, _ in routers]
         shapes |= {shape for _, shape in routers}
     if len(shapes) != 1:
         return None
-    ((k, experts_),) = shapes
-    return found, RoutesShape(len(found), k, experts_)
+    ((k, experts),) = shapes
+    return found, RoutesShape(len(found), k, experts)
 
 
 @torch.no_grad()
-def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
+def _replayable_size(part: nn.Module) -> tuple[int, int] | None:
     """(k, E) of a router that can replay: [T, hidden] -> (logits [T, E], weights [T, k], indices [T, k]), with the indices of one
     `topk` over its scores. None for any other module."""
-    size = _size_of(part)
+    size = _router_size(part)
     if size is None:
         return None
     weight, (k, experts) = part.get_parameter("weight"), size
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    asked = torch.arange(experts, device=weight.device).flip(0)[:k].expand(3, k)
-    mode = _Answer(lambda own: asked)
+    # Ids that the router would hardly choose by itself.
+    requested = torch.arange(experts, device=weight.device).flip(0)[:k].expand(3, k)
+    override = _TopkOverride(lambda choice: requested)
     try:
-        with mode:
-            found = part.forward(rows)
+        with override:
+            output = part.forward(rows)
     except torch.OutOfMemoryError:
-        raise  # no proof that it is no router
+        raise  # says nothing about the module
     except Exception:  # the module takes other arguments
         return None
-    good = (
-        isinstance(found, tuple)
-        and len(found) == 3
-        and len(mode.scores) == 1
-        and mode.scores[0].shape == (3, experts) == found[0].shape
-        and found[1].shape == (3, k)
-        and torch.equal(found[2], asked)
+    replays = (
+        isinstance(output, tuple)
+        and len(output) == 3
+        and [scores.shape for scores in override.scores] == [(3, experts)]
+        and output[0].shape == (3, experts)
+        and output[1].shape == (3, k)
+        and torch.equal(output[2], requested)
     )
-    return size if good else None
+    return size if replays else None

@@ -341,7 +341,7 @@ def _adapter_pairs(
     for number, target in enumerate(lora.targets):
         first, name = lora.names[2 * number : 2 * number + 2]
         a_ErI, computed_EOr = target.factors(masters[first], computed[name])
-        gradient_EOI = target.stacked(gradients[names[id(target.weight)]])
+        gradient_EOI = target.as_stack(gradients[names[id(target.weight)]])
         pairs[name] = computed_EOr, lora.scale * gradient_EOI @ a_ErI.transpose(1, 2)
     return pairs
 

@@ -22,7 +22,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.rotary import chooses_otherwise, describe, hold_frequencies, original_context
+from asyncrl.models.rotary import describe, frequencies_differ, hold_frequencies, original_context
 from asyncrl.training.passes import PolicyForward
 from asyncrl.types import FinishReason, GenerationRequest, Group, Prompt, SamplingParams, Ticket, Trajectory
 
@@ -188,12 +188,12 @@ def test_the_choice_is_said() -> None:
 def test_runs_with_other_frequencies_are_told_apart() -> None:
     """longrope has two sets of factors; the base of `dynamic` is another for each length past the original context."""
     for config in (longrope(), by_layer(), dynamic()):
-        assert not chooses_otherwise(config, 4, CONTEXT)
-        assert chooses_otherwise(config, CONTEXT, CONTEXT + 1) and chooses_otherwise(config, LONGEST, CONTEXT)
-    assert not chooses_otherwise(longrope(), CONTEXT + 1, LONGEST)
-    assert chooses_otherwise(dynamic(), CONTEXT + 1, LONGEST)
-    assert not chooses_otherwise(dynamic(), LONGEST, LONGEST)
-    assert not chooses_otherwise(LlamaConfig(**SMALL), 4, 1 << 20)
+        assert not frequencies_differ(config, 4, CONTEXT)
+        assert frequencies_differ(config, CONTEXT, CONTEXT + 1) and frequencies_differ(config, LONGEST, CONTEXT)
+    assert not frequencies_differ(longrope(), CONTEXT + 1, LONGEST)
+    assert frequencies_differ(dynamic(), CONTEXT + 1, LONGEST)
+    assert not frequencies_differ(dynamic(), LONGEST, LONGEST)
+    assert not frequencies_differ(LlamaConfig(**SMALL), 4, 1 << 20)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

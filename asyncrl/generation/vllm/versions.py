@@ -7,7 +7,7 @@ from importlib import import_module, metadata, util
 from types import ModuleType
 
 from asyncrl.builds import install
-from asyncrl.config.fields import PARALLEL
+from asyncrl.config.fields import SPLIT_ENGINE_MESSAGE
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> module
@@ -77,7 +77,7 @@ def refuse_ranks() -> None:
     """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
     size = os.environ.get(DP_SIZE, "1")
     if size != "1":
-        raise ConfigError(f"generation.engine is vllm and the environment has {DP_SIZE}={size}; {PARALLEL}; unset it")
+        raise ConfigError(f"generation.engine is vllm and the environment has {DP_SIZE}={size}; {SPLIT_ENGINE_MESSAGE}; unset it")
 
 
 def load_adapter() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Rows of similar lengths, padded to one shape. Their queries and the keys that they attend to are gathered from packed tensors.
+"""Rows of similar lengths, padded to one shape. Queries, and the keys that they attend to, are gathered from packed tensors.
 
 The query heads of one key/value head are stacked as rows of one product, so keys and values are never expanded.
 
@@ -18,16 +18,16 @@ from ..copying import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBin:
-    """Padding repeats a real token. `queries_of` zeroes padded queries' gradients; the caller must mask padded keys."""
+    """Padding repeats a real token. `queries_of` can zero the gradients of padded queries. The caller must mask padded keys."""
 
     rows: int  # R
     length: int  # L
     width: int  # C
-    queries: Tensor  # [R * L] packed index
-    keys: Tensor  # [R * C] packed index
+    queries: Tensor  # [R * L] packed index of each query
+    keys: Tensor  # [R * C] packed index of each key
     padding: Tensor  # positions in `queries` that are padding
-    real: Tensor  # positions in `queries` that are not
-    target: Tensor  # packed index of `real`
+    real: Tensor  # positions in `queries` that are not padding
+    real_tokens: Tensor  # packed index of each position in `real`
 
     @property
     def scores(self) -> int:
@@ -35,7 +35,7 @@ class RowBin:
         return self.rows * self.length * self.width
 
     def queries_of(self, tensor: Tensor, kv_heads: int, zero_padding: bool = False) -> Tensor:
-        """[T, H, D] -> [R K, L G, D]."""
+        """The queries of the bin: [T, H, D] -> [R K, L G, D]. `zero_padding` sets padded queries to zero, for gradients."""
         rows = tensor.index_select(0, self.queries)
         if zero_padding and self.padding.numel():
             rows.index_fill_(0, self.padding, 0.0)
@@ -44,19 +44,20 @@ class RowBin:
         return split.reshape(self.rows * kv_heads, -1, size)
 
     def keys_of(self, tensor: Tensor) -> Tensor:
-        """[T, K, D] -> [R K, C, D]."""
+        """The keys or values of the bin: [T, K, D] -> [R K, C, D]."""
         heads, size = tensor.shape[1:]
         rows = tensor.index_select(0, self.keys).view(self.rows, self.width, heads, size)
         return rows.transpose(1, 2).reshape(self.rows * heads, -1, size)
 
     def put(self, tensor: Tensor, part: Tensor, kv_heads: int) -> None:
-        """The inverse of `queries_of`: overwrite the bin's tokens."""
+        """The inverse of `queries_of`: writes `part` [R K, L G, D] to the bin's queries in `tensor` [T, H, D]."""
         split = part.view(self.rows, kv_heads, self.length, -1, part.shape[2]).transpose(1, 2)
         rows = split.reshape(self.rows * self.length, *tensor.shape[1:])
-        tensor.index_copy_(0, self.target, rows.index_select(0, self.real) if self.padding.numel() else rows)
+        real_rows = rows.index_select(0, self.real) if self.padding.numel() else rows
+        tensor.index_copy_(0, self.real_tokens, real_rows)
 
     def add(self, tensor: Tensor, part: Tensor) -> None:
-        """The adjoint of `keys_of`: sums over all rows that share a key. (Masked keys have gradients of zero.)"""
+        """The adjoint of `keys_of`: adds `part` [R K, C, D] to the bin's keys in `tensor` [T, K, D]. (Masked keys add zero.)"""
         heads, size = tensor.shape[1:]
         rows = part.view(self.rows, heads, -1, size).transpose(1, 2).to(tensor.dtype)
         tensor.index_add_(0, self.keys, rows.reshape(-1, heads, size))

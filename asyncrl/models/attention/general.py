@@ -4,10 +4,10 @@
 
 A sink is one more column of scores without a value. The gradient of the sink is the gradient of that column.
 
-A row is a shared prefix and the row's own tokens after it. The queries of the own tokens are cut into blocks. A block reads
-only the keys that its queries can see, so the time is linear in the window. Only the inputs are saved: backward computes the
-scores again. Products have the dtype of the inputs. Scores and softmax are float32, or float64 for float64 inputs, as in
-transformers' eager attention. Any device works.
+A row is a prefix, which several rows may share, and the row's own tokens after it. The queries of the own tokens are cut into
+blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Only the inputs are saved:
+backward computes the scores again. Products have the dtype of the inputs. Scores and softmax are float32, or float64 for float64
+inputs, as in transformers' eager attention. Any device works.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R blocks of L queries and C
 keys each.
@@ -26,13 +26,13 @@ from ..copying import to_device
 from .bins import RowBin, index_tensor
 from .rows import Row
 
-# Bounds of the queries in a block. Each query also gets wasted scores of keys that only other queries of its block can see.
+# Bounds for the number of queries in a block. In a large block, each query also gets many scores of keys that it cannot see.
 _MOST_QUERIES = 128
 _FEWEST_QUERIES = 16
-_BLOCK_BYTES = 16 << 20  # most float32 scores of one block
-# Most float32 scores of one bin: about the size of the cores' caches.
+_BLOCK_BYTES = 16 << 20  # most bytes of the float32 scores of one block
+# Most bytes of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-_PADDING = 1.25  # most padded scores per real score in a bin
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,18 @@ class QueryBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Band:
-    """A bin of blocks: `build` makes a `RowBin` at each use, because the key indices of all bins would outgrow the inputs."""
+class _LazyBin:
+    """A bin of blocks. `build` computes its key indices at each use, because those of all bins would outgrow the inputs."""
 
-    # [6, R, 1] int64: prefix start, prefix length, start of the own tokens, low, first, end.
+    # [6, R, 1] int64. The rows are prefix start, prefix length, start of the own tokens, low, first, end.
     members: Tensor
     length: int  # L
     width: int  # C
+    # Index tensors, as in `RowBin`.
     queries: Tensor
     padding: Tensor
     real: Tensor
-    target: Tensor
+    real_tokens: Tensor
 
     def build(self, window: int | None) -> tuple[RowBin, Tensor]:
         """The bin with the packed index of each key, and the mask of visible keys: bool [R, L, C]."""
@@ -80,7 +81,7 @@ class _Band:
         seen = visible(query, position, window)
         row_bin = RowBin(
             rows=len(keys), length=self.length, width=self.width, queries=self.queries, keys=keys.reshape(-1),
-            padding=self.padding, real=self.real, target=self.target,
+            padding=self.padding, real=self.real, real_tokens=self.real_tokens,
         )  # fmt: skip
         return row_bin, seen
 
@@ -91,7 +92,7 @@ class GeneralAttention:
     def __init__(self, rows: list[Row], window: int | None, heads: int, device: torch.device) -> None:
         self.window = window
         blocks = [block for row in rows for block in cut(row, window, heads)]
-        self._bands = [_make_band(members, device) for members in _share_out(blocks, heads)]
+        self._lazy_bins = [_make_lazy_bin(members, device) for members in _group_into_bins(blocks, heads)]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
@@ -99,8 +100,8 @@ class GeneralAttention:
         """`query` [T, H, D], `key` and `value` [T, K, D], `sinks` [H] -> [T, H, D]."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         kv_heads = key.shape[1]
-        for band in self._bands:
-            row_bin, seen = band.build(self.window)
+        for lazy_bin in self._lazy_bins:
+            row_bin, seen = lazy_bin.build(self.window)
             q, k, v = row_bin.queries_of(query, kv_heads), row_bin.keys_of(key), row_bin.keys_of(value)
             row_bin.put(out, attend_seen(q, k, v, seen, scaling, softcap, sinks), kv_heads)
         return out
@@ -120,8 +121,8 @@ class GeneralAttention:
         kv_heads = key.shape[1]
         wide = torch.promote_types(query.dtype, torch.float32)
         key_value_sums = [torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2)]
-        for band in self._bands:
-            row_bin, seen = band.build(self.window)
+        for lazy_bin in self._lazy_bins:
+            row_bin, seen = lazy_bin.build(self.window)
             q, k, v = row_bin.queries_of(query, kv_heads), row_bin.keys_of(key), row_bin.keys_of(value)
             g = row_bin.queries_of(grad, kv_heads, zero_padding=True)
             weights, slope = _weights(q, k, seen, scaling, softcap, sinks)
@@ -184,8 +185,8 @@ def _weights(
 
 def cut(row: Row, window: int | None, heads: int) -> list[QueryBlock]:
     """Cuts the own tokens of a row into blocks, in order. `heads`: query heads."""
-    _, prefix, _, own = row
-    first, total = prefix, prefix + own
+    _, prefix, _, own_length = row
+    first, total = prefix, prefix + own_length
     blocks = []
     # A block of more queries than the window would waste more scores than it uses.
     most = _MOST_QUERIES if window is None else max(_FEWEST_QUERIES, min(_MOST_QUERIES, window))
@@ -198,8 +199,8 @@ def cut(row: Row, window: int | None, heads: int) -> list[QueryBlock]:
     return blocks
 
 
-def _share_out(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
-    """Sorts blocks by size, and starts a new bin where padding would exceed `_PADDING` or scores `_BIN_BYTES`."""
+def _group_into_bins(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
+    """Sorts blocks by size. A block starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
     bins: list[list[QueryBlock]] = []
     bin_scores = bin_length = 0
     for block in sorted(blocks, key=lambda block: (-block.width, -block.length)):
@@ -207,7 +208,7 @@ def _share_out(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
         if bins:
             longest = max(bin_length, block.length)
             padded = (len(bins[-1]) + 1) * bins[-1][0].width * longest
-            if padded <= _PADDING * (bin_scores + scores) and padded * heads * 4 <= _BIN_BYTES:
+            if padded <= _MAX_PADDED_PER_REAL * (bin_scores + scores) and padded * heads * 4 <= _BIN_BYTES:
                 bins[-1].append(block)
                 bin_scores, bin_length = bin_scores + scores, longest
                 continue
@@ -216,16 +217,16 @@ def _share_out(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
     return bins
 
 
-def _make_band(blocks: list[QueryBlock], device: torch.device) -> _Band:
+def _make_lazy_bin(blocks: list[QueryBlock], device: torch.device) -> _LazyBin:
     members = np.array([(*block.row[:3], block.low, block.first, block.end) for block in blocks], np.int64)
     _, prefix, start, _, first, end = (column[:, None] for column in members.T)
     length = max(block.length for block in blocks)
     offset = first + np.arange(length)  # row positions, [R, L]
     queries = start - prefix + np.minimum(offset, end - 1)
     real = (offset < end).reshape(-1)
-    return _Band(
+    return _LazyBin(
         members=to_device(np.ascontiguousarray(members.T), device).unsqueeze(-1), length=length,
         width=max(block.width for block in blocks), queries=index_tensor(queries, device),
         padding=index_tensor(np.flatnonzero(~real), device), real=index_tensor(np.flatnonzero(real), device),
-        target=index_tensor(queries.reshape(-1)[real], device),
+        real_tokens=index_tensor(queries.reshape(-1)[real], device),
     )  # fmt: skip

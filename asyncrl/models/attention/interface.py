@@ -5,9 +5,9 @@ queries, keys and values to `plan.attend(...)`. Only the plan knows the layout o
 decode batch over a cache. So any architecture that uses transformers' attention interface works.
 
 A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the
-mask that the model requests: our mask interface returns a `SeenTokens` instead of a tensor. The other terms are keyword
+mask that the model requests: asyncrl's mask function returns a `SeenTokens` instead of a tensor. The other terms are keyword
 arguments. The argument `sliding_window` is ignored: OLMoE passes a window that its mask does not have, and eager attention,
-our reference, uses the mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error, since a model must
+the reference, uses the mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error, since a model must
 not lose a term silently.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
@@ -93,7 +93,7 @@ class SeenTokens:
     window: int | None
 
     def __getattr__(self, name: str) -> Any:
-        # Python and libraries probe for special methods, which is no use of the mask.
+        # Python and libraries test for special methods of any object. Such a test does not use the mask.
         if name.startswith("__"):
             raise AttributeError(name)
         raise ConfigError(f"the model reads `{name}` of its attention mask; only models that pass the mask on work")
@@ -111,23 +111,23 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer = type(module).__name__
+    owner = type(module).__name__
     plan: AttentionPlan = kwargs.pop(PLAN_ARGUMENT)
     if not isinstance(attention_mask, SeenTokens):
-        raise ConfigError(f"{layer} makes its own attention mask; only masks of transformers' mask interface work")
+        raise ConfigError(f"{owner} makes its own attention mask; only masks of transformers' mask interface work")
     if dropout or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise ConfigError(f"{layer} has dropout or is not causal; only causal attention without dropout works")
+        raise ConfigError(f"{owner} has dropout or is not causal; only causal attention without dropout works")
     unknown = sorted(name for name, value in kwargs.items() if name not in _WITHOUT_EFFECT and value is not None)
     if unknown:
-        raise ConfigError(f"{layer} passes {', '.join(unknown)} to its attention, which asyncrl does not support")
+        raise ConfigError(f"{owner} passes {', '.join(unknown)} to its attention, which asyncrl does not support")
     if value.shape[-1] != query.shape[-1] or query.shape[0] != 1:
         raise ConfigError(
-            f"{layer} has queries {tuple(query.shape)} and values {tuple(value.shape)}; batch 1 and equal head sizes work"
+            f"{owner} has queries {tuple(query.shape)} and values {tuple(value.shape)}; batch 1 and equal head sizes work"
         )
     if s_aux is None and getattr(module, "sinks", None) is not None:
-        raise ConfigError(f"{layer} has `sinks` but does not pass them to its attention; such a model is not supported")
+        raise ConfigError(f"{owner} has `sinks` but does not pass them to its attention; such a model is not supported")
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise ConfigError(f"{layer} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; it needs one per head")
+        raise ConfigError(f"{owner} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; it needs one per head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
         module.layer_idx,  # type: ignore[arg-type]  # declared as Tensor or Module

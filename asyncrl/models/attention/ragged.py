@@ -2,7 +2,7 @@
 
 A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and the end of each row. It returns the output
 [Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
-the kernel with products in float64, because the gate compares models in float32 and would not run the kernel.
+the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
 
 A training tree without a window takes two calls. In the first call each token attends to its own row without the prefix. In the
 second call the suffix tokens of each tree attend to their prefix. Their two results are merged by the log-sum-exp.
@@ -61,17 +61,14 @@ class Kernel(Protocol):
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
-        ...
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
         """Row n has the `used_N[n]` keys (int32) from `rows.keys.ends[n]` on. The ends need not ascend. Returns [Q, H, D]."""
-        ...
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. `out` and `lse` must cover all keys of a query, also keys of other calls."""
-        ...
 
 
 class FlashKernel:
@@ -119,7 +116,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> Kernel | 
         return None
     kernel = FlashKernel()
     try:
-        error_share = distance(kernel, device, dtype, size)
+        error_share = largest_error(kernel, device, dtype, size)
     except (RuntimeError, TypeError) as error:
         reason = f"the kernel fails ({first_line(error)})"
     else:
@@ -133,13 +130,13 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> Kernel | 
     return None
 
 
-def distance(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
+def largest_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
     """The largest error of outputs and gradients against float64, relative to the largest entry of the tensor."""
     lengths_q, lengths_k, heads, kv_heads = [5, 70, 1, 130], [64, 70, 33, 200], 4, 2
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     queries, keys = ends_of(lengths_q, device), ends_of(lengths_k, device)
     shapes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads), (sum(lengths_q), heads)
-    *qkv, grad = (torch.randn(*shape, size, generator=draw).to(device, dtype) for shape in shapes)
+    *qkv, grad = (torch.randn(*shape, size, generator=generator).to(device, dtype) for shape in shapes)
     worst, scaling = 0.0, size**-0.5
     for causal, window in ((False, None), (True, None), (True, 40)):
         rows = RaggedRows(queries, keys, causal, window)
@@ -149,7 +146,7 @@ def distance(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int
         with torch.enable_grad():
             q, k, v = wide
             slices = zip(_slices(lengths_q), _slices(lengths_k), strict=True)
-            exact = torch.cat([_products(q[own], k[seen], v[seen], rows, scaling) for own, seen in slices])
+            exact = torch.cat([_products(q[row_q], k[row_k], v[row_k], rows, scaling) for row_q, row_k in slices])
         references = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
         for tensor, reference in zip(tested, references, strict=True):
             worst = max(worst, float((tensor.double() - reference).abs().max() / reference.abs().max()))
@@ -164,13 +161,13 @@ def _slices(lengths: list[int]) -> list[slice]:
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, rows: RaggedRows, scaling: float) -> Tensor:
-    """The output [Q, H, D] of one row, by the definition of attention."""
+    """The output [Q, H, D] of one row: all scores, a mask and a softmax."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scaling
     if rows.causal:
         positions = torch.arange(len(q), device=q.device) + len(k) - len(q)
-        lag = positions[:, None] - torch.arange(len(k), device=q.device)
-        hidden = (lag < 0) | (lag >= (rows.window or len(k)))
+        distance = positions[:, None] - torch.arange(len(k), device=q.device)
+        hidden = (distance < 0) | (distance >= (rows.window or len(k)))
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
@@ -219,8 +216,8 @@ class RaggedTree:
     ) -> None:
         """Writes the gradients of query, key and value into `gradients`. `saved` is (query, key, value, output, log-sum-exp)."""
         query, key, value, out, lse = saved
-        own_parts = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
-        for target, part in zip(gradients, own_parts, strict=True):
+        own_gradients = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
+        for target, part in zip(gradients, own_gradients, strict=True):
             target.copy_(part)
         if not self.suffix_rows.queries.longest:
             return
@@ -228,7 +225,7 @@ class RaggedTree:
         qkv, suffix_lse = (query[suffix], key[prefix], value[prefix]), lse[:, suffix].contiguous()
         parts = self.kernel.backward(grad[suffix], qkv, out[suffix], suffix_lse, self.suffix_rows, scaling)
         for target, part, rows in zip(gradients, parts, (suffix, prefix, prefix), strict=True):
-            # torch adds in float32 and rounds once.
+            # For 16-bit tensors torch adds in float32, and rounds once.
             if isinstance(rows, slice):
                 target[rows].add_(part)
             else:
@@ -236,7 +233,7 @@ class RaggedTree:
 
 
 class RaggedWindow:
-    """A training tree, for a layer whose queries see `window` tokens. The `rows` are those of `RaggedTree`."""
+    """A training tree, for a layer whose queries see `window` tokens. `rows`: as in `RaggedTree`."""
 
     def __init__(self, kernel: Kernel, rows: list[Row], window: int, device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])

@@ -1,14 +1,14 @@
-"""Attention over packed prefix trees by batched matrix products: one padded row per span, its prefix in front.
+"""Attention over packed prefix trees by batched matrix products. Each span of own tokens is a padded row, after its prefix.
 
-The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products, one softmax and its
-backward beat torch's flash kernel on a CPU, above all in bfloat16, whose flash backward runs at a fifth of the float32 rate.
-Rows of similar lengths share a bin; a bin is cut so that its scores stay in the cache.
+The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products and one softmax are faster
+than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.
+Rows of similar lengths share a bin. The size of a bin is limited, so that its scores stay in the cache.
 
-Products take the dtype of the inputs; scores and softmax are float32 (float64 for float64 inputs). The query heads of one
+Products have the dtype of the inputs. Scores and softmax are float32, or float64 for float64 inputs. The query heads of one
 key/value head are stacked as rows of one product, so keys and values are never expanded.
 
-Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size; a bin has R rows of L own tokens
-behind P prefix tokens, C = P + L.
+Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R rows of L own tokens
+after P prefix tokens, and C = P + L.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from ..native import library as native
 from .bins import RowBin, index_tensor
 
-# Most float32 scores of one bin: about the size of the cores' caches.
+# Most bytes of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-# A row with more scores is faster with a kernel that never stores them.
+# A row with more bytes of float32 scores is faster with a kernel that does not store scores.
 ROW_BYTES = 32 << 20
-_PADDING = 1.25  # most padded scores per real score in a bin
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
 
-# Start and length of the prefix, start and length of the own tokens (at least one).
+# Start and length of the prefix, then start and length of the own tokens. Starts are packed indices. A prefix may be empty.
 Row = tuple[int, int, int, int]
 
 
@@ -46,30 +46,32 @@ def fits(rows: list[Row], heads: int) -> bool:
 
 
 class RowAttention:
-    """`rows` cover every packed token as an own token exactly once."""
+    """In `rows` each packed token must be an own token of exactly one row."""
 
     def __init__(self, rows: list[Row], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        bare, prefixed = ([row for row in rows if bool(row[1]) is has] for has in (False, True))
-        self._bins = [_make_bin(members, dtype) for part in (bare, prefixed) for members in share_out(part, heads)]
-        self._scores = sum(own.scores for own in self._bins)
+        # Rows without a prefix share no bin with other rows, because their prefixes would all be padding.
+        groups = share_out([row for row in rows if not row[1]], heads) + share_out(
+            [row for row in rows if row[1]], heads
+        )
+        self._bins = [_make_bin(members, dtype) for members in groups]
+        self._scores = sum(row_bin.scores for row_bin in self._bins)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D], and the weights of all rows, which backward needs."""
         out = torch.empty(query.shape, dtype=query.dtype)
         kv_heads = key.shape[1]
         kept = torch.empty(self._scores * query.shape[1], dtype=query.dtype)
-        for own, weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
-            _weights(own.queries_of(query, kv_heads), own.keys_of(key), own, scaling, weights)
-            own.put(out, torch.bmm(weights, own.keys_of(value)), kv_heads)
+        for row_bin, weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
+            _weights(row_bin.queries_of(query, kv_heads), row_bin.keys_of(key), row_bin, scaling, weights)
+            row_bin.put(out, torch.bmm(weights, row_bin.keys_of(value)), kv_heads)
         return out, kept
 
     def _weights_of(self, kept: Tensor, kv_heads: int) -> list[Tensor]:
-        """Views [R K, L G, C] of each bin."""
+        """The view [R K, L G, C] of each bin in `kept`, the weights of all bins."""
         heads = kept.numel() // self._scores
-        sizes = [own.scores * heads for own in self._bins]
-        parts = kept.split(sizes)
-        return [part.view(own.rows * kv_heads, -1, own.width) for part, own in zip(parts, self._bins, strict=True)]
+        parts = zip(self._bins, kept.split([row_bin.scores * heads for row_bin in self._bins]), strict=True)
+        return [part.view(row_bin.rows * kv_heads, -1, row_bin.width) for row_bin, part in parts]
 
     def backward(
         self,
@@ -83,51 +85,52 @@ class RowAttention:
     ) -> None:
         """Writes the gradients of query, key and value into `gradients`. `kept`: the weights that forward returned."""
         kv_heads, dtype = key.shape[1], query.dtype
-        for_query, for_key, for_value = gradients
+        query_gradient, key_gradient, value_gradient = gradients
         sums = [torch.zeros(key.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
-        for own, narrow in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
-            q, k, v = own.queries_of(query, kv_heads), own.keys_of(key), own.keys_of(value)
-            g = own.queries_of(grad, kv_heads, zero_padding=True)
-            of_scores = torch.bmm(g, v.transpose(1, 2))
-            if native.takes(narrow, of_scores):
-                native.row_softmax_backward_(narrow, of_scores, scaling)
+        for row_bin, kept_weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
+            q, k, v = row_bin.queries_of(query, kv_heads), row_bin.keys_of(key), row_bin.keys_of(value)
+            g = row_bin.queries_of(grad, kv_heads, zero_padding=True)
+            scores_gradient = torch.bmm(g, v.transpose(1, 2))
+            if native.takes(kept_weights, scores_gradient):
+                native.row_softmax_backward_(kept_weights, scores_gradient, scaling)
             else:
-                weights = narrow.to(own.mask.dtype)
-                wide = torch._softmax_backward_data(of_scores.to(weights.dtype), weights, -1, weights.dtype)
-                of_scores = wide.mul_(scaling).to(dtype)
-            own.put(for_query, torch.bmm(of_scores, k), kv_heads)
-            own.add(sums[0], torch.bmm(of_scores.transpose(1, 2), q))
-            own.add(sums[1], torch.bmm(narrow.transpose(1, 2), g))
-        for_key.copy_(sums[0])
-        for_value.copy_(sums[1])
+                weights = kept_weights.to(row_bin.mask.dtype)
+                wide = torch._softmax_backward_data(scores_gradient.to(weights.dtype), weights, -1, weights.dtype)
+                scores_gradient = wide.mul_(scaling).to(dtype)
+            row_bin.put(query_gradient, torch.bmm(scores_gradient, k), kv_heads)
+            row_bin.add(sums[0], torch.bmm(scores_gradient.transpose(1, 2), q))
+            row_bin.add(sums[1], torch.bmm(kept_weights.transpose(1, 2), g))
+        key_gradient.copy_(sums[0])
+        value_gradient.copy_(sums[1])
 
 
-def _weights(q: Tensor, k: Tensor, own: _ScoreBin, scaling: float, out: Tensor) -> None:
-    """`out` = softmax(q k' scaling + mask): [R K, L G, D] and [R K, C, D] -> [R K, L G, C]; computed in the mask's dtype."""
-    wide = own.mask.dtype
+def _weights(q: Tensor, k: Tensor, row_bin: _ScoreBin, scaling: float, out: Tensor) -> None:
+    """`out` = softmax(q k' scaling + mask): [R K, L G, D] and [R K, C, D] -> [R K, L G, C]. Computed in the mask's dtype."""
+    rows, length, wide = row_bin.rows, row_bin.length, row_bin.mask.dtype
     scores = torch.bmm(q.to(wide).mul(scaling), k.to(wide).transpose(1, 2))
     if native.takes(scores) and native.takes(out):
-        native.row_softmax(scores, out, own.prefixes, own.lengths, scores.shape[0] // own.rows, own.length)
+        native.row_softmax(scores, out, row_bin.prefixes, row_bin.lengths, scores.shape[0] // rows, length)
         return
-    scores.view(own.rows, -1, own.length, scores.shape[1] // own.length, scores.shape[2]).add_(own.mask)
+    scores.view(rows, -1, length, scores.shape[1] // length, scores.shape[2]).add_(row_bin.mask)
     out.copy_(torch.softmax(scores, -1))
 
 
 def share_out(rows: list[Row], heads: int) -> list[list[Row]]:
-    """Sort rows by length, then start a new bin where padding would exceed `_PADDING` or scores `_BIN_BYTES`."""
+    """Sorts rows by length. A row starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
     bins: list[list[Row]] = []
-    real = context = 0
+    bin_scores = context = 0
     for row in sorted(rows, key=lambda row: (-row[3], -row[1])):
         _, prefix, _, length = row
+        scores = length * (prefix + length)
         if bins:
-            widest = max(context, prefix)
-            padded = (len(bins[-1]) + 1) * bins[-1][0][3] * (widest + bins[-1][0][3])
-            if padded <= _PADDING * (real + length * (prefix + length)) and padded * heads * 4 <= _BIN_BYTES:
+            longest, new_context = bins[-1][0][3], max(context, prefix)
+            padded = (len(bins[-1]) + 1) * longest * (new_context + longest)
+            if padded <= _MAX_PADDED_PER_REAL * (bin_scores + scores) and padded * heads * 4 <= _BIN_BYTES:
                 bins[-1].append(row)
-                real, context = real + length * (prefix + length), widest
+                bin_scores, context = bin_scores + scores, new_context
                 continue
         bins.append([row])
-        real, context = length * (prefix + length), prefix
+        bin_scores, context = scores, prefix
     return bins
 
 
@@ -147,5 +150,5 @@ def _make_bin(rows: list[Row], dtype: torch.dtype) -> _ScoreBin:
         rows=len(rows), length=length, width=context + length, context=context, queries=index_tensor(queries),
         keys=index_tensor(keys), mask=mask[:, None, :, None], prefixes=index_tensor(prefix_length),
         lengths=index_tensor(lengths), padding=index_tensor(np.flatnonzero(~real)), real=index_tensor(np.flatnonzero(real)),
-        target=index_tensor(queries.reshape(-1)[real]),
+        real_tokens=index_tensor(queries.reshape(-1)[real]),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Attention over packed prefix trees. A tree is a prompt (prefix) with its completions (suffixes). Prefill has no suffixes.
 
-Each prefix and each suffix is a causal block. All suffix tokens of a tree are adjacent, and form one more block, unmasked,
-against their prefix. So no block needs a mask or padding. The two partial results of a suffix token are merged by their
-log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient of every block is exact. Ring
-attention uses the same identity (Liu et al., arXiv:2310.01889).
+Attention is computed in blocks. In a causal block, a prefix or a suffix attends to itself. In one more block for each tree, all
+suffix tokens, which are adjacent, attend to the whole prefix. So no block needs a mask tensor or padding. The two partial results
+of a suffix token are merged by their log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient
+of every block is exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
 
 Plain attention has four implementations:
 * CPU, short rows: `RowAttention` (rows.py).
@@ -34,6 +34,7 @@ from asyncrl.types import Microbatch
 
 from ..copying import to_device
 from ..native import library as native
+from .bins import index_tensor
 from .general import GeneralAttention
 from .interface import PLAIN, AttentionTerms, PlanWithRoutes
 from .ragged import RaggedTree, RaggedWindow, kernel_for
@@ -43,10 +44,10 @@ from .rows import Row, RowAttention, fits
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# dtypes for which row attention is faster than the flash kernel on two cores. In bfloat16 it takes half the time. In float32 it
-# takes a third less, but only with the native one-pass softmax.
+# dtypes for which row attention is faster than the flash kernel on two cores. In bfloat16 row attention takes half the time. In
+# float32 row attention takes a third less, but only with the native one-pass softmax.
 _ROW_ATTENTION_DTYPES = {torch.bfloat16} | ({torch.float32} if native.available() else set())
-# Below this a kernel call costs more than its arithmetic, so spans are padded and share one call.
+# A kernel call of fewer operations costs more than its arithmetic, so spans are padded and share one call.
 _SMALL_SPAN_FLOP = 1.5e6
 _MAX_PADDED_PER_REAL = 1.25  # tokens of a bin, with and without padding
 
@@ -59,14 +60,14 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _SpanBin:
-    """`count` spans, padded to `length` tokens each. Padding repeats a real token, whose gradient there must be zero."""
+    """`count` spans, padded to `length` tokens each. Padding repeats a real token, and must get a gradient of zero."""
 
     count: int
     length: int
     gather: Tensor  # [count * length] packed index of each padded position
     padding: Tensor  # positions in `gather` with padding
     real: Tensor  # positions in `gather` without padding
-    target: Tensor  # packed index of each position in `real`
+    real_tokens: Tensor  # packed index of each position in `real`
 
 
 class TreePlan(PlanWithRoutes):
@@ -96,7 +97,7 @@ class TreePlan(PlanWithRoutes):
         self.tokens = sum(span.length for span in self.spans)
         # Pairs of spans: all suffix tokens of a tree, and the prefix of the tree.
         self.cross = self._cross_blocks()
-        self.longest = max((prefix.length + own.length for prefix, own in self.rows()), default=0)
+        self.longest = max((prefix.length + span.length for prefix, span in self.rows()), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_SpanBin]] = {}
@@ -214,24 +215,24 @@ class TreePlan(PlanWithRoutes):
             short.backward(grad, query, key, value, lse, scaling, gradients)
             return
         query, key, value, out, grad = (_wider(tensor) for tensor in (query, key, value, out, grad))
-        lse3 = lse.unsqueeze(-1)
-        narrow = gradients[0].dtype != query.dtype
-        sums = tuple(torch.empty(t.shape, dtype=query.dtype) for t in gradients) if narrow else gradients
+        lse = lse.unsqueeze(-1)
+        sums_are_wider = gradients[0].dtype != query.dtype
+        sums = tuple(torch.empty(t.shape, dtype=query.dtype) for t in gradients) if sums_are_wider else gradients
         for block in self.self_blocks(query):
             parts = _flash_backward(
                 _take(grad, block, zero_padding=True), _take(query, block), _take(key, block), _take(value, block),
-                _take(out, block), _take(lse3, block).squeeze(-1).contiguous(), 0.0, True, scale=scaling,
+                _take(out, block), _take(lse, block).squeeze(-1).contiguous(), 0.0, True, scale=scaling,
             )  # fmt: skip
             for target, part in zip(sums, parts, strict=True):
                 _put(target, block, part)
         for rows, prefix in self.cross:
             parts = _flash_backward(
                 _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
-                _take(out, rows), _take(lse3, rows).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
+                _take(out, rows), _take(lse, rows).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
             )  # fmt: skip
             for target, span, part in zip(sums, (rows, prefix, prefix), parts, strict=True):
                 _slice(target, span).add_(part[0].transpose(0, 1))
-        if narrow:
+        if sums_are_wider:
             for target, part in zip(gradients, sums, strict=True):
                 target.copy_(part)
 
@@ -251,7 +252,7 @@ class TreePlan(PlanWithRoutes):
         return self._ragged[case]
 
     def _short_row_plan(self, query: Tensor) -> RowAttention | None:
-        """The cached row attention; None where the flash kernel is faster, such as for long rows."""
+        """The cached row attention. None if the flash kernel is faster, such as for long rows."""
         if query.dtype not in _ROW_ATTENTION_DTYPES:
             return None
         heads = query.shape[1]
@@ -276,7 +277,7 @@ class TreePlan(PlanWithRoutes):
         return rows
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_SpanBin]:
-        """The causal blocks: each span by itself if spans are large, else bins of padded spans."""
+        """The causal blocks: each span alone if spans are large, else bins of padded spans."""
         width = query.shape[1] * query.shape[2]
         flop = 4.0 * width * sum(span.length**2 for span in self.spans) / max(len(self.spans), 1)
         if flop > _SMALL_SPAN_FLOP or len(self.spans) < 4:
@@ -284,8 +285,6 @@ class TreePlan(PlanWithRoutes):
         if query.device not in self._bins:
             self._bins[query.device] = _make_bins(self.spans, query.device)
         return self._bins[query.device]
-
-    # -- any device: one masked call over padded rows ---------------------------------------------------------------
 
     def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Equal to `attend`, by one masked `scaled_dot_product_attention`. A padded row holds a span and its prefix."""
@@ -319,7 +318,7 @@ class TreePlan(PlanWithRoutes):
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Indices that copy tokens into zero-filled rows. Gathering padding instead would make backward sum all of the padding."""
+    """Indices that copy tokens into zero-filled rows. With a gather, backward would also add up the gradients of padding."""
 
     count: int  # R
     longest: int  # Q
@@ -409,20 +408,20 @@ def _put(tensor: Tensor, block: _Span | _SpanBin, part: Tensor) -> None:
         _slice(tensor, block).copy_(part[0].transpose(0, 1))
         return
     rows = part.transpose(1, 2).reshape(block.count * block.length, *tensor.shape[1:])
-    tensor.index_copy_(0, block.target, rows.index_select(0, block.real) if block.padding.numel() else rows)
+    tensor.index_copy_(0, block.real_tokens, rows.index_select(0, block.real) if block.padding.numel() else rows)
 
 
 def _make_bins(spans: list[_Span], device: torch.device) -> list[_SpanBin]:
-    """Sorts spans by length, and starts a new bin where padding would exceed `_MAX_PADDED_PER_REAL`."""
+    """Sorts spans by length. A span starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL`."""
     bins: list[_SpanBin] = []
     members: list[_Span] = []
-    real = 0
+    real_tokens = 0
     for span in sorted(spans, key=lambda span: -span.length):
-        if members and members[0].length * (len(members) + 1) > _MAX_PADDED_PER_REAL * (real + span.length):
+        if members and members[0].length * (len(members) + 1) > _MAX_PADDED_PER_REAL * (real_tokens + span.length):
             bins.append(_make_bin(members, device))
-            members, real = [], 0
+            members, real_tokens = [], 0
         members.append(span)
-        real += span.length
+        real_tokens += span.length
     if members:
         bins.append(_make_bin(members, device))
     return bins
@@ -433,16 +432,9 @@ def _make_bin(members: list[_Span], device: torch.device) -> _SpanBin:
     offset = np.arange(length)[None]
     lengths = np.array([span.length for span in members])[:, None]
     gather = np.array([span.start for span in members])[:, None] + np.minimum(offset, lengths - 1)
-    valid = (offset < lengths).reshape(-1)
-    gather = gather.reshape(-1)
-
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return to_device(np.ascontiguousarray(array.astype(np.int64)), device)
-
-    return _SpanBin(
-        len(members), length, tensor(gather), tensor(np.flatnonzero(~valid)), tensor(np.flatnonzero(valid)),
-        tensor(gather[valid]),
-    )  # fmt: skip
+    real = offset < lengths
+    indices = (gather, np.flatnonzero(~real), np.flatnonzero(real), gather[real])
+    return _SpanBin(len(members), length, *(index_tensor(index, device) for index in indices))
 
 
 def _ints(values: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -118,11 +118,11 @@ class FusedDecoder:
         return result
 
     def _rotation(self, kind: RotationKind, rows_TE: Tensor, positions_T: Tensor) -> Rotation:
-        rotary = None
-        if kind.rotary is not None:
-            call = kind.rotary
-            rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *call.arguments, **dict(call.named))
-        return make_rotation(kind, rotary, positions_T, rows_TE)
+        tables, call = None, kind.rotary
+        # The model's own rotary module computes the tables, with the arguments of the recorded call.
+        if call is not None:
+            tables = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *call.arguments, **dict(call.named))
+        return make_rotation(kind, tables, positions_T, rows_TE)
 
     def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation) -> Tensor:
         """One layer without an autograd graph: [T, E] -> [T, E]."""
@@ -214,6 +214,7 @@ class FusedDecoder:
         grad_active = scratch.take("grad_active", tokens, size, x)
         grad_branch = self._branch_gradient(layer, layer.output_norm, grad, saved.mlp_branch)
         torch.mm(grad_branch, mlp.down.weight(), out=grad_active)
+        # Overwrites `gate_up` with its gradient, and fills `active` with the forward's product.
         kernels.gated_backward_(gate_up, grad_active, active, scratch, mlp.activation)
         mlp.down.add_gradient(grad_branch, active)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
@@ -232,9 +233,9 @@ class FusedDecoder:
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
         layer.out.backward(grad_branch, flat, grad_attended)
         grad_qkv = scratch.take("qkv", tokens, saved.qkv.shape[1], x)
-        inputs, targets = (*_split(layer, saved.qkv), saved.attended, saved.lse), _split(layer, grad_qkv)
-        grad = grad_attended.view(saved.attended.shape)
-        plan.backward(grad, inputs, layer.scaling, targets, layer.terms, layer.sinks_gradient)
+        inputs = (*_split(layer, saved.qkv), saved.attended, saved.lse)
+        grad, gradients = grad_attended.view(saved.attended.shape), _split(layer, grad_qkv)
+        plan.backward(grad, inputs, layer.scaling, gradients, layer.terms, layer.sinks_gradient)
         self._rotate_backward(layer, grad_qkv, saved.raw, rotation)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
         layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), grad_normed)

@@ -1,20 +1,20 @@
 """The fused decoder's description of a layer (`Layer`), and how it is read from transformers' modules.
 
 `read_layer` finds the parts by their names. It returns None unless every module, parameter and setting of the layer is known here.
-A name proves nothing, so `tracing.matches` compares the result with a recorded call of the layer, and the gate (runtime/gate.py)
+The names prove nothing, so `tracing.matches` compares the result with a recorded call of the layer, and the gate (runtime/gate.py)
 compares the whole model.
 
-    parts              which families
+    parts              families of models
     two norms          before attention and before the MLP: Llama, Qwen, Mistral, Granite, SmolLM3, Phi-3, Gemma;
-                       behind them: OLMo-2
-    four norms         around both: Gemma-2, Gemma-3
+                       after attention and after the MLP: OLMo-2
+    four norms         before and after both: Gemma-2, Gemma-3
     q_norm, k_norm     of each head: Qwen3, Gemma-3; of all heads together: OLMo-2
     one matrix         for q, k and v, and for gate and up: Phi-3
-    sinks              one more score of each head: gpt-oss
-    experts            in the place of the MLP: gpt-oss, Qwen2-MoE and Qwen3-MoE, Mixtral, OLMoE; called as the model calls them
+    sinks              one more score for each head: gpt-oss
+    experts            instead of the MLP, run by the model's own code: gpt-oss, Qwen2-MoE and Qwen3-MoE, Mixtral, OLMoE
 
 Shape legend: E hidden size, H query heads, K key/value heads, D head size, F size of the MLP, N rows, T packed
-tokens, R numbers of a head that rotary turns.
+tokens, R entries of a head that the rotary embedding changes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
 from ..parameters.packed import JoinedLinear
 
-# Settings that the modules of a layer may have. Each one is read below, or has no effect of its own (a size, a name), or is an
-# argument of attention, which a recorded call shows. A layer with any other setting may compute anything.
+# Settings that the modules of a layer may have. Each setting is read below, or has no effect of its own (a size, a name), or is an
+# argument of attention, which a recorded call shows. A layer with an unknown setting may compute something else.
 _KNOWN_SETTINGS = {
     "block": {"config", "hidden_size", "layer_idx", "residual_multiplier", "gradient_checkpointing"},
     "attention": {
@@ -44,9 +44,9 @@ _KNOWN_SETTINGS = {
     },
     "mlp": {"config", "hidden_size", "intermediate_size"},
 }  # fmt: skip
-_OF_MODULES = frozenset(vars(nn.Module()))
-# Names of the norms of a layer: before attention, behind it, before the MLP, behind it.
-_NORMS = (
+_ATTRIBUTES_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+# Names of the norms of a layer: before attention, after attention, before the MLP, after the MLP.
+_NORM_NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -64,7 +64,7 @@ class Norm:
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
-        """The result may lie in `out_NE` or in a new tensor."""
+        """Returns `out_NE` with the result, or a new tensor."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
@@ -73,9 +73,9 @@ class Norm:
 
 
 class RotaryCall(NamedTuple):
-    """Arguments of a model's rotary embedding beside hidden states and positions (Gemma-3 passes the type of the layer).
+    """Arguments of a model's rotary embedding besides hidden states and positions (Gemma-3 passes the type of the layer).
 
-    doubled: whether the tables of cos and sin hold each angle twice (gpt-oss: once).
+    doubled: whether the tables of cos and sin contain each angle twice (gpt-oss: once).
     """
 
     arguments: tuple[Any, ...] = ()
@@ -98,8 +98,8 @@ class RotationKind(NamedTuple):
 class Rotation(NamedTuple):
     """A `RotationKind` at the positions of some tokens."""
 
-    cos: Tensor | None  # [T, R / 2] of the first R numbers of a head
-    sin: Tensor | None
+    cos: Tensor | None  # [T, R / 2], for the first R entries of each head
+    sin: Tensor | None  # the same shape
     query_scale: Tensor | None  # [T]
 
 
@@ -128,7 +128,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The parts of one decoder layer; None for a part that the layer does not have."""
+    """The parts of one decoder layer. A part that the layer does not have is None."""
 
     number: int
     input_norm: Norm | None
@@ -151,13 +151,13 @@ class Layer:
 
     @property
     def products(self) -> tuple[JoinedLinear, ...]:
-        """The matrix products that the fused decoder computes; experts compute their own."""
+        """The matrix products that the fused decoder computes. The products of experts are not among them."""
         return (self.qkv, self.out, *((self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, Mlp) else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How the model ran one layer (tracing.py): input and output, and what the layer gave to attention."""
+    """A recorded call of one layer of the model (tracing.py): its input and output, and the arguments of its attention."""
 
     x: Tensor  # [1, T, E]
     out: Tensor  # [1, T, E]
@@ -178,13 +178,12 @@ class _Parts(NamedTuple):
     qkv: list[Any]
     out: Any
     mlp: _MlpParts | nn.Module
-    norms: list[Any]  # as in _NORMS
-    head_norms: list[Any]  # none, or of queries and of keys
-    # The layer, its halves, the activation: whatever holds no parameter itself.
-    holders: list[nn.Module]
+    norms: list[Any]  # in the order of _NORM_NAMES, None if absent
+    head_norms: list[Any]  # empty, or of queries and of keys
+    containers: list[nn.Module]  # modules without parameters of their own
 
-    def own(self) -> list[Any]:
-        """All that may hold a parameter, experts left out."""
+    def with_parameters(self) -> list[Any]:
+        """All modules that may have parameters, except experts."""
         norms = [norm for norm in (*self.norms, *self.head_norms) if norm is not None]
         mlp = [*self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, _MlpParts) else []
         return [*self.qkv, self.out, *mlp, *norms]
@@ -193,7 +192,7 @@ class _Parts(NamedTuple):
 def read_layer(
     number: int, block: nn.Module, call: LayerCall, flat: FlatWeights, index: dict[int, int], pack: bool
 ) -> Layer | None:
-    """None if a part is missing or unknown. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
+    """None if a part is missing or unknown. `index`: id of a parameter -> its index in `flat`. `pack`: see packed.py."""
     parts = _find_parts(block)
     sinks = call.terms.sinks
     if parts is None or not _knows_settings(block) or not _accounts_for(block, parts, sinks, index):
@@ -213,26 +212,26 @@ def read_layer(
     def joined(*members: Any) -> JoinedLinear:
         return JoinedLinear(flat, list(members), index, pack)
 
-    before, behind, mlp_before, mlp_behind = parts.norms
+    before_attention, after_attention, before_mlp, after_mlp = parts.norms
     query_norm, key_norm = parts.head_norms or (None, None)
     heads, kv_heads, size = sizes
     return Layer(
         number=number,
-        input_norm=norm(before),
+        input_norm=norm(before_attention),
         qkv=joined(*parts.qkv),
         query_norm=norm(query_norm),
         key_norm=norm(key_norm),
         out=joined(parts.out),
-        attention_norm=norm(behind),
-        mlp_norm=norm(mlp_before),
+        attention_norm=norm(after_attention),
+        mlp_norm=norm(before_mlp),
         mlp=Mlp(joined(*mlp.gate_up), mlp.activation, joined(mlp.down)) if isinstance(mlp, _MlpParts) else mlp,
-        output_norm=norm(mlp_behind),
+        output_norm=norm(after_mlp),
         multiplier=float(getattr(block, "residual_multiplier", 1.0)),
         heads=heads,
         kv_heads=kv_heads,
         head_size=size,
         scaling=call.scaling,
-        # Every decode step tests `terms is PLAIN`.
+        # Decode steps test `terms is PLAIN`, which is faster than `terms.plain`.
         terms=PLAIN if call.terms.plain else call.terms,
         sinks_gradient=None if sinks is None else gradient(sinks),
         rotation=RotationKind(call.rotary, _query_scaling(attention)),
@@ -244,25 +243,27 @@ def _find_parts(block: nn.Module) -> _Parts | None:
     if not isinstance(attention, nn.Module) or mlp is None:
         return None
     qkv, out = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), _present(attention, "o_proj")
-    norms = next((found for names in _NORMS if (found := _norms(block, names)) is not None), None)
+    norms = next((norms for names in _NORM_NAMES if (norms := _find_norms(block, names)) is not None), None)
     head_norms = _present(attention, "q_norm", "k_norm")
     experts = experts_of(block)
-    half = _find_mlp(mlp) if experts is None else experts
-    if norms is None or half is None or len(qkv) not in (1, 3) or len(out) != 1 or len(head_norms) not in (0, 2):
+    mlp_parts = _find_mlp(mlp) if experts is None else experts
+    if norms is None or mlp_parts is None or len(qkv) not in (1, 3) or len(out) != 1 or len(head_norms) not in (0, 2):
         return None
     if not _are_linear(qkv, out) or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms):
         return None
-    holders = [block, attention, *((mlp, *_activations(mlp)[0].modules()) if experts is None else ())]
-    return _Parts(qkv, out[0], half, norms, head_norms, holders)
+    containers = [block, attention]
+    if experts is None:
+        containers += [mlp, *_activations(mlp)[0].modules()]
+    return _Parts(qkv, out[0], mlp_parts, norms, head_norms, containers)
 
 
 def _mlp_of(block: nn.Module) -> nn.Module | None:
-    found = _present(block, "mlp", "block_sparse_moe")
-    return found[0] if len(found) == 1 and isinstance(found[0], nn.Module) else None
+    modules = _present(block, "mlp", "block_sparse_moe")
+    return modules[0] if len(modules) == 1 and isinstance(modules[0], nn.Module) else None
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """The module with the layer's experts; None if the layer has a dense MLP."""
+    """The module with the layer's experts. None if the layer has a dense MLP."""
     mlp = _mlp_of(block)
     return mlp if mlp is not None and any("expert" in name for name, _ in mlp.named_modules()) else None
 
@@ -281,20 +282,19 @@ def _activations(mlp: nn.Module) -> list[Any]:
 
 
 def _are_linear(*products: list[Any]) -> bool:
-    """Whether all are plain linear layers, and the members of each joined product all have a bias or all have none."""
-    return all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined) and all(
-        len({part.bias is None for part in joined}) == 1 for joined in products
-    )
+    """Whether all modules are plain linear layers. The modules of one product must all have a bias, or all have none."""
+    linear = all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined)
+    return linear and all(len({part.bias is None for part in joined}) == 1 for joined in products)
 
 
 def _knows_settings(block: nn.Module) -> bool:
-    """Whether every setting of a layer's modules is in `_KNOWN_SETTINGS`. Experts are called as modules with their own settings."""
-    places = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
+    """Whether all settings of the layer's modules are in `_KNOWN_SETTINGS`. Experts may have any settings: their own code runs."""
+    modules = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
     return all(
-        not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
-        for place, part in places.items()
+        not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[kind]
+        for kind, part in modules.items()
         for name, value in vars(part).items()
-        if name not in _OF_MODULES and not name.startswith("_")
+        if name not in _ATTRIBUTES_OF_ALL_MODULES and not name.startswith("_")
     )
 
 
@@ -302,43 +302,42 @@ def _present(module: nn.Module, *names: str) -> list[Any]:
     return [part for name in names if (part := getattr(module, name, None)) is not None]
 
 
-def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
-    """The norms of those names, if these are all that the layer has."""
-    found = [None if name is None else getattr(block, name, None) for name in names]
-    own = {id(part) for part in block.children() if isinstance(part, FusedRMSNorm)}
-    return found if len(own) == 4 - names.count(None) and own == {id(norm) for norm in found} - {id(None)} else None
+def _find_norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
+    """The norms with these names, or None if one is missing or the layer has more norms."""
+    norms = [None if name is None else getattr(block, name, None) for name in names]
+    present = {id(part) for part in block.children() if isinstance(part, FusedRMSNorm)}
+    complete = len(present) == 4 - names.count(None) and present == {id(norm) for norm in norms if norm is not None}
+    return norms if complete else None
 
 
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
-    """Whether the found parts and the experts hold every module and parameter of the layer, and only the experts hold buffers."""
+    """Whether `parts` contains every module and parameter of the layer, and only the experts have buffers."""
     experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
-    modules = {id(module) for module in (*parts.holders, *parts.own(), *experts.modules())} | {
-        id(part) for part in block.modules() if _is_idle(part)
-    }
-    parameters = {id(parameter) for part in (*parts.own(), experts) for parameter in part.parameters()}
+    known = (*parts.containers, *parts.with_parameters(), *experts.modules(), *filter(_has_no_effect, block.modules()))
+    parameters = {id(parameter) for part in (*parts.with_parameters(), experts) for parameter in part.parameters()}
     if sinks is not None:
         parameters.add(id(sinks))
     return (
-        {id(part) for part in block.modules()} <= modules
+        {id(part) for part in block.modules()} <= {id(part) for part in known}
         and {id(parameter) for parameter in block.parameters()} == parameters
         and parameters <= index.keys()
         and {id(buffer) for buffer in block.buffers()} == {id(buffer) for buffer in experts.buffers()}
     )
 
 
-def _is_idle(part: nn.Module) -> bool:
+def _has_no_effect(part: nn.Module) -> bool:
     return isinstance(part, nn.Identity) or (isinstance(part, nn.Dropout) and part.p == 0)
 
 
 def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
-    """H, K and D, where the sizes of all products and of the norms fit."""
+    """H, K and D. None if the sizes of the products or of the norms contradict each other."""
     size = getattr(attention, "head_dim", None)
     queries = parts.out.in_features
     if not isinstance(size, int) or queries % size:
         return None
     outputs = [part.out_features for part in parts.qkv]
-    keys, odd = divmod(sum(outputs) - queries, 2)
-    if odd or keys <= 0 or keys % size or (len(outputs) == 3 and outputs != [queries, keys, keys]):
+    keys, remainder = divmod(sum(outputs) - queries, 2)
+    if remainder or keys <= 0 or keys % size or (len(outputs) == 3 and outputs != [queries, keys, keys]):
         return None
     widths = [tuple(norm.weight.shape) for norm in parts.head_norms]
     if widths not in ([], [(size,), (size,)], [(queries,), (keys,)]):
@@ -348,13 +347,13 @@ def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
 
 @torch.no_grad()
 def _activation(module: Any) -> str | None:
-    """Which of `kernels.ACTIVATIONS` the module computes, by its values."""
+    """The name in `kernels.ACTIVATIONS` of the function that the module computes. None if the values match none."""
     if not isinstance(module, nn.Module) or any(True for _ in (*module.parameters(), *module.buffers())):
         return None
     x = torch.linspace(-8.0, 8.0, 257, dtype=torch.float64)
     candidates = {"silu": F.silu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
-    found = module(x)
-    return next((name for name, own in candidates.items() if torch.allclose(found, own, rtol=0, atol=1e-6)), None)
+    y = module(x)
+    return next((name for name, values in candidates.items() if torch.allclose(y, values, rtol=0, atol=1e-6)), None)
 
 
 def _query_scaling(attention: Any) -> tuple[float, float] | None:

@@ -27,7 +27,7 @@ from .layers import Layer, LayerCall, RotaryCall, Rotation
 
 Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
 
-_TOKENS = 24
+_TOKENS = 24  # of the recorded forward
 # Tensors that a layer may get as keyword arguments. A layer with any other tensor is unknown.
 _KNOWN_TENSORS = {"position_ids", "position_embeddings", "cache_position"}
 
@@ -83,7 +83,7 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
     module.eval()
     try:
         arguments = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "use_cache": False}
-        last = decoder(**arguments, **{PLAN_ARGUMENT: attention}).last_hidden_state
+        final = decoder(**arguments, **{PLAN_ARGUMENT: attention}).last_hidden_state
         rotary_calls = [(_rotary_call(call), call[2]) for call in rotations]
         layers = [
             _layer_call(call, out, rotary_calls, attention.recorded[number])
@@ -104,7 +104,7 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
         layer is None or not torch.equal(layer.x, x) for layer, x in zip(layers, chain, strict=False)
     ):
         return None
-    if not torch.equal(decoder.norm(chain[-1]), last):
+    if not torch.equal(decoder.norm(chain[-1]), final):
         return None
     return DecoderCalls(cast(list[LayerCall], layers), positions_T, multiplier)
 
@@ -121,12 +121,12 @@ def _positions(config: Any) -> Tensor:
 
 
 def _rotary_call(call: tuple[tuple[Any, ...], dict[str, Any], Any]) -> RotaryCall:
-    """Errors: TypeError for unhashable arguments, because the decoder has a dictionary with `RotaryCall` keys."""
+    """Errors: TypeError for unhashable arguments, because `FusedDecoder` uses a `RotaryCall` as a key."""
     arguments, named, tables = call
-    others = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
+    extra = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
     half = tables[0].shape[-1] // 2
     doubled = all(torch.equal(table[..., :half], table[..., half:]) for table in tables)
-    rotary_call = RotaryCall(tuple(arguments[2:]), tuple(sorted(others.items())), doubled)
+    rotary_call = RotaryCall(tuple(arguments[2:]), tuple(sorted(extra.items())), doubled)
     hash(rotary_call)
     return rotary_call
 

@@ -15,7 +15,7 @@ rounds entropies to bfloat16. `liger_cross_entropy_kernel` takes no temperature,
 the loss is known. `chunked_loss.grpo_loss` is written in torch.
 
 Liger's compiled code has the temperature as a constant. A process compiles the kernels, for about a second, for each of its first
-`MOST_TEMPERATURES` temperatures. Batches with further temperatures are computed by torch.
+`MOST_TEMPERATURES` temperatures. Batches with other temperatures are computed by torch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def choose_head_kernel(
                 "compute no soft cap; use auto or torch"
             )
         return None
-    if kind == "torch" or _unmet(device, dtype) is not None:
+    if kind == "torch" or _missing_requirement(device, dtype) is not None:
         return None
     try:
         kernel = LigerHead()
@@ -81,12 +81,12 @@ def choose_head_kernel(
 
 def require_head_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """Errors: ConfigError if `liger` is asked for and the package, the GPU or the dtype does not fit. Needs no loaded model."""
-    reason = _unmet(device, dtype)
+    reason = _missing_requirement(device, dtype)
     if kind == "liger" and reason is not None:
         raise ConfigError(f"model.head_kernel is liger, but {reason}; use auto or torch")
 
 
-def _unmet(device: torch.device, dtype: torch.dtype) -> str | None:
+def _missing_requirement(device: torch.device, dtype: torch.dtype) -> str | None:
     """The requirement of Liger's kernels that this machine or run does not meet."""
     if device.type != "cuda":
         return f"the model is on {device}, and Liger's kernels need a GPU"
@@ -125,7 +125,7 @@ def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, v
 
 
 class LigerHead:
-    """Liger's and our Triton kernels. Errors: ImportError or AttributeError if one is not installed or has other kernels."""
+    """The kernels of Liger and of triton_kernels.py. Errors: ImportError or AttributeError if Liger is missing or differs."""
 
     def __init__(self) -> None:
         # Both imports take seconds.
@@ -149,7 +149,7 @@ class LigerHead:
             return None
         self._temperatures = all_temperatures
         starts = accumulate(counts.tolist(), initial=0)
-        return _LigerPasses(self, [(*span, t) for span, t in zip(pairwise(starts), temperatures, strict=True)])
+        return _LigerPasses(self, [(*rows, value) for rows, value in zip(pairwise(starts), temperatures, strict=True)])
 
     def forward(
         self, logits: Tensor, target: Tensor, temperature: float, logp: Tensor, lse: Tensor, scratch: Tensor

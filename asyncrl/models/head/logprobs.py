@@ -33,7 +33,7 @@ from .output import PLAIN_HEAD, HeadTransform
 CHUNK_ROWS = 512
 # Tokens of a usual microbatch times a usual vocabulary.
 KEEP_LOGITS = 2048 * 49_152
-# Rows of one forward product on a CPU. In float32 64 rows took a tenth more time.
+# Rows of one forward product on a CPU. In float32, products of 64 rows took a tenth more time than products of 256 rows.
 _PRODUCT_ROWS = {torch.float32: 256}
 # The same for other dtypes. In bfloat16 256 rows save no time and need four times the memory.
 _OTHER_PRODUCT_ROWS = 64
@@ -332,8 +332,8 @@ def _logits_gradient(
     entropy_terms: tuple[Tensor, Tensor] | None,
     scratch: Tensor,
 ) -> None:
-    """Overwrites logits [R, V] with their gradient. `slope` [R]: gradient of logp / temperature. `entropy_terms`: gradient of the
-    entropy / temperature [R], and the entropy [R]. `scratch` is [2, R, V]."""
+    """Overwrites logits [R, V] with their gradient. `slope` [R]: the gradient of logp, divided by the temperature. `entropy_terms`:
+    the gradient of the entropy, divided by the temperature [R]; and the entropy [R]. `scratch` is [2, R, V]."""
     logp, work = scratch[0], scratch[1]
     torch.mul(logits, inverse.unsqueeze(1), out=logp)
     logp.sub_(lse.unsqueeze(1))

@@ -129,22 +129,24 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
         raise ConfigError(f"model.path: {name} gives logits that are not finite; check that its weights are finite")
     if not _near(head_output, F.linear(head_input, head.weight, head.bias)):
         raise ConfigError(f"model.path: the head of {name} ({type(head).__name__}) is no plain linear layer")
-    before = [scale for scale in trial.scales if _near(head_input, hidden * scale)]
+    input_scales = [scale for scale in trial.scales if _near(head_input, hidden * scale)]
     # With a bias, a scale before the head is not the same as a scale of the logits.
-    if not before or (before[0] != 1 and head.bias is not None):
+    if not input_scales or (input_scales[0] != 1 and head.bias is not None):
         raise ConfigError(
             f"model.path: {name} transforms its last hidden states before the head; supported is only a factor that the "
             f"configuration of a model without bias in the head has as one of {', '.join(SCALES)}"
         )
     test_values = trial.test_values.double()
-    after = [transform for transform in trial.transforms if _near(trial.logits, transform.apply_(test_values.clone()))]
-    if not after:
+    matching = [
+        candidate for candidate in trial.transforms if _near(trial.logits, candidate.apply_(test_values.clone()))
+    ]
+    if not matching:
         keys = {key: value for key in (*SCALES, *SOFTCAPS) if (value := _number(module, key)) is not None}
         raise ConfigError(
             f"model.path: {name} transforms its logits after the head; supported are no transform, and a factor or a soft cap "
             f"from the configuration ({keys or 'which names none'})"
         )
-    return replace(after[0], scale=after[0].scale * before[0])
+    return replace(matching[0], scale=matching[0].scale * input_scales[0])
 
 
 def linear_head(module: PreTrainedModel) -> nn.Linear:
@@ -220,7 +222,7 @@ def _run_trial(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> _Tria
     vocabulary = embedding.weight.shape[0]
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
-    if module.config._attn_implementation == IMPLEMENTATION:  # a policy prepared the module before
+    if module.config._attn_implementation == IMPLEMENTATION:  # the module is that of a policy
         arguments[PLAN_ARGUMENT] = TreePlan([0], [_TOKENS])
     with _hooks(module, head, trial):
         try:
@@ -253,7 +255,7 @@ def _hooks(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> Iterator[
 
 
 def _near(actual: Tensor, expected: Tensor) -> bool:
-    """Equal up to the rounding of a few operations in the dtype of `actual`."""
+    """Whether the tensors are equal, up to the rounding of a few operations in the dtype of `actual`."""
     if actual.shape != expected.shape:
         return False
     tolerance = min(64 * torch.finfo(actual.dtype).eps, 0.02)

@@ -17,8 +17,8 @@ def entropy_kernel(
 ) -> None:
     """ENTROPY [R] = -sum p log p, with p = softmax(LOGITS [R, N] * INVERSE [R]). INVERSE is 1 / temperature.
 
-    With l = LOGITS * INVERSE - LSE and w = exp(l), the entropy is log(sum w) - (sum w l) / sum w. It does not assume that w sums to
-    one, since LSE has a large rounding error for large logits."""
+    With l = LOGITS * INVERSE - LSE and w = exp(l), the entropy is log(sum w) - (sum w l) / sum w. This formula does not assume that
+    w sums to one, since LSE has a large rounding error for large logits."""
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(INVERSE + row)
     lse = tl.load(LSE + row)
@@ -42,24 +42,25 @@ def gradient_kernel(
     INVERSE: tl.tensor,
     LSE: tl.tensor,
     ENTROPY: tl.tensor,
-    SLOPE: tl.tensor,
-    BEND: tl.tensor,
+    LOGP_SLOPE: tl.tensor,
+    ENTROPY_SLOPE: tl.tensor,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """LOGITS [R, N] = SLOPE (onehot - p) - BEND p (log p + ENTROPY), in place. SLOPE and BEND [R] are the gradients of log-prob and
-    entropy, divided by the temperature."""
+    """LOGITS [R, N] = LOGP_SLOPE (onehot - p) - ENTROPY_SLOPE p (log p + ENTROPY), in place. The slopes [R] are the gradients of
+    log-prob and entropy, divided by the temperature."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGET + row)
     inverse = tl.load(INVERSE + row)
     lse = tl.load(LSE + row)
     entropy = tl.load(ENTROPY + row)
-    slope = tl.load(SLOPE + row)
-    bend = tl.load(BEND + row)
+    logp_slope = tl.load(LOGP_SLOPE + row)
+    entropy_slope = tl.load(ENTROPY_SLOPE + row)
     for start in range(0, N, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         inside = columns < N
         logits = tl.load(LOGITS + row * N + columns, mask=inside, other=0.0).to(tl.float32)
         logp = logits * inverse - lse
-        gradient = tl.where(columns == target, slope, 0.0) - tl.exp(logp) * (slope + bend * (logp + entropy))
+        weight = logp_slope + entropy_slope * (logp + entropy)
+        gradient = tl.where(columns == target, logp_slope, 0.0) - tl.exp(logp) * weight
         tl.store(LOGITS + row * N + columns, gradient, mask=inside)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import library as native
-from .norms import fuses, shifted
+from .norms import add_offset, fuses
 
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
 _BLOCK_BYTES = 1 << 20  # of the widest operand
@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
         fused: Tensor = _norm(x, [x.shape[-1]], weight, eps)[0]
         return fused
     dtype = wide(x.dtype)
-    weight = shifted(weight, offset, dtype)
+    weight = add_offset(weight, offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
         scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -99,7 +99,7 @@ def rms_norm_backward(
         return
     dtype = wide(x.dtype)
     total = torch.zeros_like(weight, dtype=dtype)
-    wide_weight = shifted(weight.to(dtype), offset, dtype)
+    wide_weight = add_offset(weight.to(dtype), offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
         scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -152,19 +152,19 @@ def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch, activation: str) -> None:
-    """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
+    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. Destroys `grad` [N, F]."""
     if activation == "silu":
         swiglu_backward_(gate_up, grad, product, scratch)
         return
     size, approximate = grad.shape[1], ACTIVATIONS[activation]
     for rows in blocks(gate_up):
-        gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
-        active = scratch.take("active gate", own.shape[0], size, own)
+        gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
+        active = scratch.take("active gate", grad_rows.shape[0], size, grad_rows)
         torch.ops.aten.gelu.out(gate, approximate=approximate, out=active)
         torch.mul(active, up, out=product[rows])
-        active.mul_(own)
-        own.mul_(up)
-        torch.ops.aten.gelu_backward.grad_input(own, gate, approximate=approximate, grad_input=gate)
+        active.mul_(grad_rows)
+        grad_rows.mul_(up)
+        torch.ops.aten.gelu_backward.grad_input(grad_rows, gate, approximate=approximate, grad_input=gate)
         up.copy_(active)
 
 
@@ -182,17 +182,17 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
-    """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
+    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. Destroys `grad` [N, F]."""
     size = grad.shape[1]
     if native.takes(gate_up, grad, product, size=size):
         native.swiglu_backward_(gate_up, grad, product)
         return
     for rows in blocks(gate_up):
-        gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
-        active = scratch.take("silu", own.shape[0], size, own)
+        gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
+        active = scratch.take("silu", grad_rows.shape[0], size, grad_rows)
         torch.ops.aten.silu.out(gate, out=active)
         torch.mul(active, up, out=product[rows])
-        active.mul_(own)
-        own.mul_(up)
-        torch.ops.aten.silu_backward.grad_input(own, gate, grad_input=gate)
+        active.mul_(grad_rows)
+        grad_rows.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(grad_rows, gate, grad_input=gate)
         up.copy_(active)

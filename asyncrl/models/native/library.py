@@ -19,8 +19,7 @@ from asyncrl.builds import is_current_build, native_enabled
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # values in a vector of the kernels
-# Head sizes of `decode_attention`.
-_HEAD_SIZES = (16, 32, 64, 128)
+_HEAD_SIZES = (16, 32, 64, 128)  # of `decode_attention`
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 # Argument types of the C functions.
 _SIGNATURES = {
@@ -39,7 +38,7 @@ _SIGNATURES = {
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library that was built for this CPU. torch names the CPU, so `ATEN_CPU_CAPABILITY` has its effect here too."""
+    """The library that was built for this CPU. torch names the CPU, so the library depends on `ATEN_CPU_CAPABILITY` too."""
     if not native_enabled():
         return None
     folder = Path(__file__).parent
@@ -151,16 +150,16 @@ def head_gradient_(
     _call("head_gradient", logits, logits, logits.stride(0), *tensors, *logits.shape)
 
 
-def row_softmax(scores: Tensor, out: Tensor, prefix_R: Tensor, own_R: Tensor, heads: int, length: int) -> None:
+def row_softmax(scores: Tensor, out: Tensor, prefix_R: Tensor, own_length_R: Tensor, heads: int, length: int) -> None:
     """scores [R K, L G, P + L] float32 -> weights `out` of the same shape, both contiguous. Query l of row r sees the first
-    `prefix_R[r]` keys of the prefix, and keys 0..l of the row's `own_R[r]` own keys (int64). Other keys get weight 0."""
+    `prefix_R[r]` keys of the prefix, and keys 0..l of the `own_length_R[r]` own keys (int64). Other keys get weight 0."""
     count = prefix_R.numel()
     group, context = scores.shape[1] // length, scores.shape[2] - length
-    _call("row_softmax", out, scores, out, prefix_R, own_R, count, heads, length, group, context)
+    _call("row_softmax", out, scores, out, prefix_R, own_length_R, count, heads, length, group, context)
 
 
 def row_softmax_backward_(weights: Tensor, slope: Tensor, scale: float) -> None:
-    """Overwrites `slope`, the gradient of `weights` [..., C], with `scale` times the gradient of the scores. Both contiguous."""
+    """Overwrites `slope`, the gradient of `weights` [..., C], with `scale` times that of the scores. Both must be contiguous."""
     size = weights.shape[-1]
     _call("row_softmax_backward", weights, weights, slope, scale, weights.numel() // size, size)
 
@@ -177,9 +176,9 @@ def decode_attention(
     """Writes `key` and `value` [n, K, D] to the first n rows of the cache `keys` and `values` [rows, K, positions, D] at
     `position_n` (int64). Returns attention of `query` [n, H, D] over positions [0..position_n] -> [n, H, D]. Errors: ValueError
     for a dtype, head size or number of key/value heads that is not the cache's."""
-    (rows, total, size), heads = query.shape, keys.shape[1]
-    one_dtype = query.dtype == key.dtype == value.dtype == keys.dtype
-    if not one_dtype or size != keys.shape[3] or not key.shape == value.shape == (rows, heads, size):
+    (rows, query_heads, size), heads = query.shape, keys.shape[1]
+    same_dtype = query.dtype == key.dtype == value.dtype == keys.dtype
+    if not same_dtype or size != keys.shape[3] or not key.shape == value.shape == (rows, heads, size):
         raise ValueError(
             f"decode attention: the cache holds {heads} heads of {keys.shape[3]} in {keys.dtype}; found queries of "
             f"{tuple(query.shape)} in {query.dtype}, keys of {tuple(key.shape)} in {key.dtype}, values of "
@@ -193,7 +192,7 @@ def decode_attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _call(
         "decode_attention", query, query, query.stride(0), key, key.stride(0), value, value.stride(0), keys, values,
-        keys.stride(0), keys.stride(1), position_n, scaling, out, rows, heads, total // heads, size,
+        keys.stride(0), keys.stride(1), position_n, scaling, out, rows, heads, query_heads // heads, size,
     )  # fmt: skip
     return out
 

@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
-        out: Tensor = (wide * scale).mul_(shifted(weight, offset, wide.dtype)).to(x.dtype)
+        out: Tensor = (wide * scale).mul_(add_offset(weight, offset, wide.dtype)).to(x.dtype)
         return out
 
     @staticmethod
@@ -49,12 +49,12 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        inner = wide * shifted(weight, ctx.offset, wide.dtype)
+        inner = wide * add_offset(weight, ctx.offset, wide.dtype)
         mean = torch.linalg.vecdot(inner, normed).div_(x.shape[-1]).unsqueeze(-1)
         return inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None, None
 
 
-def shifted(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+def add_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
     """`offset + weight` in `dtype`, because a sum in bfloat16 would lose small weights. Offset 0: the weight, unconverted."""
     return weight.to(dtype) + offset if offset else weight
 

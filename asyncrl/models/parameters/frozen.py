@@ -20,13 +20,13 @@ _UNREACHED = "_asyncrl_unreached"
 
 
 def family(name: str) -> str:
-    """The name of a parameter with `*` in the place of the numbers of layers and experts."""
+    """The name of a parameter, with `*` instead of the numbers of layers and experts."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def unreached_families(gradients: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
-    """The families in which no parameter has a gradient. An expert that no token chose has none, but other experts of its family
-    do."""
+    """The families in which no parameter has a gradient. An expert that no token chose has no gradient, but other experts of its
+    family have one."""
     reached = {family(name) for name, gradient in gradients.items() if gradient is not None}
     return frozenset(map(family, gradients)) - reached
 
@@ -37,7 +37,7 @@ def mark_unreached(module: nn.Module, families: Collection[str]) -> None:
 
 
 def unreached_names(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters that `mark_unreached` marked; empty before."""
+    """Names of the parameters that `mark_unreached` marked."""
     families = module.__dict__.get(_UNREACHED, frozenset())
     return frozenset(name for name, _ in module.named_parameters() if family(name) in families)
 

@@ -18,8 +18,7 @@ ALIGNMENT = 64
 class Layout:
     """Parameters in the order of the buffer. Tied parameters have one entry. Offsets and `size` are in elements."""
 
-    # The names of transformers.
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # as in transformers
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     size: int

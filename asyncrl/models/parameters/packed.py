@@ -5,7 +5,7 @@ reorder a weight once (`mkldnn._reorder_linear_weight`, which torch's freezing u
 with new weights, which makes that product slower. Backward products read the plain weights, whose layout suits them.
 
 Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
-used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `FlatWeights.working`.
+used if oneDNN is missing or does not pack the dtype. It is also used while the modules read another buffer than `flat.working`.
 
 Shape legend: N rows, I input features, O output features of all members together.
 """
@@ -83,7 +83,7 @@ class JoinedLinear:
         parts = [self.flat.view(buffer, i) for i in indices]
         if len(parts) == 1:
             return parts[0]
-        # `_adjacent` is true of the weights only. A bias has one dimension.
+        # `_adjacent` says nothing about the biases, which have one dimension.
         if not self._adjacent or parts[0].ndim < 2:
             return torch.cat(parts)
         start = self.flat.offsets[indices[0]]
@@ -105,14 +105,14 @@ class JoinedLinear:
             return
         # Frees the old copy first: the memory may not suffice for two copies.
         self._packed = None
-        bound = self.flat.bound
-        bias = self._join(bound, self.biases) if self.biases else None
+        buffer = self.flat.bound  # the buffer that the modules read
+        bias = self._join(buffer, self.biases) if self.biases else None
         if len(self.biases) > 1 and bias is not None and self._bias is not None:
             # A captured CUDA graph reads the address of this copy, so the copy must not move.
             self._bias.copy_(bias)
         else:
             self._bias = bias
-        if self._pack and bound is self.flat.working:
+        if self._pack and buffer is self.flat.working:
             self._packed = pack(self.weight())
         self._stamp = stamp
 

@@ -19,7 +19,7 @@ def is_builder(config: ModelConfig) -> bool:
 
 
 def refuse_unread_settings(config: ModelConfig) -> None:
-    """Errors: ConfigError if a setting is given that a model from a function ignores."""
+    """Errors: ConfigError if `model.path` names a function, and a setting is given that has no effect on such a model."""
     unread = [name for name in ("tokenizer", "gguf_file", "random_init") if getattr(config, name)]
     if is_builder(config) and unread:
         raise ConfigError(
@@ -50,7 +50,7 @@ def load_builder(path: str, setting: str) -> Callable[[int], Any]:
     except TypeError as error:
         raise ConfigError(f"{setting}: {path} cannot be called with a seed ({error}); {expected}") from error
     except ValueError:
-        # Functions written in C have no signature. A wrong one fails when it is called.
+        # Functions written in C have no signature. If the function takes no seed, its call fails.
         pass
     return builder  # type: ignore[no-any-return]  # callable() is true
 
