@@ -1,7 +1,6 @@
 """Checks that the chosen loss, advantage and terms fit each other and the rest of the configuration.
 
-Every complaint names the value, the reason and the way out. A rule about a single method is declared by that method, in
-`algorithms/`.
+Every complaint names the value, the reason and a remedy. A rule about a single method is declared by that method, in `algorithms/`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer allocates a second gradient buffer: the settings ask for one, and the entropy term needs one."""
+    """Whether the trainer allocates a second gradient buffer, because it is switched on and the entropy term has another normaliser."""
     terms = chosen_terms(algorithm)
     requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
     return requested and terms.entropy.has_other_normaliser(chosen_loss(algorithm))
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
-    """Yield one sentence per contradiction. `streaming`: groups are trained before the size of their step is known."""
+    """Yields one sentence for each contradiction. `streaming`: groups are trained before the size of their step is known."""
     algorithm = config.algorithm
     context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)
@@ -55,7 +54,7 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     if streaming and context.advantage.needs_whole_step:
         yield (
             f"algorithm.advantage is {algorithm.advantage}, whose statistics span the whole step, but rollout.streaming trains "
-            "each group as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use "
+            "each group before the other groups of the step are known; set rollout.streaming=false (preset one_off or sync), or use "
             "an estimator of the group: grpo, dr_grpo, rloo"
         )
 
@@ -97,7 +96,7 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
             f"loss={loss.on_policy_is}, which is the same loss without the ratio, or leave force_on_policy out"
         )
     elif loss.section == "clip":
-        # A resolved configuration holds derived values in place of missing defaults. Neither was chosen by the user.
+        # The user chose neither the defaults nor the derived values of a resolved configuration.
         derived = type(loss)().derived()
         for setting in loss.settings():
             if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):

@@ -1,6 +1,6 @@
-"""What a configuration must not say. Every complaint names the value, the reason and the way out.
+"""Checks the values of a configuration. Every complaint names the value, the reason and a remedy.
 
-Each check is a generator of sentences, and `complaints` has them all. What losses and advantages refuse is in `check_losses.py`.
+Each check is a generator of sentences. `complaints` runs all checks. Those of losses and advantages are in `check_losses.py`.
 """
 
 from __future__ import annotations
@@ -19,72 +19,73 @@ from .fields import get, knobs
 from .methods import SETTINGS
 from .schema import Config
 
-# Characters that a URL holds without escapes, and too many to guess.
+# Characters that need no escape in a URL. At least 16, so that nobody can guess the key.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
 
 
 class Switch(NamedTuple):
-    """When a section is read. `names`: the settings that turn it on."""
+    """Whether the settings of a section have an effect. `switches`: the settings that turn the section on."""
 
-    on: Callable[[Config], bool]
-    # Error text: why the section is not read, and the way out.
-    off: str
-    names: tuple[str, ...] = ()
+    is_on: Callable[[Config], bool]
+    # Error text: why the section has no effect, and a remedy.
+    off_message: str
+    switches: tuple[str, ...] = ()
 
 
 SWITCHED: Mapping[str, Switch] = {
     "model.lora": Switch(
-        lambda c: c.model.lora.rank > 0, "model.lora.rank is 0: there are no adapters; set it", ("rank",)
+        lambda config: config.model.lora.rank > 0, "model.lora.rank is 0: there are no adapters; set it", ("rank",)
     ),
     "reward.overlong": Switch(
-        lambda c: c.reward.overlong.cache is not None,
-        "reward.overlong.cache is not set: there is no such component; set it",
+        lambda config: config.reward.overlong.cache is not None,
+        "reward.overlong.cache is not set: there is no component `overlong`; set it",
         ("cache",),
     ),
     "rollout.filter": Switch(
-        lambda c: (
-            c.rollout.filter.dynamic_sampling
-            or (c.rollout.filter.min_mean_reward, c.rollout.filter.max_mean_reward) != (None, None)
+        lambda config: (
+            config.rollout.filter.dynamic_sampling
+            or (config.rollout.filter.min_mean_reward, config.rollout.filter.max_mean_reward) != (None, None)
         ),
         "no filter is on; set rollout.filter.dynamic_sampling, min_mean_reward or max_mean_reward",
         ("dynamic_sampling", "min_mean_reward", "max_mean_reward"),
     ),
     "door": Switch(
-        lambda c: c.door.ring is not None, "door.ring is not set; name the ring that it is about", ("ring",)
+        lambda config: config.door.ring is not None, "door.ring is not set: there is no door; set it", ("ring",)
     ),
-    "replay": Switch(lambda c: c.replay.size > 0, "replay.size is 0: nothing is played again; set it", ("size",)),
+    "replay": Switch(lambda c: c.replay.size > 0, "replay.size is 0: no group is replayed; set it", ("size",)),
     "reroll": Switch(
-        lambda c: c.reroll.start_fraction < 1,
+        lambda config: config.reroll.start_fraction < 1,
         "reroll.start_fraction is 1: no prompt is played again; set it",
         ("start_fraction",),
     ),
     "telemetry.profile": Switch(
-        lambda c: get(c, "telemetry.profile.from") is not None,
+        lambda config: get(config, "telemetry.profile.from") is not None,
         "telemetry.profile.from is not set: there is no profile; set it",
         ("from",),
     ),
     "generation": Switch(
-        lambda c: c.generation.placement != "shared",
+        lambda config: config.generation.placement != "shared",
         "generation.placement is shared: there are no workers; set it to worker",
         ("placement", "engine"),
     ),
     "dry_run": Switch(
-        lambda c: "dry_run" in (c.engine.kind, c.train.kind), "neither engine.kind nor train.kind is dry_run; set them"
+        lambda config: "dry_run" in (config.engine.kind, config.train.kind),
+        "neither engine.kind nor train.kind is dry_run; set them",
     ),
 }
 
 
 def complaints(config: Config, world_size: int, embedding: bool) -> list[str]:
-    """Everything that is wrong with a configuration whose presets are applied. `embedding`: the user's program brings prompts and
-    rewards, and ends the run."""
-    found = [text for check in _CHECKS for text in check(config)]
-    found += _check_unread(config, embedding)
-    found += _check_ranks(config, world_size)
-    return found if embedding else [*found, *_check_run(config)]
+    """All errors of a configuration whose presets are applied. `embedding`: the program of the user passes prompts and rewards, and
+    ends the run."""
+    errors = [text for check in _CHECKS for text in check(config)]
+    errors += _check_unread(config, embedding)
+    errors += _check_ranks(config, world_size)
+    return errors if embedding else [*errors, *_check_run(config)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach the host."""
+    """Whether only programs on this machine can connect to the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -92,51 +93,53 @@ def is_loopback(host: str) -> bool:
 
 
 def key_problem(host: str, key: str | None) -> str | None:
-    """What is wrong with the key, in one sentence; None if it is good. `key`: None lets the door make one; "" means no key."""
+    """An error message about the key, or None if the key is good. `key`: None means that the run makes a key, "" means no key."""
     if key is None or _KEY.fullmatch(key):
         return None
     if key:
         return (
-            f"door.http_key has {len(key)} characters, or some that a URL cannot hold; expected 16 to 256 letters, digits or "
+            f"door.http_key has {len(key)} characters, or some that need escapes in a URL; expected 16 to 256 letters, digits or "
             "any of . _ ~ - (leave it out, and the run makes one)"
         )
     if is_loopback(host):
         return None
     return (
-        f'door.http_key is "" and door.http_host {host}: without a key everybody who reaches that address could train this '
+        f'door.http_key is "" and door.http_host {host}: without a key everybody who can connect to that address could train this '
         "run; leave the key out, and the run makes one, or listen at 127.0.0.1"
     )
 
 
 def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
-    """Refuse a setting that the user changed and that nothing reads."""
+    """Refuses a setting that the user changed and that has no effect."""
     default = type(config)()
     for name in knobs():
-        if (value := get(config, name)) != get(default, name) and (why := _unread(config, name, embedding)):
-            yield f"{name} is {shown_value(value)} but {why}, or leave it out"
+        if (value := get(config, name)) != get(default, name) and (reason := _unread_reason(config, name, embedding)):
+            yield f"{name} is {shown_value(value)} but {reason}, or leave it out"
 
 
-def _unread(config: Config, name: str, embedding: bool) -> str | None:
-    """Why nothing reads this setting, and the way out; None if something reads it."""
+def _unread_reason(config: Config, name: str, embedding: bool) -> str | None:
+    """Why this setting has no effect, and a remedy. None if the setting has an effect."""
     section, _, key = name.rpartition(".")
     switch, algorithm = SWITCHED.get(section), config.algorithm
     if switch is not None:
-        # A program may open a ring of its own (`runtime.door.serve`).
-        on = switch.on(config) or key in switch.names or (embedding and section == "door")
-        return None if on else switch.off
+        # A program may open its own ring (`runtime.door.serve`).
+        has_effect = switch.is_on(config) or key in switch.switches or (embedding and section == "door")
+        return None if has_effect else switch.off_message
     if name not in SETTINGS:
         return None
     loss = chosen_loss(algorithm)
     losses = registry.readers().get(SETTINGS[name].flat, ())
-    if losses and name not in {each.dotted for each in loss.settings()}:
-        way_out = loss.instead.get(name) or f"use loss={' or '.join(losses)}"
-        return f"loss is {algorithm.loss}, which does not read it; {way_out}"
+    if losses and name not in {setting.dotted for setting in loss.settings()}:
+        remedy = loss.instead.get(name) or f"use loss={' or '.join(losses)}"
+        return f"loss is {algorithm.loss}, which does not read it; {remedy}"
     for term in chosen_terms(algorithm):
         if SETTINGS[name] in term.settings() and not term.on and key not in term.switches:
-            sampler = term.section == "importance" and algorithm.old_logprobs == "sampler"
-            return None if sampler else term.off
-    for advantage, each in registry.ADVANTAGES.items():
-        if each.settings and SETTINGS[name] in each.settings.settings() and algorithm.advantage != advantage:
+            # `_check_sampler` (check_losses.py) has a message of its own.
+            from_sampler = term.section == "importance" and algorithm.old_logprobs == "sampler"
+            return None if from_sampler else term.off
+    for advantage, estimator in registry.ADVANTAGES.items():
+        method = estimator.settings
+        if method and SETTINGS[name] in method.settings() and algorithm.advantage != advantage:
             return f"advantage is {algorithm.advantage}, which does not read it; use advantage={advantage}"
     return None
 
@@ -153,7 +156,7 @@ def _check_preset(config: Config) -> Iterator[str]:
     if rollout.streaming:
         yield (
             "rollout.streaming is true but preset is sync, which trains whole steps in prompt order so that reruns are "
-            "bit-identical; use preset=async (with rollout.max_staleness=0 if no age is wanted), or leave streaming out"
+            "bit-identical; use preset=async (with rollout.max_staleness=0 for no staleness), or leave streaming out"
         )
 
 
@@ -162,13 +165,13 @@ def _check_rollout(config: Config) -> Iterator[str]:
     if rollout.weight_sync_interval > 1 and engine == "embedded" and config.generation.placement != "worker":
         yield (
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but generation.placement is "
-            f"{config.generation.placement}, and an engine that shares the trainer's device samples from its own weights: "
-            "they move with every step and are never handed over; leave the interval at 1, and set algorithm.updates_per_batch for "
+            f"{config.generation.placement}, and an engine on the trainer's device samples from the trainer's weights: "
+            "they change with every step and are never sent; leave the interval at 1, and set algorithm.updates_per_batch for "
             "several steps per batch, or set generation.placement=worker"
         )
     if rollout.weight_sync_interval > 1 and config.preset == "sync":
         yield (
-            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means age 0; "
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means staleness 0; "
             "use preset=one_off or preset=async"
         )
     low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
@@ -180,7 +183,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
     if cache is not None and longest is not None and cache > longest:
         yield (
             f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
-            "rollout.max_tokens): it is the part of the longest episode over which the punishment grows"
+            "rollout.max_tokens): the punishment grows over the last `cache` tokens of the longest episode"
         )
     if not all(-100 <= bias <= 100 for bias in rollout.logit_bias.values()):
         yield f"rollout.logit_bias is {rollout.logit_bias}; expected numbers from -100 to 100"
@@ -206,17 +209,17 @@ def _check_replay(config: Config) -> Iterator[str]:
     if terms.kl.on and not terms.kl.in_loss:
         yield (
             f"replay.size is {config.replay.size} but algorithm.kl.place is reward: the penalty of a replayed group is that of "
-            "the weights which first trained it; set kl.place=loss"
+            "the weights that first trained the group; set kl.place=loss"
         )
     if algorithm.old_logprobs == "recompute" and terms.importance.cap is None:
         yield (
             f"replay.size is {config.replay.size} but algorithm.importance.cap is null: replayed tokens would be trained as "
-            "if the weights of today had sampled them; set importance.cap, or old_logprobs=sampler"
+            "if the current weights had sampled them; set importance.cap, or old_logprobs=sampler"
         )
 
 
 def _check_skip(config: Config) -> Iterator[str]:
-    """A group without advantages moves no weight only where every term of the loss is a multiple of the advantage."""
+    """A group with advantages of 0 changes no weight only if every term of the loss is a multiple of the advantage."""
     if not config.train.skip_zero_advantage:
         return
     terms = chosen_terms(config.algorithm)
@@ -227,11 +230,11 @@ def _check_skip(config: Config) -> Iterator[str]:
         f"entropy.target={entropy.target}": entropy.target is not None,
         f"top_entropy.quantile={top}, taken over all tokens": top < 1,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
+    true_reasons = [reason for reason, is_true in reasons.items() if is_true]
+    if true_reasons:
         yield (
-            f"train.skip_zero_advantage is true, but tokens without an advantage matter here: {'; '.join(found)}; leave it "
-            "out, or switch that off"
+            f"train.skip_zero_advantage is true, but tokens without an advantage matter here: {'; '.join(true_reasons)}; "
+            "leave skip_zero_advantage out, or switch these terms off"
         )
 
 
@@ -241,11 +244,11 @@ def _check_lengths(config: Config) -> Iterator[str]:
         yield (
             f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least data.max_prompt_tokens + "
             f"rollout.max_tokens = {config.data.max_prompt_tokens} + {config.rollout.max_tokens} = {longest}, so that one "
-            "sequence fits; raise it or lower those"
+            "sequence fits; raise the first or lower the other two"
         )
-    room = config.engine.kv_positions
-    if room is not None and room < longest:
-        yield f"engine.kv_positions is {room}; expected at least the same {longest}, so that one sequence fits; raise it"
+    positions = config.engine.kv_positions
+    if positions is not None and positions < longest:
+        yield f"engine.kv_positions is {positions}; expected at least {longest}, so that one sequence fits; raise it"
 
 
 def _check_algorithm(config: Config) -> Iterator[str]:
@@ -255,7 +258,7 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
             "always be 0; expected at least 2"
         )
-    # Several updates need the whole batch.
+    # With several updates per batch, training waits for the whole batch.
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
     yield from check_losses(config, streaming)
     if algorithm.minibatches > rollout.groups_per_step:
@@ -272,8 +275,8 @@ def _check_lora(config: Config) -> Iterator[str]:
             f"model.lora.dropout is {lora.dropout}; expected 0: dropout in an RL policy is refused, the sampler's log-probs "
             "would be those of another model"
         )
-    every = "all-linear" in lora.target_modules
-    if lora.rank and (not (lora.target_modules or lora.target_parameters) or (every and len(lora.target_modules) > 1)):
+    nothing_named = not (lora.target_modules or lora.target_parameters)
+    if lora.rank and (nothing_named or ("all-linear" in lora.target_modules and len(lora.target_modules) > 1)):
         yield (
             f"model.lora.target_modules is {list(lora.target_modules)}; expected all-linear alone, or names of layers, like "
             "[q_proj, v_proj]"
@@ -281,12 +284,11 @@ def _check_lora(config: Config) -> Iterator[str]:
 
 
 def _check_parts(config: Config) -> Iterator[str]:
-    needs_model = [
-        name for name, kind in (("engine", config.engine.kind), ("train", config.train.kind)) if kind != "dry_run"
-    ]
+    kinds = {"engine": config.engine.kind, "train": config.train.kind}
+    needs_model = [name for name, kind in kinds.items() if kind != "dry_run"]
     if needs_model and config.model.path is None:
-        without = " and ".join(f"{name}.kind=dry_run" for name in needs_model)
-        yield f"model.path is not set; expected a directory or a hub id (or {without} for a run without a model)"
+        dry_run = " and ".join(f"{name}.kind=dry_run" for name in needs_model)
+        yield f"model.path is not set; expected a directory or a hub id (or {dry_run} for a run without a model)"
     if config.engine.kind == "embedded" and config.train.kind == "dry_run":
         yield (
             "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
@@ -296,7 +298,7 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
         )
-    # Whether a path holds a classifier with one output is known when it is loaded (models/reward_model.py).
+    # models/reward_model.py checks the number of outputs, when it loads the model.
     if config.reward.model and config.train.kind == "dry_run":
         yield (
             f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
@@ -322,7 +324,7 @@ def _check_deadlines(config: Config) -> Iterator[str]:
     if watchdog.stall_timeout_s <= watchdog.interval_s:
         yield (
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
-            f"{watchdog.interval_s}: a stall cannot be noticed sooner than the thread looks"
+            f"{watchdog.interval_s}: the watchdog checks only every interval_s"
         )
     if config.reward.functions and watchdog.stall_timeout_s <= config.reward.timeout_s:
         yield (
@@ -354,7 +356,7 @@ def _check_run(config: Config) -> Iterator[str]:
         )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or train.max_epochs, or "
+            f"train.schedule is {train.schedule}, which needs the number of the last step; set train.max_steps or train.max_epochs, or "
             "use schedule=constant"
         )
     if dry_run or config.door.ring is not None:
@@ -394,7 +396,7 @@ def _check_generation(config: Config) -> Iterator[str]:
 
 
 def _check_door(config: Config) -> Iterator[str]:
-    """Check the settings of the door for groups from outside, alone and together with others."""
+    """Checks the settings of the door for groups from outside, and conflicts with other settings."""
     door = config.door
     if door.producer_mib >= door.ring_mib:
         yield (
@@ -402,7 +404,7 @@ def _check_door(config: Config) -> Iterator[str]:
             "ring_mib above producer_mib times the number of producers"
         )
     if door.timeout_s is None and door.on_timeout != "drop":
-        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null: that time is never up; give one"
+        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set a number of seconds"
     if door.ring is None:
         if door.http_port is not None:
             yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"
@@ -414,10 +416,10 @@ def _check_door(config: Config) -> Iterator[str]:
             f"door.http_port is {door.http_port} but algorithm.router_replay is true, and groups that are posted bring no routes "
             "of experts; leave one of them out, or push groups with asyncrl.client, whose trajectories hold routed_experts"
         )
-    for name, given in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
-        if given is not None:
+    for name, value in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
+        if value is not None:
             yield (
-                f"door.ring is {door.ring} and {name} is {given}: groups come from other processes or from prompts, not from "
+                f"door.ring is {door.ring} and {name} is {value}: groups come from other processes or from prompts, not from "
                 "both; leave one of them out"
             )
     if config.reroll.start_fraction < 1:
@@ -432,21 +434,21 @@ def _check_door(config: Config) -> Iterator[str]:
 
 
 def _check_distributed(config: Config) -> Iterator[str]:
-    """Models with a module for each expert are refused where the model is known (training/sharded.py)."""
+    """training/sharded.py also refuses models with a module for each expert, when it loads the model."""
     if config.distributed.sharding != "fsdp":
         return
-    what = "distributed.sharding is fsdp and "
+    prefix = "distributed.sharding is fsdp and "
     if config.train.kind == "dry_run":
-        yield what + "train.kind is dry_run, which has no weights to cut; use distributed.sharding=replicate"
+        yield prefix + "train.kind is dry_run, which has no weights to shard; use distributed.sharding=replicate"
     if config.model.lora.rank:
         yield (
-            what
-            + f"model.lora.rank is {config.model.lora.rank}: adapters are small, and the frozen weights under them are "
-            "not cut; use distributed.sharding=replicate"
+            prefix
+            + f"model.lora.rank is {config.model.lora.rank}: adapters are small, and their frozen base weights are "
+            "not sharded; use distributed.sharding=replicate"
         )
     if needs_second_buffer(config.algorithm):
         yield (
-            what
+            prefix
             + "algorithm.entropy.second_gradient_buffer is true: the two gradients of a microbatch would need two backward "
             "passes over ranks; use preset=one_off or sync without it, or distributed.sharding=replicate"
         )

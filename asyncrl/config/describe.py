@@ -18,7 +18,7 @@ from .schema import Config
 from .text import dump
 
 # Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`). Settings of
-# methods are not listed here: each declares `fixed`. distributed.sharding may change, since a sharded state is loaded in full.
+# methods are not listed: `Setting.fixed` says it for each. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "
@@ -35,7 +35,7 @@ FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"
 _WEIGHTS = "the saved weights and optimizer state belong to the old value"
 _OBJECTIVE = (
-    "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
+    "the run would continue with another objective under the same name; start a new run from the checkpoint instead"
 )
 # A setting, or its section -> why it may not change.
 _REASONS: Mapping[str, str] = {
@@ -48,14 +48,14 @@ _REASONS: Mapping[str, str] = {
 
 
 def help_text() -> str:
-    """The text of `--help`: dotted name, type, default and sentence of every setting, then the presets."""
+    """The text of `--help`: dotted name, type, default and description of every setting, then the presets."""
     lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
     section = ""
     for knob in knobs().values():
-        head = knob.name.rpartition(".")[0]
-        if head != section:
-            section = head
-            lines += ["", *_heading(head)]
+        section_of_knob = knob.name.rpartition(".")[0]
+        if section_of_knob != section:
+            section = section_of_knob
+            lines += ["", *_heading(section)]
         lines.append(f"{knob.name}  ({knob.expected}; default {short(knob.default)})")
         lines += textwrap.wrap(knob.text, 110, initial_indent="    ", subsequent_indent="    ")
         lines += [f"      {item.name}: {item.text}" for item in knob.items.values()]
@@ -68,9 +68,9 @@ def help_text() -> str:
 
 
 def _heading(section: str) -> list[str]:
-    """A line in brackets that says which runs read the section; no line if every run does."""
+    """A line in brackets that says when the section has an effect. No line if it always has."""
     if section in SWITCHED:
-        return [f"[{section}: refused where {SWITCHED[section].off.partition(';')[0]}]"]
+        return [f"[{section}: refused if {SWITCHED[section].off_message.partition(';')[0]}]"]
     description = about(section.removeprefix("algorithm."))
     return [f"[{section}: {description}]"] if description else []
 
@@ -90,7 +90,7 @@ def diff(old: Config, new: Config) -> dict[str, str]:
 
 
 def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
-    """The reason why a resume may not change this setting, or None if it may. `settings`: those of methods, by dotted name."""
+    """The reason why a resume may not change this setting, or None if a resume may. `settings`: the settings of methods, by dotted name."""
     section = name.partition(".")[0]
     if name in settings:
         return _OBJECTIVE if settings[name].fixed else None
@@ -100,7 +100,7 @@ def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None
 
 
 def check_resume(old: Config, new: Config) -> list[str]:
-    """Compare the resolved configuration of a saved run with that of its resume. Returns one line per changed setting.
+    """Compares the resolved configuration of a saved run with that of its resume. Returns one line per changed setting.
 
     The setting `resume` is ignored: it always differs.
     Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.

@@ -19,7 +19,7 @@ _CACHED_S = 30.0
 
 
 def require_hub(source: str, setting: str) -> None:
-    """Check that `source` is a directory, or the id of a model that the hub can send. Blocks for up to 5 s.
+    """Checks that `source` is a directory, or the id of a model that the hub can send. Blocks for up to 5 s.
 
     Errors: ConfigError that names `setting`, and says why `source` is neither a directory nor a usable id.
     """
@@ -30,10 +30,10 @@ def require_hub(source: str, setting: str) -> None:
 
     try:
         validate_repo_id(source)
-        silence = hub_silence(source, "model")
+        error = hub_error(source, "model")
         if constants.HF_HUB_OFFLINE and not _downloaded(source, "model"):
-            silence = "HF_HUB_OFFLINE is set, and the model was not downloaded before"
-        problem = silence and f"and as a model of the hub it cannot be fetched: {silence}"
+            error = "HF_HUB_OFFLINE is set, and the model was not downloaded before"
+        problem = error and f"and as a model of the hub it cannot be fetched: {error}"
     except HFValidationError:
         problem = "and the name is no id of a model of the hub (`name` or `organisation/name`)"
     if problem:
@@ -43,10 +43,10 @@ def require_hub(source: str, setting: str) -> None:
         )
 
 
-def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """A sentence if the hub does not answer and `name` was not downloaded before; else None. Blocks for up to 5 s.
+def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """An error message if the hub does not answer and `name` was not downloaded before, else None. Blocks for up to 5 s.
 
-    Under HF_HUB_OFFLINE the hub is not asked, and the result is None."""
+    If HF_HUB_OFFLINE is set, no request is sent and the result is None."""
     from huggingface_hub import constants
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
@@ -64,7 +64,7 @@ def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
 
 @cache
 def _connection_error(endpoint: str, period: float) -> str | None:
-    """The error of a request to `endpoint`, or None after any HTTP response. `period`: a number that expires the cache."""
+    """The error of a request to `endpoint`, or None after any HTTP response. `period`: a number that changes when the cached result expires."""
     from huggingface_hub.utils import get_session
 
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.builds import install
-from asyncrl.config.hub import hub_silence
+from asyncrl.config.hub import hub_error
 from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
 
@@ -195,9 +195,8 @@ def require_data_hub(source: str) -> None:
         raise DataError(f"{prefix} it needs the package `datasets`: {install('datasets')}")
     import datasets
 
-    # `hub_silence` returns why the hub does not answer, or None.
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
-    if not cached and (reason := hub_silence(name, "dataset")) is not None:
+    if not cached and (reason := hub_error(name, "dataset")) is not None:
         raise DataError(f"{prefix} it cannot be fetched: {reason}; {_OFFLINE_ADVICE}")
 
 

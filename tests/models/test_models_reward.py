@@ -137,7 +137,7 @@ def test_any_module_by_its_address(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_a_reward_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"depend on the texts beside it.*attention_mask"):
+    with pytest.raises(ConfigError, match=r"depend on the other texts of its batch.*attention_mask"):
         load(f"{HERE}:careless")
     with pytest.raises(ConfigError, match=r"returned str; expected \(torch module, tokenizer\)"):
         load(f"{HERE}:nothing")
