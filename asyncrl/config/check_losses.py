@@ -15,18 +15,18 @@ from asyncrl.algorithms.terms import Terms
 from asyncrl.types import Normaliser
 
 from .fields import get
-from .methods import numbers
+from .methods import flat_values
 from .schema import AlgorithmConfig, Config
 
 
 def chosen_loss(algorithm: AlgorithmConfig) -> LossMethod:
     """The loss that the configuration names, with its settings."""
-    return registry.make_loss(algorithm.loss, **numbers(algorithm))
+    return registry.make_loss(algorithm.loss, **flat_values(algorithm))
 
 
 def chosen_terms(algorithm: AlgorithmConfig) -> Terms:
     """All terms of the loss (KL, entropy, masks, corrections), with their settings."""
-    return registry.make_terms(**numbers(algorithm))
+    return registry.make_terms(**flat_values(algorithm))
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
@@ -35,14 +35,14 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer allocates a second gradient buffer, because it is switched on and the entropy term has another normaliser."""
+    """Whether the trainer allocates a second gradient buffer, if it is switched on and the entropy term needs it."""
     terms = chosen_terms(algorithm)
     requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
     return requested and terms.entropy.has_other_normaliser(chosen_loss(algorithm))
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
-    """Yields one sentence for each contradiction. `streaming`: groups are trained before the size of their step is known."""
+    """Yields a sentence for each contradiction. `streaming`: groups are trained before the size of their step is known."""
     algorithm = config.algorithm
     context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)
@@ -54,7 +54,7 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     if streaming and context.advantage.needs_whole_step:
         yield (
             f"algorithm.advantage is {algorithm.advantage}, whose statistics span the whole step, but rollout.streaming trains "
-            "each group before the other groups of the step are known; set rollout.streaming=false (preset one_off or sync), or use "
+            "each group before the rest of the step is known; set rollout.streaming=false (preset one_off or sync), or use "
             "an estimator of the group: grpo, dr_grpo, rloo"
         )
 

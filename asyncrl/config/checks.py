@@ -356,7 +356,7 @@ def _check_run(config: Config) -> Iterator[str]:
         )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"train.schedule is {train.schedule}, which needs the number of the last step; set train.max_steps or train.max_epochs, or "
+            f"train.schedule is {train.schedule}, which depends on the last step; set train.max_steps or train.max_epochs, or "
             "use schedule=constant"
         )
     if dry_run or config.door.ring is not None:
@@ -404,7 +404,7 @@ def _check_door(config: Config) -> Iterator[str]:
             "ring_mib above producer_mib times the number of producers"
         )
     if door.timeout_s is None and door.on_timeout != "drop":
-        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set a number of seconds"
+        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set it"
     if door.ring is None:
         if door.http_port is not None:
             yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"
@@ -455,16 +455,6 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _check_preset,
-    _check_rollout,
-    _check_generation,
-    _check_replay,
-    _check_skip,
-    _check_lengths,
-    _check_algorithm,
-    _check_lora,
-    _check_parts,
-    _check_deadlines,
-    _check_door,
-    _check_distributed,
-)
+    _check_preset, _check_rollout, _check_generation, _check_replay, _check_skip, _check_lengths, _check_algorithm, _check_lora,
+    _check_parts, _check_deadlines, _check_door, _check_distributed,
+)  # fmt: skip

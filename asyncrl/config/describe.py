@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 
 from .checks import SWITCHED
 from .fields import knobs
-from .methods import SETTINGS, about, settings_of, unread
+from .methods import SETTINGS, about, settings_of, unread_sections
 from .resolve import PRESETS
 from .schema import Config
 from .text import dump
@@ -79,7 +79,7 @@ def to_yaml(config: Config) -> str:
     """The text of `config.yaml`. `load_config` reads an equal configuration from that text.
 
     Settings of losses and advantages that are not chosen are omitted: a checked configuration has their defaults."""
-    return dump(config.model_dump(exclude={"algorithm": {*unread(config.algorithm)}}))
+    return dump(config.model_dump(exclude={"algorithm": {*unread_sections(config.algorithm)}}))
 
 
 def diff(old: Config, new: Config) -> dict[str, str]:
@@ -90,7 +90,7 @@ def diff(old: Config, new: Config) -> dict[str, str]:
 
 
 def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
-    """The reason why a resume may not change this setting, or None if a resume may. `settings`: the settings of methods, by dotted name."""
+    """The reason why a resume may not change this setting, or None. `settings`: the settings of methods, by dotted name."""
     section = name.partition(".")[0]
     if name in settings:
         return _OBJECTIVE if settings[name].fixed else None

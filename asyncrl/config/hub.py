@@ -14,8 +14,7 @@ from asyncrl.errors import ConfigError
 logger = logging.getLogger("asyncrl.config")
 
 _TIMEOUT_S = 5.0
-# A result, success or failure, is cached for this long.
-_CACHED_S = 30.0
+_CACHED_S = 30.0  # how long a result, success or failure, is cached
 
 
 def require_hub(source: str, setting: str) -> None:
@@ -64,7 +63,7 @@ def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
 
 @cache
 def _connection_error(endpoint: str, period: float) -> str | None:
-    """The error of a request to `endpoint`, or None after any HTTP response. `period`: a number that changes when the cached result expires."""
+    """The error of a request to `endpoint`, or None after any HTTP response. A new `period` expires the cache."""
     from huggingface_hub.utils import get_session
 
     try:

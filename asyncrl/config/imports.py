@@ -1,11 +1,11 @@
-"""User code by its address: `path/to/file.py:name` or `package.module:name`.
+"""Loads user code by its address: `path/to/file.py:name` or `package.module:name`.
 
-Guarantees. A file is loaded as one module, also where another file imports it by its name. No caller gets a module that is still
-loading, and a failed load leaves no module behind. Every failure is one `ConfigError` with the address, the place that was searched
-and the cause (chained). No torch here.
+Guarantees. A file is loaded as one module, even if another file imports it by name. No caller gets a module that is still loading,
+and a failed load leaves no module behind. Every failure is one `ConfigError` with the address, the file or module that was searched
+and the cause (chained). This module does not import torch.
 
 Loading **runs** the user's module, so reward functions are loaded in worker processes. The process of the run loads environments,
-hooks and models, and with the configuration losses and advantages, which have settings.
+hooks and models. Losses and advantages are loaded with the configuration, because they declare settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """`"dir/file.py:name"` -> `("dir/file.py", "name")`. Errors: `ConfigError` where it is not of that form."""
+    """`"dir/file.py:name"` -> `("dir/file.py", "name")`. Errors: `ConfigError` for any other text."""
     place, separator, name = address.rpartition(":")
     if not separator or not place or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{address!r} is not an address of user code; write `file.py:name` or `package.module:name`")
@@ -41,48 +41,49 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def load_object(address: str) -> Any:
-    """The object at `address`; file paths are relative to the working directory. Dotted names are attributes of classes.
+    """The object at `address`. File paths are relative to the working directory. Dotted names are attributes of classes.
 
     Errors: `ConfigError` for a malformed address, a missing file, module or name, and for an import that raises.
     """
     place, name = split_address(address)
     module = _load_file(address, place) if place.endswith(".py") else _load_module(address, place)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise _missing(address, part, vars(module))
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise _missing_name(address, part, vars(module))
+        target = getattr(target, part)
+    return target
 
 
 def check_address(address: str) -> None:
-    """Check an address without running user code. Errors: `ConfigError` for a malformed address, a missing file, invalid Python, or
-    a file that does not define the name."""
+    """Checks an address without running user code. Errors: `ConfigError` for a malformed address, a missing file, invalid Python,
+    or a file that does not define the name."""
     place, name = split_address(address)
     if not place.endswith(".py"):
         return
-    path, first = Path(place).expanduser(), name.partition(".")[0]
+    path, outer_name = Path(place).expanduser(), name.partition(".")[0]
     if not path.is_file():
         raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
     with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
-        # The later load shows the warnings.
+        # `load_object` will show the warnings.
         warnings.simplefilter("ignore")
         text = path.read_bytes()
-        known = compile(text, place, "exec", dont_inherit=True).co_names
-    # Code with one of these may define names that it does not contain.
-    if first not in known and b"import *" not in text and not {"globals", "vars", "setattr", "__getattr__"} & {*known}:
-        raise _missing(address, first, known)
+        used_names = compile(text, place, "exec", dont_inherit=True).co_names
+    # Code that uses one of these may define names that do not appear in the code.
+    dynamic = b"import *" in text or {"globals", "vars", "setattr", "__getattr__"} & {*used_names}
+    if outer_name not in used_names and not dynamic:
+        raise _missing_name(address, outer_name, used_names)
 
 
-def _missing(address: str, name: str, known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+def _missing_name(address: str, name: str, known: Iterable[str]) -> ConfigError:
+    matches = difflib.get_close_matches(name, [public for public in known if not public.startswith("_")], n=1)
+    hint = f"; did you mean {matches[0]!r}?" if matches else ""
     return ConfigError(f"cannot load {address!r}: {split_address(address)[0]} has no {name!r}{hint}")
 
 
 def installed(package: str) -> bool:
-    """Whether an optional package can be imported. A folder without `__init__.py` is not a package. Errors: ConfigError where a
-    package in the working directory hides it."""
+    """Whether an optional package can be imported. A folder without `__init__.py` is not a package. Errors: ConfigError if
+    a folder in the working directory hides the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return False
@@ -93,9 +94,9 @@ def installed(package: str) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """What user code raised and where, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
+    """The error of user code and its place, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
 
-    The place is the last line that ran in a file of the user, else in an installed package.
+    The place is the last line that ran in a file of the user, or else in an installed package.
     """
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
@@ -103,33 +104,34 @@ def raised(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
-    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    installed_folders = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    user_frames = [frame for frame in frames if not frame.filename.startswith(installed_folders)]
     if not frames:
         return message
-    last = (own or frames)[-1]
-    return f"{message} ({last.filename}:{last.lineno}{'' if last.name == '<module>' else f' in {last.name}'})"
+    last = (user_frames or frames)[-1]
+    function = "" if last.name == "<module>" else f" in {last.name}"
+    return f"{message} ({last.filename}:{last.lineno}{function})"
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this may be a Ctrl-C of the user. Never in `asyncrl run`: its handler of SIGINT raises nothing."""
+    """Whether the error may be a Ctrl-C of the user. Always False in `asyncrl run`, whose handler of SIGINT raises nothing."""
     handler = signal.getsignal(signal.SIGINT)
-    raises = handler is signal.default_int_handler or isinstance(
-        getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner
-    )
-    return raises and isinstance(error, KeyboardInterrupt)
+    # asyncio.run installs a bound method of its Runner.
+    runner = getattr(getattr(handler, "func", None), "__self__", None)
+    handler_raises = handler is signal.default_int_handler or isinstance(runner, asyncio.Runner)
+    return handler_raises and isinstance(error, KeyboardInterrupt)
 
 
 @contextlib.contextmanager
-def user_code(failed: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Around synchronous code of the user: raises `failed(error)` for every error. For SystemExit, too, which would end the program
-    with success."""
+def user_code(make_error: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Runs synchronous user code in its body. Raises `make_error(error)` for every error of the body, also for SystemExit, which
+    would end the program with success."""
     try:
         yield
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise failed(error) from error
+        raise make_error(error) from error
 
 
 def _is_machinery(file: str) -> bool:
@@ -150,9 +152,9 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The module name of the file: the one it was imported by, else its stem where `import` finds it, else a generated name."""
+    """The name by which the file was imported, else its stem if `import` finds the file by that, else a generated name."""
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
-    # Python caches the files of a folder: a new file may be missing there.
+    # Python caches the files of a folder, and a new file may be missing in the cache.
     importlib.invalidate_caches()
     if path.stem.isidentifier() and path.stem not in specs:
         specs[path.stem] = importlib.util.find_spec(path.stem)
@@ -169,7 +171,7 @@ def _find_spec(name: str, *_: object) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
 
 
-# Generated name -> file. Python's import system loads these files: its locks keep other threads from modules that are not loaded.
+# Generated name -> file. Python's import system loads these files, with locks: no thread gets a module that is still loading.
 _files: dict[str, Path] = {}
 sys.meta_path.append(SimpleNamespace(find_spec=_find_spec))
 
@@ -181,6 +183,6 @@ def _load_module(address: str, place: str) -> ModuleType:
 
 
 def _append_to_path(folder: str) -> None:
-    """Make the files beside the user's file importable. At the end of the path, so that they hide no installed package."""
+    """Makes the other files of the folder importable. The folder comes last in the path, so that it hides no installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

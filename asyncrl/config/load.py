@@ -1,9 +1,8 @@
 """Merges configuration files and overrides into one `Config`. A later file replaces values of earlier files, overrides come last.
 
-Sections merge deeply; lists and single values are replaced. Relative paths: a value that names a file or directory
-(`PATHS`, and the file part of a `file.py:name`) is made absolute against the folder of the YAML file in which it stands
-**if it exists there**; otherwise it is not changed (a hub id, a module, or a path from the working directory).
-Overrides are relative to the working directory, and so is `run.dir` always.
+Sections merge deeply. Lists and single values are replaced. A setting in `PATHS` may name a file or directory in the folder of its
+YAML file. If that file or directory exists, the value becomes its absolute path. Any other value is not changed: it may be a hub
+id, a module, or a path from the working directory. Overrides, and always `run.dir`, are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from .schema import Config, schema_of
 from .section import expand_home
 from .text import parse_file, parse_value
 
-# Name, number of the shard, count of shards, and the hash that older versions of `datasets` append.
+# Name, index of the shard, number of shards, and the hash that older versions of `datasets` append.
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?\.parquet")
-# Settings that hold a path or `file.py:name`; for a list of mappings, the key of the item that does.
+# Settings that may be a path or `file.py:name`. A setting in an item of a list of mappings is named like a key of the list.
 _NAMES = (
     "data.train data.eval model.path model.tokenizer hooks rollout.environment algorithm.loss algorithm.advantage "
     "reward.functions reward.functions.function reward.model reward.model.path"
@@ -37,12 +36,12 @@ PATHS = frozenset(_NAMES.split())
 
 
 def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequence[str] = ()) -> Config:
-    """Compose files and overrides. Nothing derived is filled in: that is `resolve()`.
+    """Merges files and overrides. `resolve()` fills in derived values later.
 
-    Errors: `ConfigError` with the dotted key, where it came from, and the nearest existing name or what was expected.
+    Errors: `ConfigError` with the dotted key, its file and line, and the nearest existing name or the expected type.
     """
     tree: dict[str, Any] = {}
-    # Dotted key -> file and line, or override, that set it last.
+    # Dotted key -> the file and line, or the override, that set the key last.
     origin: dict[str, str] = {}
     for file in files:
         _merge(tree, _read(Path(file), origin))
@@ -66,15 +65,15 @@ def parquet_shards(path: Path) -> list[Path]:
 
 
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yields name, value and typed text of `a.b=value`, `--a.b=value` or `--a.b value`; a dash in a name is an underscore. Values
-    are YAML.
+    """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name is an underscore.
+    Values are YAML.
 
-    `--a.b` without a value is true where the setting is a switch. Where the setting is a string or a list of strings, the text is
-    the value, unless it is quoted YAML, null or a YAML list. Errors: `ConfigError`.
+    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings, the text is the value, unless
+    the text is quoted YAML, null or a YAML list. Errors: `ConfigError`.
     """
-    rest = list(arguments)
-    while rest:
-        typed = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        typed = remaining.pop(0)
         name, equals, text = typed.partition("=")
         dashed = name.startswith("--")
         name = name.removeprefix("--").replace("-", "_")
@@ -82,11 +81,12 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
             raise ConfigError(f"override {typed!r} is not understood: write a.b=value or --a.b value")
         knob = knobs().get(name)
         if not equals:
-            switch = knob is not None and knob.takes("boolean")
-            if rest and not rest[0].startswith("--") and not (switch and "=" in rest[0]):
-                text = rest.pop(0)
+            boolean = knob is not None and knob.takes("boolean")
+            # After a boolean, `c.d=value` is the next override.
+            if remaining and not remaining[0].startswith("--") and not (boolean and "=" in remaining[0]):
+                text = remaining.pop(0)
                 typed = f"{typed} {text}"
-            elif switch:
+            elif boolean:
                 text = "true"
             elif knob is None and name not in sections():
                 raise ConfigError(_unknown(name, f"override {typed!r}"))
@@ -100,8 +100,8 @@ def _value(knob: Knob | None, text: str, typed: str) -> Any:
         raise ConfigError(f"override {typed!r}: the value is not valid UTF-8")
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if knob is not None and not quoted:
-        null = text == "null" and (knob.takes("null") or knob.takes_texts)
-        if not null and (knob.takes("string") or (knob.takes_texts and text[:1] != "[")):
+        is_null = text == "null" and (knob.takes("null") or knob.takes_texts)
+        if not is_null and (knob.takes("string") or (knob.takes_texts and text[:1] != "[")):
             return text
     try:
         value = parse_value(text)
@@ -110,12 +110,12 @@ def _value(knob: Knob | None, text: str, typed: str) -> Any:
             return text
         raise ConfigError(f"override {typed!r}: the value is not valid YAML: {error}; put text in quotes") from error
     # YAML would strip blanks and a `#` comment from an unquoted string.
-    plain = isinstance(value, str) or (value is None and text.lstrip()[:1] == "#")
-    return text if plain and not quoted and text[:1] not in "[{" else value
+    unquoted = not quoted and (isinstance(value, str) or (value is None and text.lstrip()[:1] == "#"))
+    return text if unquoted and text[:1] not in "[{" else value
 
 
 def _branch(name: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for `a.b`, with the shorthand of a section expanded."""
+    """{"a": {"b": value}} for `a.b`. A short form of a section is expanded."""
     first, *rest = name.split(".")
     if not rest:
         return {first: _expand(first, value)}
@@ -125,7 +125,7 @@ def _branch(name: str, value: Any) -> dict[str, Any]:
 
 
 def _expand(section: str, value: Any) -> Any:
-    """An empty section becomes a mapping without keys, `reward: file.py:f` becomes `reward: {functions: file.py:f}`."""
+    """Expands short forms: an empty section becomes {}, and `reward: file.py:f` becomes `reward: {functions: file.py:f}`."""
     if section in sections() and value is None:
         return {}
     return {"functions": value} if section == "reward" and isinstance(value, (str, list)) else value
@@ -143,27 +143,27 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds {_shown(tree)}; expected a mapping like `train: {{lr: 1e-6}}`")
+        raise ConfigError(f"{path} contains {_short(tree)}; expected a mapping like `train: {{lr: 1e-6}}`")
     tree = {str(key): _expand(str(key), value) for key, value in tree.items()}
     for name, _ in _leaves(tree):
         origin[name] = f"{path} line {lines[name]}" if name in lines else str(path)
-    found: dict[str, Any] = _anchored(tree, "", path.resolve().parent)
-    return found
+    absolute: dict[str, Any] = _make_absolute(tree, "", path.resolve().parent)
+    return absolute
 
 
-def _anchored(value: Any, name: str, folder: Path) -> Any:
-    """`value` with each path made absolute that exists in `folder`, the folder of the file."""
+def _make_absolute(value: Any, name: str, folder: Path) -> Any:
+    """A copy of `value` with absolute paths, where they exist in `folder`. `name`: the dotted name of `value`."""
     if isinstance(value, dict):
-        return {key: _anchored(each, f"{name}.{key}".lstrip("."), folder) for key, each in value.items()}
+        return {key: _make_absolute(item, f"{name}.{key}".lstrip("."), folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_anchored(each, name, folder) for each in value]
+        return [_make_absolute(item, name, folder) for item in value]
     if not isinstance(value, str) or not value or name not in PATHS:
         return value
     file, colon, attribute = value.rpartition(":")
     if not file.endswith(".py"):
         file, colon, attribute = value, "", ""
-    inside = folder / (expand_home(file) or "")
-    return os.path.normpath(inside) + colon + attribute if inside.exists() or parquet_shards(inside) else value
+    path = folder / (expand_home(file) or "")
+    return os.path.normpath(path) + colon + attribute if path.exists() or parquet_shards(path) else value
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -186,60 +186,62 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     """One pydantic error as message lines: one line, or one for each setting of an unknown section."""
-    known, place, found = knobs(schema), [str(part) for part in item["loc"]], item["input"]
-    depth = next((n for n in range(1, len(place) + 1) if ".".join(place[:n]) in known), 0)
-    name = ".".join(place[:depth] if depth else place)
-    knob, where = known.get(name), _came_from(name, origin)
+    known, keys, value = knobs(schema), [str(part) for part in item["loc"]], item["input"]
+    # The first keys that are the name of a setting. Later keys are inside of its value.
+    depth = next((n for n in range(1, len(keys) + 1) if ".".join(keys[:n]) in known), 0)
+    name = ".".join(keys[:depth] if depth else keys)
+    knob, source = known.get(name), _source_of(name, origin)
     # `invalid_key`: the key is not a string.
     unknown = item["type"] in ("extra_forbidden", "invalid_key")
-    if knob is not None and knob.items and len(place) > depth + 1:
-        name, fields = f"{name}[{place[depth]}].{place[depth + 1]}", knob.items
+    if knob is not None and knob.items and len(keys) > depth + 1:
+        name, fields = f"{name}[{keys[depth]}].{keys[depth + 1]}", knob.items
         if unknown:
-            yield f"unknown key {name!r} ({where}); an item has {', '.join(fields)}"
+            yield f"unknown key {name!r} ({source}); an item has {', '.join(fields)}"
             return
-        knob = fields[place[depth + 1]]
+        knob = fields[keys[depth + 1]]
         if item["type"] == "missing":
-            yield f"{name} is missing ({where}); expected {knob.text}"
+            yield f"{name} is missing ({source}); expected {knob.text}"
             return
     if unknown:
-        leaves = _leaves({name: found}) if "." not in place[-1] else [(name, found)]
-        yield from (_unknown(leaf, _came_from(leaf, origin), schema, place[-1]) for leaf, _ in leaves)
+        leaves = _leaves({name: value}) if "." not in keys[-1] else [(name, value)]
+        yield from (_unknown(leaf, _source_of(leaf, origin), schema, keys[-1]) for leaf, _ in leaves)
         return
-    wanted = "a mapping" if knob is None else knob.expected
+    expected = "a mapping" if knob is None else knob.expected
     if item["type"] == "value_error":
-        wanted = item["msg"].removeprefix("Value error, ")
+        expected = item["msg"].removeprefix("Value error, ")
     hint = ""
-    if isinstance(found, float) and not math.isfinite(found):
+    if isinstance(value, float) and not math.isfinite(value):
         hint = ", and finite"
-    elif isinstance(found, str) and knob is not None and knob.choices:
-        near = difflib.get_close_matches(found.strip().lower(), map(str, knob.choices), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-    elif isinstance(found, (int, float)) and knob is not None and knob.takes("string"):
+    elif isinstance(value, str) and knob is not None and knob.choices:
+        matches = difflib.get_close_matches(value.strip().lower(), map(str, knob.choices), n=1)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
+    elif isinstance(value, (int, float)) and knob is not None and knob.takes("string"):
         hint = "; put it in quotes"
-    yield f"{name} is {_shown(found)} ({where}); expected {wanted}{hint}"
+    yield f"{name} is {_short(value)} ({source}); expected {expected}{hint}"
 
 
-def _unknown(name: str, where: str, schema: type[Config] = Config, key: str = "") -> str:
+def _unknown(name: str, source: str, schema: type[Config] = Config, key: str = "") -> str:
+    """The error message. `key`: the last key as it was written, which may contain dots."""
     nearest = nearest_name(name, schema)
     advice = f"the nearest is {nearest!r}" if nearest else "nothing similar exists; --help lists all keys"
     if "." in key:
-        section, _, rest = key.partition(".")
-        advice = f"in a file write `{section}: {{{rest}: ...}}`"
+        section, _, inner = key.partition(".")
+        advice = f"in a file write `{section}: {{{inner}: ...}}`"
     elif "parallel" in name:
         advice = SPLIT_ENGINE_MESSAGE
-    return f"unknown key {name!r} ({where}); {advice}"
+    return f"unknown key {name!r} ({source}); {advice}"
 
 
-def _came_from(name: str, origin: Mapping[str, str]) -> str:
-    """File and line, or override, that set the key, its nearest parent or a child."""
+def _source_of(name: str, origin: Mapping[str, str]) -> str:
+    """The file and line, or the override, that set the key, its nearest parent or one of its children."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         if (prefix := ".".join(parts[:depth])) in origin:
             return origin[prefix]
-    return next((where for key, where in origin.items() if key.startswith(f"{name}.")), "default")
+    return next((source for key, source in origin.items() if key.startswith(f"{name}.")), "default")
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a mapping"
     if value is None:

@@ -1,4 +1,4 @@
-"""`resolve`, a pure function, fills in presets and derived settings and checks the whole configuration. It is idempotent.
+"""`resolve` fills in presets and derived settings, and checks the whole configuration. The function is pure and idempotent.
 
 preset   max_staleness  streaming   meaning
 sync     0              false       whole steps in prompt order, bit-identical reruns

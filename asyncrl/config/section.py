@@ -10,17 +10,17 @@ from pydantic_core import PydanticCustomError
 
 
 def expand_home(path: str | None) -> str | None:
-    """Replace a leading `~` or `~user` of a path, or of the address of user code, as a shell does. Unknown users are kept."""
+    """Replaces a leading `~` or `~user` of a path, or of the address of user code, as a shell does. An unknown `~user` is kept."""
     return None if path is None else os.path.expanduser(path)
 
 
 def _refuse_yes_and_no(value: Any) -> Any:
-    """Refuse yes, no, on and off, which are strings in YAML 1.2: a chat template would take "no" for true."""
+    """Refuses yes, no, on and off. They are strings in YAML 1.2, so a chat template would read "no" as true."""
     if isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             _refuse_yes_and_no(item)
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
-        raise ValueError(f"true or false instead of {value!r}: a template takes every string for true, {value!r} too")
+        raise ValueError(f"true or false instead of {value!r}: a template reads every string as true, even {value!r}")
     return value
 
 
@@ -32,14 +32,14 @@ Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_refuse_yes_and_n
 
 
 class SettingsSection(BaseModel):
-    """Base of the sections: frozen. Unknown keys, infinity and NaN are refused; "no limit" is null."""
+    """Base of the sections. Sections are frozen, and refuse unknown keys, infinity and NaN. "No limit" is null."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept `GRPO` and `dr-grpo` for a choice, and a single item for a list. Refuse true and false for a number."""
+        """Accepts `GRPO` and `dr-grpo` for a choice, and a single item for a list. Refuses true and false for a number."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = (annotation, *get_args(annotation))
         if isinstance(value, bool) and bool not in types and {int, float} & {*types}:
@@ -54,7 +54,7 @@ class SettingsSection(BaseModel):
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:
-    """Declare a setting: its default, its description for `--help`, and pydantic's bounds (`ge`, `gt`, `le`, `lt`).
+    """Declares a setting: its default, its description for `--help`, and pydantic's bounds (`ge`, `gt`, `le`, `lt`).
 
     `exclude=True` marks a secret: no file, log or diff contains its value.
     """

@@ -19,7 +19,7 @@ _QUOTED = ("yes", "no", "on", "off", "y", "n")
 
 
 class _Constructor(SafeConstructor):
-    """Dates, and a lone `=`, are text."""
+    """Reads dates, and a lone `=`, as text."""
 
 
 class _Representer(SafeRepresenter):
@@ -38,16 +38,16 @@ _Representer.add_representer(str, _Representer.represent_text)
 
 
 def _yaml() -> YAML:
-    made = YAML(typ="safe", pure=True)
-    made.Constructor, made.Representer = _Constructor, _Representer
-    made.width = 120
-    # Through `vars`: ruamel.yaml types both attributes as None.
-    vars(made).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
-    return made
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor, yaml.Representer = _Constructor, _Representer
+    yaml.width = 120
+    # `vars` satisfies mypy: ruamel.yaml declares both attributes as None.
+    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
+    return yaml
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value. Errors: ValueError with the problem."""
+    """Parses one value. Errors: ValueError with the parser's message."""
     try:
         return _yaml().load(text)
     except YAMLError as error:
@@ -84,12 +84,13 @@ def _problem(error: YAMLError) -> str:
     return f"{text}: indent by spaces" if "'\\t'" in text else text
 
 
-def _lines(node: Any, source: str, prefix: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, int]]:
-    if id(node) in within:
+def _lines(node: Any, source: str, prefix: str = "", parents: tuple[int, ...] = ()) -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of the keys in `node`. `parents`: ids of the nodes around `node`."""
+    if id(node) in parents:
         raise ConfigError(f"{source} line {node.start_mark.line + 1}: an alias refers to itself")
-    within = (*within, id(node))
+    parents = (*parents, id(node))
     for item in node.value if isinstance(node, SequenceNode) else ():
-        yield from _lines(item, source, f"{prefix}.", within)
+        yield from _lines(item, source, f"{prefix}.", parents)
     for key, value in node.value if isinstance(node, MappingNode) else ():
         yield f"{prefix}{key.value}", key.start_mark.line + 1
-        yield from _lines(value, source, f"{prefix}{key.value}.", within)
+        yield from _lines(value, source, f"{prefix}{key.value}.", parents)

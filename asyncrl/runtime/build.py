@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.methods import numbers
+from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import row_limit, turns_bound, versions_per_batch
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.replay import ReplayBuffer
@@ -59,7 +59,7 @@ async def open_ports(run: OpenRun) -> None:
     hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
-    replay, batch, given = config.replay, config.reward.batch, numbers(config.algorithm)
+    replay, batch, given = config.replay, config.reward.batch, flat_values(config.algorithm)
     run.ports = Ports(
         config=config,
         recorder=run.recorder,

@@ -14,7 +14,7 @@ from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import build_advantage, build_loss, loss_named
 from asyncrl.config.imports import raised, user_code
-from asyncrl.config.methods import numbers
+from asyncrl.config.methods import flat_values
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -27,7 +27,7 @@ _SPLITS = (((4,), (3,), (2,), (1,), (0,)), ((3, 1), (), (0, 4, 2)))
 def try_loss(config: Config) -> None:
     """Check that sum and gradient of the loss are finite, and the same for every split of a batch into microbatches.
     Errors: ConfigError."""
-    name, values = config.algorithm.loss, numbers(config.algorithm)
+    name, values = config.algorithm.loss, flat_values(config.algorithm)
     own = {setting.flat for setting in loss_named(name).settings()}
     loss = build_loss(name, **{flat: value for flat, value in values.items() if flat in own})
     subject = f"algorithm.loss is {name!r}, which was tried on a small batch"
@@ -86,7 +86,7 @@ def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old
 def try_advantage(config: Config) -> None:
     """Check that each member gets a finite advantage, and a member without a reward 0. Errors: ConfigError."""
     name, size = config.algorithm.advantage, config.rollout.group_size
-    estimator = build_advantage(name, **numbers(config.algorithm))
+    estimator = build_advantage(name, **flat_values(config.algorithm))
     rewards = [1.0, 0.0, None, 0.5] * size
     # The default dictionaries have every component that an advantage may read.
     groups = [

@@ -99,7 +99,7 @@ def test_kernels_that_fail_or_disagree_leave_auto_with_torch_and_a_warning(
     def half(columns: Columns, gradient: Tensor | None) -> None:
         columns.lse.mul_(0.5)
 
-    monkeypatch.setattr(liger_head, "_unmet", lambda device, dtype: None)
+    monkeypatch.setattr(liger_head, "_missing_requirement", lambda device, dtype: None)
     for found, said in (
         (fails, r"Liger's kernels do not run here \(RuntimeError: no compiler\)"),
         (lambda: Kernel(half), "Liger's log-sum-exps differ from torch's"),
@@ -150,7 +150,7 @@ def test_a_kernel_is_told_of_a_scale_as_a_temperature_and_not_asked_about_soft_c
 
 
 def test_liger_for_a_model_with_a_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger_head, "_unmet", lambda device, dtype: None)
+    monkeypatch.setattr(liger_head, "_missing_requirement", lambda device, dtype: None)
     monkeypatch.setattr(liger_head, "LigerHead", Kernel)
     capped = HeadTransform(1.0, 30.0)
     assert choose_head_kernel("auto", CPU, torch.float32, V, capped) is None

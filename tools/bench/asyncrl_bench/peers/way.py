@@ -24,7 +24,7 @@ import anyio
 from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.load import load_config
-from asyncrl.config.methods import numbers
+from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import resolve, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.store import Store, store_metrics
@@ -96,7 +96,7 @@ class Way:
 
     async def __aenter__(self) -> Way:
         config, self._stack = self.config, AsyncExitStack()
-        rollout, given = config.rollout, numbers(config.algorithm)
+        rollout, given = config.rollout, flat_values(config.algorithm)
         ledger = LocalLedger(rollout.groups_per_step, turns_bound(config), rollout.late, recorder=self.recorder)
         self._ledger = await self._stack.enter_async_context(ledger)
         self._store = self._stack.enter_context(Store([store_metrics(self.recorder)]))
