@@ -1,6 +1,6 @@
 """Optional parts of the installation: extras of the package, and native libraries that are built from source.
 
-A library that was built from another source text may expect other arguments, so such a library is refused.
+A library that was built from other source code may expect other arguments, so such a library is refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def checksum(sources: Sequence[Path]) -> int:
 
 
 def is_current_build(library: str, stamp: int, sources: Sequence[Path]) -> bool:
-    """Whether `stamp`, the checksum in the library, is that of `sources`. Warns if not. True if the source files are not installed,
-    because only an editable installation has them."""
+    """Whether `stamp`, the checksum in the library, is that of `sources`. Warns if not. Always True without source files, which
+    only an editable installation has."""
     if not all(source.exists() for source in sources) or stamp == checksum(sources):
         return True
     names = ", ".join(source.name for source in sources)

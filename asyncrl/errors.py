@@ -6,7 +6,7 @@
     |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached; has a reason
     |- PlatformError            2   this machine lacks something that the configuration needs
     |- DivergenceError          3   NaN, or sampler and trainer disagree by more than the gate allows
-    |- StallError               4   nothing moved for too long; names each waiting task and its reason
+    |- StallError               4   no task made progress for too long; names each waiting task and its reason
     |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
     |- DirectoryLost            5   the run directory was moved, removed or taken; names the last checkpoint
     |- RewardError              6   a reward function or model failed; names the function or model
@@ -34,7 +34,7 @@
        `- RingDetached              the owner of the ring has ended, or refused this producer (also ConnectionError)
 
 A run stopped by SIGINT, SIGTERM or SIGHUP first saves its last committed version, then exits with 130, 143 or 129.
-Each message names the request, the finding, and the way out.
+Each message says what was requested, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from __future__ import annotations
 from errno import ENOMEM
 from textwrap import indent
 
+# Advice in messages about a lack of memory.
 LESS_MEMORY = (
-    "make train.tokens_per_microbatch smaller (what a microbatch keeps), or engine.kv_positions (the cache), or set "
+    "make train.tokens_per_microbatch (activations) or engine.kv_positions (the cache) smaller, or set "
     "train.gradient_checkpointing=true"
 )
 # Texts by which torch, its CPU allocator and cuBLAS report a lack of memory.
@@ -57,7 +58,7 @@ class AsyncrlError(Exception):
 
 
 class ConfigError(AsyncrlError, ValueError):
-    """A setting is unknown, out of bounds or contradicts another one. The message names the setting and the way out."""
+    """A setting is unknown, out of bounds or contradicts another setting. The message names the setting and a remedy."""
 
     exit_code = 2
 
@@ -91,7 +92,7 @@ class DivergenceError(AsyncrlError):
 
 
 class StallError(AsyncrlError):
-    """Nothing moved for too long. The message names the waiting tasks and what each task waits for."""
+    """No task made progress for too long. The message names the waiting tasks and what each task waits for."""
 
     exit_code = 4
 
@@ -151,7 +152,7 @@ class TrainStepError(AsyncrlError, RuntimeError):
 
 
 class LedgerError(AsyncrlError, RuntimeError):
-    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, their store: the
+    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, the store of the ranks: the
     store is lost, or was created with other limits."""
 
     exit_code = 9
@@ -230,7 +231,7 @@ class FetchFailed(AsyncrlError, RuntimeError):
 
 
 def divergence_of(error: BaseException | None) -> DivergenceError | None:
-    """The first DivergenceError in the chain of `error` and its causes; None without one."""
+    """The first DivergenceError in the chain of `error` and its causes, or None."""
     while error is not None and not isinstance(error, DivergenceError):
         error = error.__cause__
     return error
@@ -238,9 +239,9 @@ def divergence_of(error: BaseException | None) -> DivergenceError | None:
 
 def name_shortage(error: BaseException, work: str) -> BaseException:
     """`error`, or an OutOfMemory with the settings to change if `error` means that memory ran out during `work`."""
-    short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM)
-    short = short or (isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES))
-    if isinstance(error, AsyncrlError) or not short:
+    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM)
+    no_memory = no_memory or (isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES))
+    if isinstance(error, AsyncrlError) or not no_memory:
         return error
     shortage = OutOfMemory(f"no memory was left for {work}: {LESS_MEMORY} ({first_line(error)})")
     shortage.__cause__ = error

@@ -73,7 +73,7 @@ class WeightSink(Protocol):
     """A receiver of new weights. The slots of a step are released after every sink has the weights of that step."""
 
     async def update_weights(self, version: int) -> None:
-        """Returns once every token sampled later has `version` or a later version. Tokens of a pin are exempt."""
+        """Returns once every token that will be sampled has `version` or a later version. Tokens of a pin are exempt."""
         ...
 
 
@@ -105,12 +105,12 @@ class Reward(Protocol):
 class Trainer(Protocol):
     """The train step of one rank, in several calls. At most one step is open. Calls run in the order in which they were made.
 
-    | call     | closed                    | open                                              |
+    | call     | if no step is open        | if a step is open                                 |
     |----------|---------------------------|---------------------------------------------------|
     | begin    | opens                     | TrainStepError "already open", state unchanged    |
-    | micro    | TrainStepError            | accumulates, returns None                         |
-    | finish   | TrainStepError            | reduces, steps, closes, returns the result        |
-    | abort    | no-op                     | zeroes gradients, closes; weights untouched       |
+    | micro    | TrainStepError            | adds gradients, returns None                      |
+    | finish   | TrainStepError            | reduces, updates weights, closes, returns result  |
+    | abort    | no effect                 | zeroes gradients, closes; keeps the weights       |
 
     A cancelled caller does not cancel work that already runs; `abort_train_step` waits for its end.
     """
@@ -154,8 +154,8 @@ class Ledger(Protocol):
     """Admits groups and gives them places in steps, for one or several ranks.
 
     A *turn* is the number of a batch. It equals the policy version if `updates_per_batch` is 1. The reservation rule: a ready
-    group gets a place in turn `v` only if afterwards, for every j >= 0, the live groups with a deadline <= v + j still fit into
-    the free places of the turns up to v + j. `distributed/reservation.py` has the proof.
+    group gets a place in turn `v` only if, for every j >= 0, the other live groups with a deadline <= v + j still fit into the
+    free places of the turns up to v + j. `distributed/reservation.py` has the proof.
     """
 
     @property

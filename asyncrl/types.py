@@ -1,7 +1,7 @@
-"""The nouns that cross room borders: prompts, generations, trajectories, groups, microbatches, step results.
+"""Data types that several packages use: prompts, generations, trajectories, groups, microbatches, step results.
 
-Torch-free on purpose: an environment or a reward is written on a laptop without torch, and other processes build these
-objects with numpy alone. Arrays are one-dimensional numpy arrays on the host; the lane turns them into tensors.
+This module does not import torch: environments, rewards and other processes may run without torch. Arrays are one-dimensional
+numpy arrays on the host, unless a shape says otherwise. The lane, the thread that owns the device, turns them into tensors.
 
 Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
 T packed tokens of a microbatch, S scored tokens (loss mask 1) of a microbatch, B sequences of a microbatch.
@@ -21,13 +21,13 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-# [L, layers, k] experts; -1: not known (records/routes.py)
+# [L, layers, k]: the k experts that each layer chose for each token. -1: not known (records/routes.py).
 RoutesArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-# Logits and gradients are divided by the temperature in float32: within these bounds both stay finite. Greedy sampling
-# (temperature 0) has no distribution whose log-probs a step could compare.
+# Bounds of temperatures, except 0 for greedy sampling. Logits and gradients are divided by the temperature in float32, and stay
+# finite within these bounds. Training needs a temperature above 0, because greedy sampling has no log-probs.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e6
 
 
@@ -36,29 +36,30 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the caller gave up
+    ABORT = "abort"  # the caller cancelled the request
 
 
 class Normaliser(StrEnum):
-    """What the sum of a loss term or metric is divided by once the whole step is known."""
+    """The divisor of the sum of a loss term or metric. Sums are divided when the whole step is known."""
 
     TOKENS = "tokens"  # tokens with loss mask 1
-    SEQUENCES = "sequences"  # sequences, fully masked ones included
+    SEQUENCES = "sequences"  # all sequences, even fully masked
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
-    # Microbatches of all ranks. For sums that each microbatch divides itself (bnpo); never with streamed steps.
+    # Microbatches of all ranks. For a sum of means of microbatches (bnpo). Not if groups are trained as they arrive.
     MICROBATCHES = "microbatches"
-    NONE = "none"  # a plain sum
+    NONE = "none"  # not divided
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. `temperature = 0` is greedy, any other is from `LOWEST_TEMPERATURE` to `HIGHEST_TEMPERATURE`; every other
-    default is off. The order: bias, repetition penalty, frequency and presence penalty, bans (`bad_words`, and stop tokens before
-    `min_tokens`), temperature, `top_k`, `top_p`, `min_p`.
+    """How to sample. A temperature of 0 is greedy. All filters, penalties and bans are off by default. The order: bias, repetition
+    penalty, frequency and presence penalty, bans (`bad_words`, and stop tokens before `min_tokens`), temperature, `top_k`, `top_p`,
+    `min_p`.
 
-    logit_bias: token id -> number added to its logit, -100 to 100. repetition_penalty: for tokens in prompt and completion, as in
-    transformers and vLLM; frequency and presence penalty: for tokens in the completion, as in OpenAI's API. bad_words: the token
-    ids of each; the last id is never sampled after the others. min_tokens: no stop token or stop string ends a shorter completion.
+    logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
+    prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
+    OpenAI's API. bad_words: the token ids of each text; the last id is not sampled after the others. min_tokens: no stop token or stop
+    string ends a shorter completion.
     """
 
     temperature: float = 1.0
@@ -85,10 +86,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to sample. Equal `prefix_key`s promise equal `prompt_ids`: the engine prefills such a prompt once.
+    """One sequence to sample. Requests with equal `prefix_key` must have equal `prompt_ids`: the engine prefills the prompt once.
 
     The random numbers of a request depend on `seed` alone, not on its arrival or its neighbours in the batch. Waiting requests
-    start by `priority`, the smallest first, then by arrival. A running request is not stopped for another one.
+    start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
     """
 
     prompt_ids: Int32Array  # [P]
@@ -96,13 +97,13 @@ class GenerationRequest:
     seed: int
     prefix_key: str | None = None
     priority: int = 0
-    # Id of the group that this request belongs to; in `preset: sync` it chooses the worker.
+    # Id of the group of this request. With `preset: sync` the id determines the worker.
     group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A sampled completion. `token_ids` ends with the stop token where one was sampled."""
+    """A sampled completion. If a stop token was sampled, `token_ids` ends with it."""
 
     token_ids: Int32Array  # [C]
     # [C] nats, at the sampling temperature over the whole vocabulary.
@@ -111,27 +112,27 @@ class Generation:
     sampled_logprobs: Float32Array
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
-    # [P + C, layers, k], with the prompt; -1 for the last token, which no layer computed.
+    # [P + C, layers, k], prompt included. -1 for the last token, which went through no layer.
     routed_experts: RoutesArray | None = None
-    stop: str | None = None  # the stop string that ended it
+    stop: str | None = None  # the stop string that ended the completion
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the training data, tokenized, under its group id (the ordinal of the row in the endless stream)."""
+    """One tokenized row of the training data. `group_id`: the number of the row, counted over all epochs."""
 
     group_id: int
     ids: Int32Array  # [P]
     prompt: str | Messages  # as the user wrote it
-    columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the row, for the rewards
     epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The tokens of one episode. Per-token columns are aligned to `tokens`; where `mask` is 0 log-probs are 0.
+    """The tokens of one episode. Per-token columns are aligned to `tokens`. Log-probs are 0 where `mask` is False.
 
-    `reward` is None until scored; a component that does not apply is None in `components`.
+    `reward` is None before scoring. A component that does not apply is None in `components`.
     """
 
     group_id: int
@@ -143,37 +144,37 @@ class Trajectory:
     mask: BoolArray
     logprobs: Float32Array  # [L] sampler, whole vocabulary, at `temperature`
     sampled_logprobs: Float32Array  # [L] sampler, after bias, penalties, bans and filters
-    versions: Int32Array  # [L] sampling version; -1 where mask is 0
+    versions: Int32Array  # [L] sampling version; -1 where mask is False
     temperature: float
     finish_reason: FinishReason
     completion: str | Messages = ""
     reward: float | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
-    extras: Mapping[str, Any] = field(default_factory=dict)  # `FUNCTION/name` -> value that it logged
+    extras: Mapping[str, Any] = field(default_factory=dict)  # `FUNCTION/name` -> value that FUNCTION logged
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # [L, layers, k] experts that the sampler chose for each token; None: not recorded.
     routed_experts: RoutesArray | None = None
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its trained tokens; -1 where no token is trained."""
+        """The oldest policy version that sampled a trained token. -1 if no token is trained."""
         sampled = self.versions[self.mask]
         return int(sampled.min()) if sampled.size else -1
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled one of its trained tokens; -1 where no token is trained."""
+        """The newest policy version that sampled a trained token. -1 if no token is trained."""
         sampled = self.versions[self.mask]
         return int(sampled.max()) if sampled.size else -1
 
     @property
     def completion_length(self) -> int:
-        """Tokens after the prompt, those with mask 0 included."""
+        """Number of tokens after the prompt, with mask True or False."""
         return int(self.tokens.size) - self.prompt_length
 
     @property
     def sampled_length(self) -> int:
-        """Tokens with mask 1. Length penalties, filters and metrics count these alone, not tokens that a tool wrote."""
+        """Number of tokens with mask True. Length penalties, filters and metrics count only these, and no tokens of tools."""
         return int(self.mask.sum())
 
 
@@ -182,15 +183,15 @@ class Ticket:
     """The slot of one admitted group, with the deadline that the ledger gave it."""
 
     group_id: int
-    # Ledger turn of the admission: the policy version, where a batch is one optimizer step.
+    # Ledger turn of the admission: the policy version, if a batch is one optimizer step.
     admitted: int
-    # Admitted + max_staleness: the last turn at which the group may be trained.
+    # `admitted` + max_staleness: the last turn at which the group may be trained.
     deadline: int
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A whole, scored group, members in order."""
+    """A complete, scored group, with its members in order."""
 
     ticket: Ticket
     prompt: Prompt
@@ -198,23 +199,23 @@ class Group:
 
     @property
     def group_id(self) -> int:
-        """The id of its ticket."""
+        """The group id of the ticket."""
         return self.ticket.group_id
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a trained token; the turn of its admission where no token is trained."""
+        """The oldest policy version that sampled a trained token. The turn of the admission if no token is trained."""
         versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
         return min(versions, default=self.ticket.admitted)
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Packed prefix trees: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`, one forward and backward.
+    """Packed prefix trees for one forward and backward: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`.
 
-    A suffix token attends to its prefix and to its own suffix up to itself; positions continue from the prefix.
-    Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state
-    predicts `target[s]` (the last prefix token for the first token of a suffix).
+    A suffix token attends to its prefix, and to the tokens of its suffix up to itself. Positions continue from the prefix. Only the
+    S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state predicts `target[s]`. For
+    the first token of a suffix that is the last token of the prefix.
     """
 
     tokens: Int64Array  # [T]
@@ -237,15 +238,15 @@ class Microbatch:
     reference_logprobs: Float32Array | None = None  # [S]
     # [T, layers, k] experts for each packed token; None: the routers choose.
     routes: RoutesArray | None = None
-    # [S] tokens that the surrogate loss uses; None: all. A token that it does not use still counts in N.
+    # [S] whether the surrogate loss uses the token; None: all. Unused tokens still count in N, the number of scored tokens.
     keep: BoolArray | None = None
-    # Counts of groups that were left out because their gradient is zero: N includes them.
+    # Tokens and sequences of groups that are left out because their gradient is zero. They still count in N.
     skipped_tokens: int = 0
     skipped_sequences: int = 0
 
     @property
     def sequences(self) -> int:
-        """B, the number of suffixes: each is a completion."""
+        """B, the number of suffixes. Each suffix is a completion."""
         return int(self.suffix_start.size)
 
     @property
@@ -256,11 +257,11 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of `finish_train_step`; metrics are already divided by their normalisers over all ranks."""
+    """The result of `finish_train_step`. Metrics are divided by their normalisers over all ranks."""
 
     version: int  # the new policy version
     loss: float
-    grad_norm: float  # before clipping, after the 1/N rescale
+    grad_norm: float  # after the division by N, before clipping
     lr: float  # of this step
     tokens: int  # N_tokens over all ranks
     sequences: int
@@ -269,8 +270,8 @@ class StepResult:
 
 
 class PostedVersion(NamedTuple):
-    """A version on the weight board, and the half that holds it. `outputs`: log-probs of the fixed row, as the trainer computes
-    them (models/outputs.py); None: workers do not compare this version."""
+    """A version on the weight board, and the half that contains its weights. `outputs`: log-probs of the fixed row, computed by the
+    trainer (models/outputs.py). None: workers do not compare this version."""
 
     version: int
     half: int
@@ -288,14 +289,14 @@ class ClaimState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
-    """Counts at one moment: `admitted == live + claimed + held + trained + dropped + failed` always holds."""
+    """Numbers of groups. Always `admitted == live + claimed + held + trained + dropped + failed`."""
 
     turn: int
     live: int  # admitted, not yet claimed
     claimed: int  # in the open step
-    held: int  # trained, slot not yet released by publish
+    held: int  # trained, but the weights of the step are not yet sent
     admitted: int
-    trained: int  # slot released
+    trained: int  # weights of the step sent, slot released
     dropped: int
     failed: int
     slots: int

@@ -2,13 +2,13 @@
 
 All estimators but `gdpo` use the weighted sum of the reward components (TRL's
 `multi_objective_aggregation="sum_then_normalize"`). `gdpo` normalises each component first (`normalize_then_sum`). Estimators with
-statistics of the whole *step* are refused where groups are trained as they arrive, because the advantages of a group would depend
+statistics of the whole *step* are refused if groups are trained as they arrive, because the advantages of a group would depend
 on the order of arrival.
 
 A member with a reward of None or NaN is *unscorable*: no reward function applied to the completion. The member has advantage 0, and
 no statistic includes its reward. A group with fewer than two scorable members has no baseline, so its advantages are 0, except with
 estimators that are `alone`. The tokens and sequences of such a group still count in N. Equal rewards give advantages of exactly 0
-and not a rounding error, so code can test for "no signal" with `== 0`.
+and not a rounding error, so code can test with `== 0` whether a group has a signal.
 
 To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 
@@ -32,7 +32,7 @@ STD_EPSILON = 1e-4
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 Rewards: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating]
-# (rewards) -> advantages, or (rewards, own) for an estimator with settings.
+# (rewards) -> advantages, or (rewards, own) for an estimator with settings: `own` is an instance of `Estimator.settings`.
 AdvantageFn: TypeAlias = Callable[..., Float64Array]
 
 
@@ -127,7 +127,7 @@ def has_different_values(values: Rewards) -> bool:
     return scored.size >= 2 and not bool((scored == scored[0]).all())
 
 
-# -- of one group ------------------------------------------------------------------------------------------------------
+# -- estimators of one group -------------------------------------------------------------------------------------------
 
 
 @of_group()
@@ -135,27 +135,27 @@ def grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred and divided by the group's standard deviation, `(r - mean) / (std + 1e-4)`.
 
     Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2. The std is unbiased (divisor n - 1), and the epsilon is
-    TRL's (`scale_rewards="group"`). The other `grpo_*` estimators are those of other code bases.
+    TRL's (`scale_rewards="group"`). The other `grpo_*` estimators have the formulas of other code bases.
     """
-    return _scaled(rewards_G, epsilon=STD_EPSILON)
+    return _scale(rewards_G, epsilon=STD_EPSILON)
 
 
 @of_group(alone=True)
 def grpo_verl(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: `(r - mean) / (std + 1e-6)` with the unbiased std. A group of one has mean 0 and std 1, as in verl."""
-    return _scaled(rewards_G, epsilon=1e-6, std_alone=1.0)
+    return _scale(rewards_G, epsilon=1e-6, std_alone=1.0)
 
 
 @of_group()
 def grpo_async(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: `(r - mean) / (std + 1e-8)` with the population std (divisor n), as in TRL's async_grpo and torchtitan."""
-    return _scaled(rewards_G, epsilon=1e-8, ddof=0)
+    return _scale(rewards_G, epsilon=1e-8, ddof=0)
 
 
 @of_group(alone=True)
 def grpo_atropos(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: `(r - mean) / max(std, 1e-8)` with the population std. The member of a group of one keeps its reward."""
-    return _scaled(rewards_G, min_divisor=1e-8, ddof=0, std_alone=1.0)
+    """[G] -> [G]: `(r - mean) / max(std, 1e-8)` with the population std. In a group of one the advantage is the reward."""
+    return _scale(rewards_G, min_divisor=1e-8, ddof=0, std_alone=1.0)
 
 
 @of_group()
@@ -181,7 +181,7 @@ def dr_grpo(rewards_G: Rewards) -> Float64Array:
 
     Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2. TRL: `scale_rewards="none"`.
     """
-    return _centred(rewards_G)[0]
+    return _centre(rewards_G)[0]
 
 
 @of_group()
@@ -191,7 +191,7 @@ def rloo(rewards_G: Rewards) -> Float64Array:
     Papers: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). TRL: RLOOTrainer with
     `normalize_advantages=False`.
     """
-    centred_G, _ = _centred(rewards_G)
+    centred_G, _ = _centre(rewards_G)
     scorable = int((~np.isnan(as_rewards(rewards_G))).sum())
     return centred_G * (scorable / (scorable - 1)) if scorable > 1 else centred_G
 
@@ -219,7 +219,7 @@ def zero(rewards_G: Rewards) -> Float64Array:
     return np.zeros_like(as_rewards(rewards_G))
 
 
-# -- of all groups of a step -------------------------------------------------------------------------------------------
+# -- estimators of all groups of a step --------------------------------------------------------------------------------
 
 
 @of_step()
@@ -230,7 +230,7 @@ def grpo_batch(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """
     rewards = np.concatenate([as_rewards(group.rewards) for group in groups]) if groups else np.zeros(0)
     std = _std(rewards[~np.isnan(rewards)])
-    return [_centred(group.rewards)[0] / (std + STD_EPSILON) for group in groups]
+    return [_centre(group.rewards)[0] / (std + STD_EPSILON) for group in groups]
 
 
 @of_step(
@@ -248,7 +248,7 @@ def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
         z_k,i = (c_k,i - mean_k) / (std_k + 1e-4) in the group      s_i = sum_k w_k z_k,i
         A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the step
 
-    So a component with a large spread does not outweigh the other components. The reward of a group without components is its only
+    So a component with a large spread does not outweigh the other components. In a group without components, the reward is the only
     component. Paper: "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242). TRL:
     `multi_objective_aggregation="normalize_then_sum"`.
     """
@@ -267,7 +267,7 @@ def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     completion, so long completions have more weight. The variance is unbiased. A step with fewer than two scored tokens has
     advantages of 0.
     """
-    return _whitened([as_rewards(group.rewards) for group in groups], groups)
+    return _whiten([as_rewards(group.rewards) for group in groups], groups)
 
 
 @of_step()
@@ -278,36 +278,25 @@ def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """
     values = []
     for group in groups:
-        centred_G = _centred(group.rewards)[0]
+        centred_G = _centre(group.rewards)[0]
         centred_G[np.isnan(as_rewards(group.rewards))] = np.nan
         values.append(centred_G)
-    return _whitened(values, groups)
+    return _whiten(values, groups)
 
 
 ALL: tuple[Estimator, ...] = (
-    grpo,
-    grpo_verl,
-    grpo_async,
-    grpo_atropos,
-    grpo_nemo,
-    dr_grpo,
-    rloo,
-    none,
-    zero,
-    grpo_batch,
-    gdpo,
-    reinforce_pp,
+    grpo, grpo_verl, grpo_async, grpo_atropos, grpo_nemo, dr_grpo, rloo, none, zero, grpo_batch, gdpo, reinforce_pp,
     reinforce_pp_baseline,
-)
+)  # fmt: skip
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 def combine_components(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """The reward of one completion: the sum of `weight x component`, without components of None or NaN (TRL's nansum).
+    """The reward of one completion: the sum of `weight x component`, leaving out components that are None or NaN (TRL's nansum).
 
-    None (unscorable) if all components are None or NaN. Errors: ValueError for a component without a weight, or an infinite one.
+    None (unscorable) if all components are None or NaN. Errors: ValueError for a component that has no weight or is infinite.
     """
     total, applicable = 0.0, False
     for name, value in components.items():
@@ -327,27 +316,27 @@ def combine_components(components: Mapping[str, float | None], weights: Mapping[
 def soft_overlong(length: int, longest: int, cache: int) -> float:
     """The length penalty of DAPO (Yu et al., arXiv:2503.14476, eq. 13), in [-1, 0]. All lengths are in tokens.
 
-    The penalty is 0 up to `longest - cache`, falls linearly to -1 at `longest`, and is -1 beyond.
+    The penalty is 0 up to a length of `longest - cache`, falls linearly to -1 at `longest`, and stays -1 for longer completions.
     """
     if length <= longest - cache:
         return 0.0
     return (longest - cache - length) / cache if length <= longest else -1.0
 
 
-def _scaled(
+def _scale(
     rewards_G: Rewards, *, epsilon: float = 0.0, min_divisor: float = 0.0, ddof: int = 1, std_alone: float | None = None
 ) -> Float64Array:
     """`(reward - mean) / max(std + epsilon, min_divisor)` [G]. With `std_alone` a group of one has mean 0 and this std."""
     values_G = as_rewards(rewards_G)
     if std_alone is not None and values_G.size == 1:
         return np.nan_to_num(values_G) / (std_alone + epsilon)
-    centred_G, std = _centred(values_G, ddof)
+    centred_G, std = _centre(values_G, ddof)
     divided_G: Float64Array = centred_G / max(std + epsilon, min_divisor)
     return divided_G
 
 
-def _centred(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
-    """(reward - mean [G], std with divisor n - ddof) of the scorable members. Zeros if no two of them differ."""
+def _centre(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
+    """(reward - mean [G], std with divisor n - ddof) of the scorable members. Zeros if their rewards are all equal."""
     values_G = as_rewards(rewards_G)
     scorable_G = ~np.isnan(values_G)
     scored = values_G[scorable_G]
@@ -374,14 +363,16 @@ def _normalised_sum(group: GroupRewards) -> Float64Array:
     return total
 
 
-def _whitened(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
+def _whiten(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """`(value - mean) / sqrt(var + 1e-8)`, where mean and variance count each value once per scored token."""
-    lengths = [np.where(np.isnan(v), 0, np.asarray(g.lengths, np.float64)) for v, g in zip(values, groups, strict=True)]
+    # A value of NaN counts for no token.
+    pairs = zip(values, groups, strict=True)
+    lengths = [np.where(np.isnan(value_G), 0, np.asarray(group.lengths, np.float64)) for value_G, group in pairs]
     flat = np.nan_to_num(np.concatenate(values)) if values else np.zeros(0)
     tokens = np.concatenate(lengths) if lengths else np.zeros(0)
     count = float(tokens.sum())
     if count < 2 or not has_different_values(flat[tokens > 0]):
-        return [np.zeros_like(v) for v in values]
+        return [np.zeros_like(value_G) for value_G in values]
     mean = float((flat * tokens).sum()) / count
     variance = float(((flat - mean) ** 2 * tokens).sum()) / (count - 1)
-    return [np.nan_to_num((v - mean) / math.sqrt(variance + 1e-8)) for v in values]
+    return [np.nan_to_num((value_G - mean) / math.sqrt(variance + 1e-8)) for value_G in values]

@@ -6,9 +6,9 @@ does not depend on how the step was split into microbatches and ranks.
 
 A loss may read three log-probs of a token:
 
-    sampler    the engine's, when it sampled the token
-    old        the trainer's, before the first update on this batch; `logp`, detached, if the batch is used for one update
-    logp       the trainer's now, with gradient
+    sampler    computed by the engine when it sampled the token
+    old        computed by the trainer before the first update on this batch; the detached `logp` if there is only one update
+    logp       computed by the trainer now, with gradient
 
 The clipped ratio is exp(logp - old). The correction by exp(old - sampler) is in `importance.py`.
 
@@ -28,7 +28,7 @@ from asyncrl.types import Normaliser
 if TYPE_CHECKING:
     from torch import Tensor
 
-COEFFICIENT_MAX = 1.0  # of a controlled entropy bonus
+COEFFICIENT_MAX = 1.0  # of the entropy bonus under `EntropyControl`
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def on_policy(inputs: LossInputs) -> LossInputs:
 
 
 def centre_on_sampler(inputs: LossInputs) -> LossInputs:
-    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. The ratio of a NaN is 1."""
+    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. NaN means ratio 1."""
     sampler_S = inputs.sampler_logp_S
     old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
     return replace(inputs, old_logp_S=old_S)
@@ -138,9 +138,9 @@ class EntropyControl:
 
     He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3, with the numbers of TRL. After each optimizer step the
     coefficient grows by `delta` if the mean entropy of the step was at most `target`. Otherwise the coefficient shrinks by `delta`.
-    Its bounds are 0 and 1. A step has a bonus only if the entropy of the step before was at most `target`, so the first step has
-    none. The mean is over all scored tokens of the step on all ranks; in TRL, over the tokens that the top-entropy mask keeps. The
-    trainer's checkpoint has this state.
+    The coefficient stays in [0, 1]. A step has a bonus only if the entropy of the step before was at most `target`, so the first
+    step has no bonus. The mean is over all scored tokens of the step on all ranks. (In TRL the mean is over the tokens that the
+    top-entropy mask keeps.) The trainer saves this state in checkpoints.
     """
 
     coefficient: float  # after the last update
@@ -200,7 +200,7 @@ class Loss:
     def with_counts(self, scale: float) -> Loss:
         """This loss for a step whose counts are known, with one sum: `total + scale x extra`.
 
-        `scale` is N of `total` divided by N of `extra`, where N are the counts of their normalisers over all ranks.
+        `scale` is the count of `normaliser` divided by the count of `extra_normaliser`, both over all ranks.
         """
         if self.extra_normaliser is None:
             return self

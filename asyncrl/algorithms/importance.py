@@ -1,7 +1,7 @@
 """Importance correction: detached weights for tokens whose sampler log-probs differ from the trainer's.
 
-The log-probs differ if the tokens are of an older policy, or if the engine uses other kernels. A weight multiplies the surrogate of
-its token. The weight is computed from a ratio old / sampler at one of three levels:
+The log-probs differ if an older policy sampled the tokens, or if the engine uses other kernels. A weight multiplies the surrogate
+of its token. The weight is computed from a ratio old / sampler at one of three levels:
 
     token      exp(d_t)                         d_t = old_t - sampler_t
     sequence   exp(sum_t d_t)                   a weight for all tokens of a sequence

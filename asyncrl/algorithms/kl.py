@@ -37,7 +37,7 @@ from .method import CheckContext, Method, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_CLAMP = 20.0  # nats, where `clamp` is set
+LOG_CLAMP = 20.0  # nats, if `Kl.clamp` is set
 
 
 def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Kl(Method):
 
     @property
     def on(self) -> bool:
-        """Whether the run has a KL, in the loss or in the reward. Then it needs the reference's log-probs."""
+        """Whether the run has a KL, in the loss or in the reward. Then the run needs the reference's log-probs."""
         return self.coef > 0
 
     @property
@@ -185,7 +185,7 @@ class RewardPenalty:
 
 
 def subtract_penalties(group: Group, penalties: Mapping[tuple[int, int], float]) -> Group:
-    """The group with reduced rewards. `penalties`: (group id, member) -> penalty. A reward of None stays None."""
+    """The group with rewards minus penalties. `penalties`: (group id, member) -> penalty. A reward of None stays None."""
     trajectories = (
         t if t.reward is None else replace(t, reward=t.reward - penalties.get((t.group_id, t.member), 0.0))
         for t in group.trajectories

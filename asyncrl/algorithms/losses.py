@@ -1,8 +1,8 @@
-"""The losses, a class each. To add a loss, write its class and add it to `ALL`.
+"""The losses. Each loss is a class. To add a loss, write its class and add the class to `ALL`.
 
 A loss class computes a surrogate per token from a ratio (`base.py`), and a sum over the microbatch. `terms.py` adds the terms that
 every loss may have. The trainer divides once, by the count of the loss's `normaliser` over the whole step. So no loss depends on
-how a step is cut into microbatches, except `bnpo`, which is refused where steps are streamed.
+how a step is cut into microbatches, except `bnpo`, which is refused if groups are trained as they arrive.
 
     LossMethod      the base class; start here
     Bounded         the settings of PPO's clip (`algorithm.clip`), for eight losses
@@ -53,7 +53,7 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # Name of the loss that this loss equals if the ratio is always 1, so that its settings have no effect.
+    # If the ratio is always 1, this loss equals the loss of this name, and its own settings have no effect.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads the trainer's log-probs before the first of several updates.
     needs_old: ClassVar[bool] = True
@@ -167,7 +167,7 @@ class Clipped(Bounded):
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
                 f"algorithm.clip.delta is {self.delta}; expected more than 1 + epsilon_high = {1 + self.high}, because the "
-                "ratio is clipped there"
+                "ratio is clipped at that bound"
             )
         if self.delta is not None and self.dual_clip is not None:
             yield (
@@ -310,8 +310,8 @@ class OneSided(Bounded):
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
-        ratio_S, good_S = token_ratio(inputs), inputs.advantage_S > 0
-        bounded_S = ratio_S.clamp(max=1 + self.high).where(good_S, ratio_S.clamp(min=1 - self.epsilon))
+        ratio_S, positive_S = token_ratio(inputs), inputs.advantage_S > 0
+        bounded_S = ratio_S.clamp(max=1 + self.high).where(positive_S, ratio_S.clamp(min=1 - self.epsilon))
         return Surrogate(-bounded_S * inputs.advantage_S, ratio_S, self.clip_metrics(inputs, ratio_S))
 
 
@@ -388,7 +388,7 @@ class Vespo(LossMethod):
     Paper: "VESPO" (arXiv:2602.10693), as in TRL.
     Formula: `sum_t -phi_b A_t logp_t` with a detached `phi_b = exp(lambda + k log w_b - lambda w_b)`, so phi is 1 at w = 1.
     `log w_b = sum_t log r_t + sum_t log(importance_t)` is the log-ratio of policy and sampler. So importance weights of tokens are
-    part of w and no factor of the loss, and only modes of the token level make sense.
+    a part of w and not a factor of the loss, and only modes of the token level make sense.
     Each log-ratio is clamped to +-20. Each log-weight and the sum are clamped to [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos)
     where A >= 0, else (k_neg, lambda_neg). A phi that is not finite is replaced by 0, as in TRL. A NaN of the trainer still reaches
     the loss through logp.
@@ -423,9 +423,11 @@ class Vespo(LossMethod):
                 log_w_S = log_w_S + inputs.importance_S.log().clamp(_MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT)
             log_w_B = inputs.sequence_sum(log_w_S).clamp(_MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT)
             log_w_S = inputs.spread(log_w_B)
-            good_S = inputs.advantage_S >= 0
-            k_S = torch.where(good_S, log_w_S.new_tensor(self.k_pos), log_w_S.new_tensor(self.k_neg))
-            lambda_S = torch.where(good_S, log_w_S.new_tensor(self.lambda_pos), log_w_S.new_tensor(self.lambda_neg))
+            not_negative_S = inputs.advantage_S >= 0
+            k_S = torch.where(not_negative_S, log_w_S.new_tensor(self.k_pos), log_w_S.new_tensor(self.k_neg))
+            lambda_S = torch.where(
+                not_negative_S, log_w_S.new_tensor(self.lambda_pos), log_w_S.new_tensor(self.lambda_neg)
+            )
             phi_S = (lambda_S + k_S * log_w_S - lambda_S * log_w_S.exp()).exp()
             phi_S = phi_S.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         metrics = {"vespo/phi_mean": MetricSum(inputs.sequence_mean(phi_S).sum(), Normaliser.SEQUENCES)}

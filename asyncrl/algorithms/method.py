@@ -1,4 +1,4 @@
-"""The base class of losses and terms, with their declarations: settings, bounds, conflicts, and changes that a resume may not make.
+"""The base class of losses and terms. It declares their settings, bounds and conflicts, and what a resume may not change.
 
 A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring has the formula and the paper.
 `config/methods.py` makes everything else from these declarations: the schema of the configuration, `--help`, `asyncrl explain`, the
@@ -64,7 +64,7 @@ class CheckContext:
     at: Callable[[str], Any]  # dotted name of a setting -> its value
     # Whether groups are trained before the number of tokens and sequences of the step is known.
     streaming: bool
-    by_tokens: tuple[str, ...] = ()  # names of the losses that are divided by tokens
+    by_tokens: tuple[str, ...] = ()  # names of the losses with `Normaliser.TOKENS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Method:
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
         """The declared and inherited settings, in order. Errors: TypeError for a field that `setting` did not make."""
-        return _settings(cls)  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
+        return _settings(cls)  # type: ignore[arg-type]  # mypy asks if instances are hashable
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Any:

@@ -48,7 +48,7 @@ def methods() -> Iterator[type[Method]]:
 
 
 def settings() -> Mapping[str, Setting]:
-    """Flat name -> setting, for all methods. A setting that several methods share (`algorithm.clip`) is there once.
+    """Flat name -> setting, for all methods. A setting that several methods share (`algorithm.clip`) appears once.
 
     Errors: TypeError if two methods have different settings with one flat name.
     """
@@ -94,15 +94,16 @@ def build_loss(name: str, **values: Any) -> Loss:
     method = make_loss(name, **values)
     _require_known_settings(values)
     terms, centre = make_terms(**values), values.get("old_logprobs", "recompute")
-    forced = bool(values.get("force_on_policy", False))
+    force_on_policy = bool(values.get("force_on_policy", False))
     if centre == "sampler":
         terms = replace(terms, importance=Importance(cap=None))
-    entropy, top = terms.entropy, terms.top_entropy.quantile
-    separate = entropy.has_other_normaliser(method) or (entropy.on and top < 1)
+    entropy, quantile = terms.entropy, terms.top_entropy.quantile
+    # Whether the bonus is a second sum, `LossSums.extra`.
+    separate_bonus = entropy.has_other_normaliser(method) or (entropy.on and quantile < 1)
 
     def with_bonus(coefficient: float) -> LossFn:
         bonus = coefficient if entropy.on else None
-        return partial(_evaluate, method, terms, centre, forced, bonus, separate)
+        return partial(_evaluate, method, terms, centre, force_on_policy, bonus, separate_bonus)
 
     return Loss(
         name=name,
@@ -110,9 +111,9 @@ def build_loss(name: str, **values: Any) -> Loss:
         normaliser=method.normaliser,
         needs_reference=terms.kl.in_loss or method.needs_reference,
         needs_entropy_grad=entropy.on or method.needs_entropy,
-        needs_old=method.needs_old and centre == "recompute" and not forced,
-        extra_normaliser=Normaliser.TOKENS if separate else None,
-        top_entropy_quantile=top,
+        needs_old=method.needs_old and centre == "recompute" and not force_on_policy,
+        extra_normaliser=Normaliser.TOKENS if separate_bonus else None,
+        top_entropy_quantile=quantile,
         control=entropy.control,
         with_bonus=with_bonus,
     )
@@ -133,9 +134,9 @@ def _evaluate(
     method: LossMethod,
     terms: Terms,
     centre: str,
-    forced: bool,
-    coefficient: float | None,
-    separate: bool,
+    force_on_policy: bool,
+    bonus_coefficient: float | None,
+    separate_bonus: bool,
     inputs: LossInputs,
 ) -> LossSums:
     trainer_logp_S = inputs.logp_S.detach() if centre == "sampler" else old_logp(inputs)
@@ -144,21 +145,21 @@ def _evaluate(
         metrics["entropy"] = MetricSum(inputs.entropy_S.detach().sum(), Normaliser.TOKENS)
     if centre == "sampler":
         inputs = centre_on_sampler(inputs)
-    elif forced:
+    elif force_on_policy:
         inputs = on_policy(inputs)
     sums = loss_sums(method, inputs, terms)
     sums = replace(sums, metrics={**sums.metrics, **metrics})
-    if coefficient is None:
+    if bonus_coefficient is None:
         return sums
-    bonus = entropy_bonus(inputs, coefficient)
-    return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
+    bonus = entropy_bonus(inputs, bonus_coefficient)
+    return replace(sums, extra=bonus) if separate_bonus else replace(sums, total=sums.total + bonus)
 
 
 def _require_known_settings(names: Iterable[str]) -> None:
     known = {*settings(), *_CENTRE_NAMES}
     for method in OWN.values():
-        declaring = method.settings if isinstance(method, Estimator) else method
-        known |= {setting.flat for setting in declaring.settings()} if declaring else set()
+        with_settings = method.settings if isinstance(method, Estimator) else method
+        known |= {setting.flat for setting in with_settings.settings()} if with_settings else set()
     for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`: attach to the ring of a run, push groups, read the policy version."""
+"""Clients for programs that send groups to a run through its ring in shared memory. `Client` blocks, `AsyncClient` does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scored import Scored, Sender, group_draft
 
 
 class _ClientBase:
-    """Base of both clients: makes records of pushed groups, numbered within one epoch."""
+    """Base of both clients. Makes the record of a pushed group."""
 
     def __init__(self, producer: Producer | AsyncProducer, epoch: int | None) -> None:
         self._producer = producer
@@ -20,7 +20,7 @@ class _ClientBase:
 
     @property
     def policy_version(self) -> int:
-        """The version that the run trains now; -1 until the run has published one. One read of shared memory."""
+        """The newest policy version of the run. -1 before the run has published a version. Cheap: a read of shared memory."""
         return self._producer.policy_version
 
     def statistics(self) -> ProducerStatistics:
@@ -48,10 +48,10 @@ class Client(_ClientBase):
 
     @classmethod
     def attach(cls, name: str, *, timeout: float = 30.0, epoch: int | None = None) -> Client:
-        """Attach to the run with the ring `name`; wait at most `timeout` seconds for the run.
+        """Attaches to the run with the ring `name`. Waits at most `timeout` seconds for the run.
 
-        `epoch` identifies one numbering of groups; the default is a new epoch. To push the same groups again, give the
-        same epoch again: the run drops the members that it already has.
+        `epoch`: an id for the numbering of groups. The default is a new id. After a crash, use the old id to push the same
+        groups again: the run drops the members that it already has.
         Errors: RingDetached, PlatformError, ConfigError.
         """
         return cls(Producer.attach(name, timeout=timeout), epoch)
@@ -67,19 +67,19 @@ class Client(_ClientBase):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """Push trajectories of one group, and return when they are accepted.
+        """Pushes trajectories of one group. Returns when the ring has accepted them.
 
-        `group`: the group's number, unique within the epoch. `scored`: all trajectories of the group, or only those with
-        the numbers `members` in a group of `group_size`. `policy_version`: the version that sampled the tokens; the
-        default is the current one. `metadata`: JSON values for the group.
-        Errors: RecordError with the fault in the trajectories; RecordTooLarge; RingFull after `timeout` seconds;
-        RingDetached when the run ends. Push the same trajectories again to wait `timeout` seconds for the next run: the
-        next run drops the members that it already has.
+        `group`: the number of the group, unique within the epoch. `scored`: all trajectories of the group, or only the
+        members with the numbers `members`, in a group of `group_size`. `policy_version`: the version that sampled the
+        tokens, by default the newest. `metadata`: JSON values for the group.
+        Errors: RecordError for wrong trajectories; RecordTooLarge; RingFull after `timeout` seconds; RingDetached if the
+        run has ended. A push of the same trajectories then waits `timeout` seconds for the next run, which drops the
+        members that it already has.
         """
         self._producer.put(self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout)
 
     def close(self) -> None:
-        """Detach from the ring. Accepted trajectories stay in the ring. Closing twice is fine."""
+        """Detach from the ring. Accepted trajectories stay in the ring. A second call does nothing."""
         self._producer.close()
 
     def __enter__(self) -> Client:
@@ -109,13 +109,13 @@ class AsyncClient(_ClientBase):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """As `Client.push`. A cancelled push has pushed nothing, unless the owner of the ring ended meanwhile."""
+        """As `Client.push`. A cancelled push has pushed nothing, unless the run ended at the same time."""
         await self._producer.put(
             self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout
         )
 
     async def close(self) -> None:
-        """Detach from the ring. Accepted trajectories stay in the ring. Closing twice is fine."""
+        """Detach from the ring. Accepted trajectories stay in the ring. A second call does nothing."""
         await self._producer.close()
 
     async def __aenter__(self) -> AsyncClient:

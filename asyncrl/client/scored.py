@@ -1,4 +1,4 @@
-"""A scored trajectory of an outside program, and the record of a group of them."""
+"""A scored trajectory of another program, and the record of a group of such trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..records.layout import Section
 from ..records.trajectories import component_sections, json_bytes, reward_number
 from ..records.write import Draft
 
-_REASONS = {"stop": 1, "length": 2, "abort": 3}
+_FINISH_REASONS = {"stop": 1, "length": 2, "abort": 3}
 _COLUMNS = {
     "mask": Section.MASK,
     "logprobs": Section.LOGPROBS,
@@ -29,26 +29,26 @@ _COLUMNS = {
 
 @dataclass(slots=True, eq=False)
 class Scored:
-    """L tokens of one episode with its reward. Per-token columns are aligned to `tokens`; None: not known.
+    """L tokens of one episode, and its reward. Per-token columns are aligned to `tokens`.
 
-    Give a column for all members of a push or for none, as an array or anything that numpy converts to one.
+    A column is an array, or a value that numpy converts to an array. None: not known. All members of a push need the same columns.
     """
 
     tokens: Any  # [L] ids
     reward: float | None = None  # None: the run scores it
-    # [L] 1 where the loss may train the token; default: everything behind the prompt.
+    # [L] 1 if the loss may train the token; default: all tokens after the prompt.
     mask: Any = None
-    # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0; None: not known, ratio 1.
+    # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0. None: the ratio to the trainer counts as 1.
     logprobs: Any = None
-    # [L] nats, as really sampled (after top-p, top-k); default: logprobs.
+    # [L] nats, of the distribution after top-p and top-k; default: `logprobs`.
     sampled_logprobs: Any = None
-    # [L] policy version of each token, -1 where mask is 0; default: the pushed version.
+    # [L] policy version of each token, -1 where mask is 0; default: `policy_version` of the push.
     versions: Any = None
     advantages: Any = None  # [L]
     reference_logprobs: Any = None  # [L] nats
     # [L, layers, k] signed integers, -1: not known. A run with algorithm.router_replay needs them.
     routed_experts: Any = None
-    # At least 1; default: the tokens before the first that `mask` trains.
+    # At least 1; default: the number of tokens before the first token with mask 1.
     prompt_length: int | None = None
     temperature: float = 1.0  # of sampling, 1e-6 to 1e6
     finish_reason: str = "stop"  # stop, length, abort
@@ -62,7 +62,7 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The producer of a group, and the version of the weights that it says it sampled with."""
+    """The producer of a group, and the policy version that sampled the tokens according to the producer."""
 
     epoch: int
     policy_version: int
@@ -78,8 +78,8 @@ def group_draft(
     group_size: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Draft:
-    """The record of these members. Errors: RecordError that names the member and what is wrong with it."""
-    rows = [_scored(position, given) for position, given in enumerate(scored)]
+    """The record of these members. Errors: RecordError that names the member and its fault."""
+    rows = [_as_scored(position, value) for position, value in enumerate(scored)]
     numbers = list(range(len(rows))) if members is None else [int(member) for member in members]
     if len(numbers) != len(rows):
         raise RecordError(f"group {group}: {len(rows)} trajectories with {len(numbers)} member numbers")
@@ -88,7 +88,7 @@ def group_draft(
         Section.REWARDS: [reward_number(row.reward, "reward") for row in rows],
         Section.PROMPT_LENGTHS: [_prompt_length(position, row) for position, row in enumerate(rows)],
         Section.TEMPERATURES: [row.temperature for row in rows],
-        Section.FINISH_REASONS: [_reason(row) for row in rows],
+        Section.FINISH_REASONS: [_reason_number(row) for row in rows],
         Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
         Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
         **component_sections([row.components for row in rows]),
@@ -97,53 +97,51 @@ def group_draft(
         _check(position, row)
     for name, section in _COLUMNS.items():
         column = [getattr(row, name) for row in rows]
-        missing = [position for position, one in enumerate(column) if one is None]
+        missing = [position for position, values in enumerate(column) if values is None]
         if missing and len(missing) < len(rows):
             raise RecordError(
                 f"group {group}: {name} is missing for trajectories {missing}; give it for all or for none"
             )
         if not missing:
-            sections[section] = [np.asarray(one) for one in column]
+            sections[section] = [np.asarray(values) for values in column]
     if metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(metadata), "group metadata")
     size = len(rows) if group_size is None else group_size
     return Draft(group, numbers, size, sections, sender.epoch, sender.policy_version, sender.producer)
 
 
-def _scored(position: int, given: Scored | Mapping[str, Any]) -> Scored:
-    if isinstance(given, Scored):
-        return given
-    unknown = sorted(set(given) - _FIELDS)
-    if unknown or "tokens" not in given:
-        raise RecordError(
-            f"trajectory {position}: {'unknown fields ' + str(unknown) if unknown else 'tokens are missing'}; "
-            f"the fields are {', '.join(sorted(_FIELDS))}"
-        )
-    return Scored(**given)
+def _as_scored(position: int, value: Scored | Mapping[str, Any]) -> Scored:
+    if isinstance(value, Scored):
+        return value
+    unknown = sorted(set(value) - _FIELDS)
+    if unknown or "tokens" not in value:
+        fault = f"unknown fields {unknown}" if unknown else "tokens are missing"
+        raise RecordError(f"trajectory {position}: {fault}; the fields are {', '.join(sorted(_FIELDS))}")
+    return Scored(**value)
 
 
 def _prompt_length(position: int, row: Scored) -> int:
     if row.prompt_length is None and row.mask is None:
-        raise RecordError(f"trajectory {position}: what of it was sampled? Give mask, or prompt_length")
+        raise RecordError(f"trajectory {position}: mask and prompt_length are both missing; give one of the two")
     length = row.prompt_length
     if length is None:
         trained = np.flatnonzero(row.mask)
         length = int(trained[0]) if trained.size else len(row.tokens)
     if length < 1:
         raise RecordError(
-            f"trajectory {position}: prompt_length is {length}; a prompt has 1 token or more, from which the first trained "
-            "one is predicted"
+            f"trajectory {position}: prompt_length is {length}; a prompt has 1 token or more, from which the first "
+            "trained token is predicted"
         )
     if row.mask is not None and np.any(np.asarray(row.mask)[:length]):
         raise RecordError(
-            f"trajectory {position}: mask trains a token of the prompt (prompt_length is {length}); only what follows the "
+            f"trajectory {position}: mask trains a token of the prompt (prompt_length is {length}); only tokens after the "
             "prompt can be trained"
         )
     return length
 
 
 def _check(position: int, row: Scored) -> None:
-    """Refuse here what the run would refuse later, as far as the row alone shows it."""
+    """Checks values that the run would refuse later. Errors: RecordError."""
     try:
         check_temperature(row.temperature, f"trajectory {position}")
         check_json([row.messages, row.metadata, row.components], f"trajectory {position}", 1)
@@ -151,7 +149,7 @@ def _check(position: int, row: Scored) -> None:
         raise RecordError(str(error)) from None
 
 
-def _reason(row: Scored) -> int:
-    if row.finish_reason not in _REASONS:
-        raise RecordError(f"finish_reason {row.finish_reason!r} is none of {', '.join(_REASONS)}")
-    return _REASONS[row.finish_reason]
+def _reason_number(row: Scored) -> int:
+    if row.finish_reason not in _FINISH_REASONS:
+        raise RecordError(f"finish_reason is {row.finish_reason!r}; expected one of {', '.join(_FINISH_REASONS)}")
+    return _FINISH_REASONS[row.finish_reason]

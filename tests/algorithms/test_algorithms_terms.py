@@ -15,7 +15,7 @@ from asyncrl.algorithms import kl
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.registry import LOSSES, build_loss, build_reward_penalty, make_loss, make_terms
 from asyncrl.algorithms.terms import entropy_threshold, without_overlong
-from asyncrl.config.methods import numbers
+from asyncrl.config.methods import flat_values
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.types import FinishReason, Group, Microbatch, Normaliser, Prompt, Ticket, Trajectory
 
@@ -24,7 +24,7 @@ ROWS = [range(7)]
 
 def test_numbers_are_the_settings() -> None:
     """Same defaults: `build_loss` takes the algorithm section as it is."""
-    given = numbers(AlgorithmConfig())
+    given = flat_values(AlgorithmConfig())
     for name in LOSSES:
         assert make_loss(name, **given) == make_loss(name)
     assert make_terms(**given) == make_terms()

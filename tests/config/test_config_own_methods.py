@@ -15,7 +15,7 @@ from asyncrl.cli.explain import explain
 from asyncrl.config.check_losses import needs_reference
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
-from asyncrl.config.methods import numbers
+from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, schema_of
 from asyncrl.errors import ConfigError
@@ -159,7 +159,7 @@ def refusal(*overrides: str) -> str:
 
 def test_the_documented_loss_and_advantage_are_trained_with_their_numbers(folder: Path) -> None:
     config = made(files=(folder / "x.yaml",))  # the addresses count from the file
-    loss = build_loss(config.algorithm.loss, **numbers(config.algorithm))
+    loss = build_loss(config.algorithm.loss, **flat_values(config.algorithm))
     logp_S = torch.tensor([-1.0, -0.5], dtype=torch.float64, requires_grad=True)
     old_S, advantage_S = torch.tensor([[-1.2, -0.5], [2.0, -1.0]], dtype=torch.float64)
     total = loss(LossInputs(logp_S, None, old_S, advantage_S, torch.tensor([0, 0]), 1, old_logp_S=old_S)).total
@@ -168,7 +168,7 @@ def test_the_documented_loss_and_advantage_are_trained_with_their_numbers(folder
     assert float(total.detach()) == pytest.approx(-2 * math.tanh(3 * (ratio - 1)) / 3)
     assert logp_S.grad is not None
     assert logp_S.grad.tolist() == pytest.approx([-2 * ratio / math.cosh(3 * (ratio - 1)) ** 2, 1.0])
-    advantage = build_advantage(config.algorithm.advantage, **numbers(config.algorithm))
+    advantage = build_advantage(config.algorithm.advantage, **flat_values(config.algorithm))
     assert advantage([1.0, None, 0.0]).tolist() == [0.5, 0.0, -0.5]
     try_loss(config)
     check_inputs(config)
@@ -200,9 +200,9 @@ def test_what_a_class_declares_reaches_explain_the_run_the_refusals_and_the_resu
     config = made(*own, "algorithm.toy.strength=3", "algorithm.shifted.by=1")
     ones_S = torch.ones(4, dtype=torch.float64)
     inputs = LossInputs(-ones_S, None, -ones_S, ones_S, torch.zeros(4, dtype=torch.int64), 1)
-    loss = build_loss(config.algorithm.loss, **numbers(config.algorithm))
+    loss = build_loss(config.algorithm.loss, **flat_values(config.algorithm))
     assert float(loss(inputs).total) == -12.0 and loss.needs_reference and needs_reference(config.algorithm)
-    advantage = build_advantage(config.algorithm.advantage, **numbers(config.algorithm))
+    advantage = build_advantage(config.algorithm.advantage, **flat_values(config.algorithm))
     assert advantage([1.0, 3.0]).tolist() == [0.0, 2.0]
     text = explain(config.algorithm.loss) + explain(config.algorithm.advantage)
     assert "algorithm.toy.*: strength=2.0, kind=plain" in text and "algorithm.shifted.*: by=0.5" in text
@@ -221,9 +221,9 @@ def test_what_a_class_declares_reaches_explain_the_run_the_refusals_and_the_resu
 def test_a_class_that_derives_from_ours_keeps_our_settings(folder: Path) -> None:
     loss = f"algorithm.loss={folder}/others.py:Derived"
     config = made(loss, "algorithm.clip.more=2", "algorithm.clip.delta=1.5")
-    found = numbers(config.algorithm)
+    found = flat_values(config.algorithm)
     assert (found["epsilon"], found["epsilon_high"], found["clip_more"], found["delta"]) == (0.3, 0.3, 2.0, 1.5)
-    assert numbers(made().algorithm)["epsilon"] == 0.2
+    assert flat_values(made().algorithm)["epsilon"] == 0.2
     assert "expected more than 1 + epsilon_high = 1.3" in refusal(loss, "algorithm.clip.delta=1.1")
 
 

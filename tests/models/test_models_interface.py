@@ -57,7 +57,7 @@ def packed_logits(policy: PolicyModel, tokens: Tensor, lengths: tuple[int, int])
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_model_that_keeps_its_own_attention_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"keeps its own attention .*outside of transformers' attention interface"):
+    with pytest.raises(ConfigError, match=r"keeps its own attention .*not use transformers' attention interface"):
         PolicyModel(small_model(name, 0), path=PACKED)
 
 
