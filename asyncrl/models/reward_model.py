@@ -269,7 +269,6 @@ def _text_config(module: nn.Module) -> Any:
 
 
 def _longest_text(module: nn.Module, tokenizer: Any) -> int:
-    """Most tokens of a text, by the model's configuration and the tokenizer."""
     limits = (
         getattr(_text_config(module), "max_position_embeddings", None),
         getattr(tokenizer, "model_max_length", None),

@@ -112,9 +112,8 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
 def _positions(config: Any) -> Tensor:
     """Positions [T] int64 that grow exponentially, up to the original context (rotary.py) or to four times the longest context."""
     rope = getattr(config, "rope_parameters", None) or {}
-    lengths = [
-        part.get("original_max_position_embeddings") for part in (rope, *rope.values()) if isinstance(part, dict)
-    ]
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    lengths = [part.get("original_max_position_embeddings") for part in parts]
     contexts = [int(length) for length in (*lengths, getattr(config, "max_position_embeddings", None)) if length]
     end = original_context(config) or 4 * max(contexts, default=1024)
     return torch.linspace(0, math.log(end), _TOKENS, dtype=torch.float64).exp().sub_(1).round_().long()

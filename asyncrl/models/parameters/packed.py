@@ -67,9 +67,9 @@ class JoinedLinear:
         self.inputs = members[0].in_features
         self.adapters = [getattr(member, "adapter", None) for member in members]  # lora.Adapter or None
         self._pack = pack
+        pairs = pairwise(self.weights)
         self._adjacent = all(
-            flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b]
-            for a, b in pairwise(self.weights)
+            flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b] for a, b in pairs
         )
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
