@@ -35,7 +35,7 @@ FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"
 _WEIGHTS = "the saved weights and optimizer state belong to the old value"
 _OBJECTIVE = (
-    "the run would continue with another objective under the same name; start a new run from the checkpoint instead"
+    "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
 )
 # A setting, or its section -> why it may not change.
 _REASONS: Mapping[str, str] = {

@@ -77,8 +77,7 @@ class Comparisons:
             self._above_usual += 1
         self._last = list(theirs)
         text = f"log-probs of a fixed row that are {distance:.3g} nats off the trainer's"
-        # `not <=` also refuses NaN.
-        if not distance <= bound.once:
+        if not distance <= bound.once:  # also if it is NaN
             return distance, f"{text}; at most {bound.once:g} is rounding"
         if self._above_usual >= IN_A_ROW:
             return distance, f"{text}, the third in a row above {bound.usual:g}; rounding explains one such distance"

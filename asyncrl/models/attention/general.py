@@ -63,8 +63,7 @@ class _LazyBin:
     members: Tensor
     length: int  # L
     width: int  # C
-    # Index tensors, as in `RowBin`.
-    queries: Tensor
+    queries: Tensor  # and the next three: as in `RowBin`
     padding: Tensor
     real: Tensor
     real_tokens: Tensor
