@@ -51,7 +51,7 @@ def test_a_cache_has_room_for_one_sequence() -> None:
     lengths = ("data.max_prompt_tokens=100", "rollout.max_tokens=20")
     assert resolve(config(*lengths, "engine.kv_positions=120")).engine.kv_positions == 120
     assert resolve(config(*lengths)).engine.kv_positions is None  # by the prompts, which only a run knows
-    assert "engine.kv_positions is 119; expected at least the same 120" in refused(*lengths, "engine.kv_positions=119")
+    assert "engine.kv_positions is 119; expected at least 120" in refused(*lengths, "engine.kv_positions=119")
 
 
 @pytest.mark.parametrize(("updates", "staleness", "bound"), [(1, 0, 0), (1, 2, 2), (2, 0, 1), (3, 2, 8)])
@@ -83,7 +83,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["data.train=null", "door.ring=a", "reroll.start_fraction=0.5"], ("reroll plays prompts again",)),
         (
             ["data.train=null", "door.ring=a", "door.timeout_s=null", "door.on_timeout=partial"],
-            ("door.on_timeout is partial", "never up"),
+            ("door.on_timeout is partial", "ever times out"),
         ),
         (["preset=sync", "rollout.streaming=true"], ("rollout.streaming is true", "preset=async")),
         (["train.tokens_per_microbatch=1279"], ("is 1279", "1024 + 256 = 1280")),

@@ -237,7 +237,7 @@ def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: s
     [
         (["model.lora.rank=4"], "lora.rank is 4"),
         (["algorithm.entropy.coef=0.1", "algorithm.entropy.second_gradient_buffer=true"], "two backward passes"),
-        (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to cut"),
+        (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to shard"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_way_out(tmp_path: Path, overrides: list[str], words: str) -> None:
