@@ -483,7 +483,7 @@ def test_frequencies_that_nobody_can_hold_are_refused_for_rows_past_the_original
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 19}
     phimoe = PhimoeConfig(**GATED, num_local_experts=2, max_position_embeddings=64, rope_parameters=rope)
     with pytest.raises(
-        ConfigError, match="rows of 20 tokens are past its original context of 19; it can be trained where"
+        ConfigError, match="rows of 20 tokens are past its original context of 19; it can be trained if"
     ):
         check_run_model(config, built(phimoe))
 
