@@ -77,9 +77,7 @@ def refuse_ranks() -> None:
     """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
     size = os.environ.get(DP_SIZE, "1")
     if size != "1":
-        raise ConfigError(
-            f"generation.engine is vllm and the environment has {DP_SIZE}={size}; {SPLIT_ENGINE_MESSAGE}; unset it"
-        )
+        raise ConfigError(f"generation.engine is vllm and {DP_SIZE}={size} is set; {SPLIT_ENGINE_MESSAGE}; unset it")
 
 
 def load_adapter() -> ModuleType:
