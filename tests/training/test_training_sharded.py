@@ -330,5 +330,5 @@ def test_a_module_for_each_expert_is_refused_and_so_is_a_missing_group() -> None
     module.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
     with pytest.raises(ConfigError, match=r"for each expert \(model\.layers\.1\.mlp\.experts\).*=replicate"):
         ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
-    with pytest.raises(LifecycleError, match="open the world first"):
+    with pytest.raises(LifecycleError, match="needs a process group"):
         ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
