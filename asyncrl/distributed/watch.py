@@ -70,10 +70,10 @@ class Watch:
                 if books is not None:
                     self._on_books(number, books)
                 self.awaited = number + 1
-        except Exception as broken:
+        except Exception as exception:
             # Every error must reach the tasks that wait for a change.
-            store_lost = isinstance(broken, RuntimeError) and not isinstance(broken, AsyncrlError)
-            error = rank_lost(self._rank, broken) if store_lost else broken
+            store_lost = isinstance(exception, RuntimeError) and not isinstance(exception, AsyncrlError)
+            error = rank_lost(self._rank, exception) if store_lost else exception
         finally:
             self._on_end(error)
 

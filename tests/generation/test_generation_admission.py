@@ -43,7 +43,7 @@ async def watched(
         answers = await generate_all(run.engine, requests)
         assert run.engine.statistics()["reserved_positions"] == 0
         if isinstance(run.engine.core, Core):
-            assert run.engine.core.cache.room == run.engine.kv_positions
+            assert run.engine.core.cache.total_positions == run.engine.kv_positions
     return answers, reserved
 
 
@@ -144,7 +144,7 @@ def test_what_rows_hold_survives_a_new_shape() -> None:
     for rows, positions in ((3, 40), (6, 20), (5, 23)):
         cache.fit(rows, positions, 1, cached[:rows])
         assert cache.shape.rows >= rows and cache.shape.positions >= positions
-        assert cache.shape.rows * cache.shape.positions <= cache.room == 120
+        assert cache.shape.rows * cache.shape.positions <= cache.total_positions == 120
         for row in range(3):
             own = slice(0, cached[row])
             assert torch.equal(cache.data[:, :, row, :, own], wanted[:, :, row, :, own])

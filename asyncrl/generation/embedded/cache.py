@@ -65,9 +65,9 @@ class KVCache:
     """Storage and row moves. Only the lane may call it."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.room = shape.rows * shape.positions  # positions of all rows, whatever shape they have
+        self.total_positions = shape.rows * shape.positions  # of all rows, whatever their shape
         self._planes, self._pages = _lazy_zeros(
-            (shape.layers, 2, self.room * shape.heads * shape.head_size), dtype, device
+            (shape.layers, 2, self.total_positions * shape.heads * shape.head_size), dtype, device
         )
         self.resident_rows = 0  # rows [0..) that may have memory
         self.kernel = kernel_for(device, dtype, shape.head_size)
@@ -83,7 +83,7 @@ class KVCache:
             flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
         else:
             self.data = rows.unflatten(2, (shape.rows, shape.positions, shape.heads, shape.head_size)).transpose(3, 4)
-            # [room, K, D], whatever shape rows have
+            # [total_positions, K, D], whatever shape rows have
             flat = self._planes.unflatten(2, (-1, shape.heads, shape.head_size))
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
@@ -91,7 +91,7 @@ class KVCache:
         self.flat_values = [flat[layer, 1] for layer in range(shape.layers)]
 
     def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
-        """Change the shape where `rows` rows of `longest` positions do not fit it; they must fit `room`.
+        """Change the shape where `rows` rows of `longest` positions do not fit it; they must fit `total_positions`.
 
         `usual`: a common length, at which rows start so that the shape seldom changes. `cached_n`: positions that the first rows
         hold. They are copied to their new places, the keys or values of one layer at a time.
@@ -99,11 +99,13 @@ class KVCache:
         shape = self.shape
         if rows <= shape.rows and longest <= shape.positions:
             return
-        if rows * longest > self.room:
-            raise ValueError(f"{rows} rows of {longest} positions do not fit into a cache of {self.room} positions")
-        positions = max(longest, min(usual, self.room // rows))
+        if rows * longest > self.total_positions:
+            raise ValueError(
+                f"{rows} rows of {longest} positions do not fit into a cache of {self.total_positions} positions"
+            )
+        positions = max(longest, min(usual, self.total_positions // rows))
         old_data = self.data
-        self._view(replace(shape, rows=self.room // positions, positions=positions))
+        self._view(replace(shape, rows=self.total_positions // positions, positions=positions))
         resident_positions = self.resident_rows * shape.positions
         self.resident_rows = min(-(-resident_positions // positions), self.shape.rows)
         length = int(cached_n.max(initial=0))

@@ -164,7 +164,7 @@ class Core:
         columns = self.sequences
         rows = columns.rows
         if rows.size:
-            usual = min(columns.max_context, self.cache.room // columns.capacity)
+            usual = min(columns.max_context, self.cache.total_positions // columns.capacity)
             self.cache.fit(rows.size, int(columns.limit[rows].max()), usual, columns.cached[rows])
 
     def prefill(self) -> int:
