@@ -148,7 +148,7 @@ def test_what_rows_hold_survives_a_new_shape() -> None:
         for row in range(3):
             own = slice(0, cached[row])
             assert torch.equal(cache.data[:, :, row, :, own], wanted[:, :, row, :, own])
-    with pytest.raises(ValueError, match="7 rows of 20 positions do not fit into a cache of 120 positions"):
+    with pytest.raises(ValueError, match="7 rows of 20 positions do not fit into the cache of 120"):
         cache.fit(7, 20, 1, cached)
 
 

@@ -100,9 +100,7 @@ class KVCache:
         if rows <= shape.rows and longest <= shape.positions:
             return
         if rows * longest > self.total_positions:
-            raise ValueError(
-                f"{rows} rows of {longest} positions do not fit into a cache of {self.total_positions} positions"
-            )
+            raise ValueError(f"{rows} rows of {longest} positions do not fit into the cache of {self.total_positions}")
         positions = max(longest, min(usual, self.total_positions // rows))
         old_data = self.data
         self._view(replace(shape, rows=self.total_positions // positions, positions=positions))
