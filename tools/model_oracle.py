@@ -35,7 +35,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
-from asyncrl.runtime.gate import check_for
+from asyncrl.runtime.gate import check_run_model
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.passes import PolicyForward
 from asyncrl.types import (
@@ -105,7 +105,9 @@ class Wanted(NamedTuple):
 def open_policy(config: Config) -> PolicyModel:
     """As a run does (runtime/real.py). Errors: ConfigError."""
     longest = MAX_PROMPT + MAX_COMPLETION
-    return load_policy(config.model, "cpu", config.seed, lambda module: check_for(config, module).path, longest)[0]
+    return load_policy(config.model, "cpu", config.seed, lambda module: check_run_model(config, module).path, longest)[
+        0
+    ]
 
 
 def examine(name: str) -> Measured:
