@@ -579,7 +579,7 @@ def test_a_model_that_is_refused_past_its_original_context_can_be_trained_within
     within, past = capsys.readouterr().out.split("rows past 16 tokens: ")
     assert within.startswith("rows of up to 16 tokens:\nmodel: PhimoeForCausalLM on the ")
     assert past.startswith("PhimoeForCausalLM is refused: it chooses rotary frequencies") and past.endswith(
-        "is within it\n"
+        "is within that context\n"
     )
 
 
