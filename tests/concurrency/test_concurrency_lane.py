@@ -369,7 +369,9 @@ async def test_a_closure_without_memory_ends_with_the_settings_to_change(where: 
         with pytest.raises(OutOfMemory) as caught:
             await lane.run(closure, name="train/microbatch")
     said = str(caught.value)
-    assert said.startswith("no memory was left for train/microbatch on cpu: make train.tokens_per_microbatch smaller")
+    assert said.startswith(
+        "no memory was left for train/microbatch on cpu: make train.tokens_per_microbatch (activations) or "
+    )
     assert "engine.kv_positions" in said[:300] and "train.gradient_checkpointing=true" in said[:300]
     assert caught.value.__cause__ is not None
 

@@ -135,7 +135,7 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert min(store._store.timeout, group.options._timeout).days >= 1, (store._store.timeout, group.options._timeout)
     world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
 assert not torch.distributed.is_initialized()
-print("rank", world.rank, "ok", flush=True)
+print(f"rank {world.rank} ok", flush=True)
 """
 
 
@@ -322,7 +322,7 @@ def test_several_machines_without_a_secret_are_told() -> None:
 
 def test_an_address_that_others_cannot_reach_leaves_the_launchers_store() -> None:
     first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET}, one_machine=False)
-    assert len(first.notes) == 1 and "MASTER_ADDR=127.0.0.1 alone (it is 127.0.0.1 here, which no" in first.notes[0]
+    assert len(first.notes) == 1 and "MASTER_ADDR=127.0.0.1 alone (its address is 127.0.0.1, which no" in first.notes[0]
     first.store.set("a", "1")
     assert other.store.get("a") == b"1"
 

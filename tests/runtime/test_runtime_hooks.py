@@ -153,7 +153,7 @@ async def cancels(*given: Any) -> Any:
         (Hooks(after_rewards=lambda group: [1.0]), r"returned \[1.0\]; expected None or the Group \d+ with 4"),
         (
             Hooks(after_rewards=lambda g: replace(g, trajectories=[replace(t, reward=np.inf) for t in g.trajectories])),
-            "expected what can be trained .member 0: reward is inf",
+            "expected trajectories that can be trained .member 0: reward is inf",
         ),
         (Hooks(after_advantages=lambda group, values: values[:2]), "expected None or 4 finite numbers"),
         (Hooks(after_advantages=lambda group, values: values * np.nan), "expected None or 4 finite numbers"),
