@@ -72,7 +72,7 @@ def _main(arguments: list[str]) -> int:
         # A process without free file descriptors ends here, with advice, and not with an obscure ImportError below.
         reserve = Reserve()
         reserve.keep()
-        reserve.spend()
+        reserve.close()
         print_early("importing torch and transformers")
         if dry_run:
             from asyncrl.runtime.plan import print_plan

@@ -167,8 +167,8 @@ class Loss:
     """A loss for the trainer: a function with bound settings, the normalisers of its sums, and its needs.
 
     A loss with an `extra_normaliser` needs a second gradient buffer, or the counts of the whole step before the first backward (see
-    `with_counts`). A loss with `top_entropy_quantile` below 1 needs the entropies of the whole step before the first backward.
-    A streamed step cannot know these numbers in time.
+    `with_scaled_extra`). A loss with `top_entropy_quantile` below 1 needs the entropies of the whole step before the first
+    backward. A streamed step cannot know these numbers in time.
     """
 
     name: str
@@ -197,7 +197,7 @@ class Loss:
         assert self.with_bonus is not None
         return replace(self, fn=self.with_bonus(control.next_coefficient), control=None)
 
-    def with_counts(self, scale: float) -> Loss:
+    def with_scaled_extra(self, scale: float) -> Loss:
         """This loss for a step whose counts are known, with one sum: `total + scale x extra`.
 
         `scale` is the count of `normaliser` divided by the count of `extra_normaliser`, both over all ranks.

@@ -11,7 +11,7 @@ SPARE = 16
 
 
 class Reserve:
-    """`keep` opens `SPARE` descriptors, and `spend` closes them for the files that are written at the end of a run."""
+    """`keep` opens `SPARE` descriptors, and `close` frees them for the files that are written at the end of a run."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
@@ -21,7 +21,7 @@ class Reserve:
         while len(self._held) < SPARE:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
-    def spend(self) -> None:
+    def close(self) -> None:
         while self._held:
             os.close(self._held.pop())
 

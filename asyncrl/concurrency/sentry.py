@@ -1,8 +1,8 @@
 """The sentry: a second process that ends the run if no thread of the run executes Python any more.
 
-The watchdog starts `sentry.py SECONDS NAME` and writes to the sentry's standard input at every check. A closure that holds the GIL,
-such as a runaway regular expression, stops the watchdog too, and the sentry gets no input. The sentry counts its own short waits,
-and only while the run is not suspended, so that a suspension is not taken for a standstill.
+The watchdog starts `sentry.py SECONDS PREFIX` (PREFIX of the message) and writes to the sentry's standard input at every check. A
+closure that holds the GIL, such as a runaway regular expression, stops the watchdog too, and the sentry gets no input. The sentry
+counts its own short waits, and only while the run is not suspended, so that a suspension is not taken for a standstill.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import sys
 
 
-def main(limit_s: float, name: str) -> None:
+def main(limit_s: float, prefix: str) -> None:
     """Send SIGABRT to the parent process after `limit_s` without input. Returns when the parent ends or closes the input."""
     run, step_s, silent_s = os.getppid(), min(1.0, limit_s / 4), 0.0
     while silent_s < limit_s:
@@ -23,7 +23,7 @@ def main(limit_s: float, name: str) -> None:
             silent_s += step_s
         if os.getppid() != run:
             return
-    reason = f"{name}no thread has run Python for {silent_s:.0f} s: something holds the interpreter's lock"
+    reason = f"{prefix}no thread has run Python for {silent_s:.0f} s: something holds the interpreter's lock"
     print(f"\n=== asyncrl watchdog: {reason}; ending the process by SIGABRT ===", file=sys.stderr, flush=True)
     # On this signal `faulthandler` in the run prints all stacks.
     os.kill(run, signal.SIGABRT)

@@ -145,18 +145,20 @@ class CompletionText:
         return text[start:] if start >= 0 else ""
 
     def _text_before(self, stop: str, ids: list[int]) -> str:
-        """The text of `ids`, which end with the stop string or a part of it, without the stop string and the characters behind."""
+        """The text of `ids` up to the stop string; all of the text if it does not contain the complete stop string."""
         text = decode(self._tokenizer, ids)
         start = find_stop(text, decode(self._tokenizer, ids[:-1]), stop)
         end = start if start >= 0 else len(text)
         if self._keeps_special:
             return text[:end]
-        # Keep the ids before the stop string. If the stop string begins within a token, keep the beginning of the token's text.
+        # Keep the ids before the stop string.
         kept = len(ids)
         while len(before := decode(self._tokenizer, ids[:kept])) > end:
             kept -= 1
-        cut = "" if kept == len(ids) or ids[kept] in self._special else text[len(before) : end]
-        return decode(self._tokenizer, ids[:kept], special_tokens=False) + cut
+        # If the stop string begins within a token, keep the beginning of the token's text, but never a part of a special token.
+        is_special = kept < len(ids) and ids[kept] in self._special
+        beginning = "" if is_special else text[len(before) : end]
+        return decode(self._tokenizer, ids[:kept], special_tokens=False) + beginning
 
     def _count(self, name: str, number: int) -> None:
         if number and self._recorder is not None:

@@ -58,7 +58,7 @@ class ShardedParameters:
         """
         if not dist.is_initialized():
             raise LifecycleError(
-                "a sharded model needs a process group: call `World.open` first (with alone=True for a single rank)"
+                "a sharded model needs a process group: call `World.open` first (with single_rank_group=True for a single rank)"
             )
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.frozen = frozen

@@ -77,15 +77,15 @@ class World:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    def open(self, device: torch.device, timeout_s: float = 600.0, *, alone: bool = False) -> World:
+    def open(self, device: torch.device, timeout_s: float = 600.0, *, single_rank_group: bool = False) -> World:
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
 
-        No-op with one rank, unless `alone` is true: a sharded model needs a process group even with one rank.
+        No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
         Errors: LifecycleError if the world or the process group is open already. PlatformError if other ranks do not join.
         """
         if self._opened:
             raise LifecycleError("the world was opened twice; create a new World")
-        if World._owner is not None and (alone or self.world_size > 1):
+        if World._owner is not None and (single_rank_group or self.world_size > 1):
             raise LifecycleError(
                 "a Runtime of this process holds its process group; with several ranks or fsdp close that Runtime first"
             )
@@ -93,7 +93,7 @@ class World:
         timeout = timedelta(seconds=timeout_s)
         if self.world_size == 1:
             # A process group of an embedding program is used if there is one.
-            if alone and not dist.is_initialized():
+            if single_rank_group and not dist.is_initialized():
                 World._owner = self
                 cuda = device.type == "cuda"
                 dist.init_process_group(

@@ -141,7 +141,7 @@ def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
             module.config.dtype = dtype
 
 
-def require_rows(module: PreTrainedModel, tokenizer: Any) -> None:
+def require_ids_fit(module: PreTrainedModel, tokenizer: Any) -> None:
     """Errors: ConfigError if a token id of the tokenizer or of the configurations has no row in the embedding."""
     embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
     rows = embedding.weight.shape[0]

@@ -54,18 +54,18 @@ _SEED = 0
 
 
 def build_probe(
-    module: PreTrainedModel, device: torch.device | str = "cpu", *, width: Width = "whole", outgrown: bool = False
+    module: PreTrainedModel, device: torch.device | str = "cpu", *, width: Width = "whole", long_rows: bool = False
 ) -> PreTrainedModel:
     """A small float32 model of the class of `module`, in eval mode. Weights of `module` on the meta device become random weights.
 
     width: see `WIDTHS`. Not every class can be built with fewer heads.
-    outgrown: rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). Then the
+    long_rows: rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). Then the
     original context of the probe is `CONTEXT` tokens.
 
     Does not change torch's global random state. Errors: any exception of the class, if it cannot be built at this width.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    probe = _build(module, width, outgrown)
+    probe = _build(module, width, long_rows)
     parameters = list(probe.named_parameters())
     with torch.no_grad():
         for name, target in [*parameters, *_saved_buffers(probe)]:
@@ -107,7 +107,7 @@ def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whol
     return None
 
 
-def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: int | None = None) -> PreTrainedModel:
+def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions: int | None = None) -> PreTrainedModel:
     """A probe with random weights. Some classes need two layers of each kind (Zamba ties the second to the first), so the second
     try has twice the layers."""
     fewest = layers_with_all_kinds(module)
@@ -116,7 +116,7 @@ def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: 
         config = _probe_config(module, layers)
         if width != "whole":
             _narrow(config.get_text_config(), stream=width == "stream")
-        if outgrown:
+        if long_rows:
             _shrink_original_contexts(config.get_text_config())
         if positions is not None:
             _set_positions(config.get_text_config(), positions)

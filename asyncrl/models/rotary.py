@@ -67,7 +67,7 @@ def frequencies_differ(config: PretrainedConfig, first: int, second: int) -> boo
     return False
 
 
-def outgrows(config: PretrainedConfig, longest: int) -> bool:
+def is_past_context(config: PretrainedConfig, longest: int) -> bool:
     """Whether rows of `longest` tokens are past the original context."""
     context = original_context(config)
     return context is not None and longest > context
@@ -127,7 +127,7 @@ def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
             for layer in [layer for layer, kind in kinds.items() if depends_on_length(kind)]:
                 fixed.append(_fix(part, longest, layer, {**kinds, layer: HELD}))
                 kinds = part.rope_type
-    return (bool(fixed) and all(fixed)) or not outgrows(module.config, longest)
+    return (bool(fixed) and all(fixed)) or not is_past_context(module.config, longest)
 
 
 def forget_lengths(module: nn.Module) -> None:

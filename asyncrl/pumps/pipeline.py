@@ -80,7 +80,7 @@ class Ports:
     reward_penalty: RewardPenalty | None = None
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
-    store_watch: StoreWatch | None = None
+    on_store_hook: StoreWatch | None = None
     # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
     counters: Counter[str] = field(default_factory=Counter)

@@ -126,8 +126,8 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.MEMBERS: _spec(Axis.ROWS, "<i4"),  # [n] distinct, 0..group_size-1
         Section.TOKENS: _spec(Axis.TOKENS, "<i4"),
         Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true, or any u1 but 0: the loss trains the token
-        Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of the whole vocabulary, at the temperature
-        Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of the distribution that was sampled, after top-p
+        Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, at the temperature, before all filters
+        Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, as sampled: after filters such as top-p
         Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0
         Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
         Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),

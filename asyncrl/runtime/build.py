@@ -85,7 +85,7 @@ async def open_ports(run: OpenRun) -> None:
         weights=_reward_weights(run, reward),
         replay=ReplayBuffer(replay.size, replay.max_age, config.seed) if replay.size else None,
         hooks=hooks,
-        store_watch=watch,
+        on_store_hook=watch,
         limits=_limits(run),
         note=run.journal.live.note,
     )

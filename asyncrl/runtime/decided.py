@@ -6,10 +6,10 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-The reason is the measured CPU time of bfloat16, divided by the time of float32. Training of SmolLM2-135M: 0.56 with AVX512-BF16,
-2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
+The table comes from measured CPU times of bfloat16, divided by the time of float32. Training of SmolLM2-135M: 0.56 with
+AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
 
-The choice depends on the instruction set and not on a measurement, so every start on a machine makes the same choice. A resumed
+A start measures nothing and uses only the table, so every start on a machine makes the same choice. A resumed
 run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run also keeps
 the date that a chat template writes into prompts.
 """
@@ -73,15 +73,15 @@ async def decide(
     write: bool = True,
     checked: bool = False,
 ) -> Decided:
-    """Decide about a run. The arguments are those of `Runtime`. Errors: ConfigError and DataError for the settings, and for the
-    files and code that the settings name."""
+    """Decide about a run. The arguments are those of `Runtime`; with `checked` only the user's code remains to be checked. Errors:
+    ConfigError and DataError for the settings, and for the files and code that the settings name."""
     stages.begin("checking the device, the settings and the files that they name")
     world = World.from_env()
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
     config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
-    # Without any source of prompts the program itself submits groups.
+    # Without any source of prompts the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     resolve_settings = partial(
         resolve,
@@ -91,8 +91,8 @@ async def decide(
         own_environment=environment is not None,
     )
     resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_settings), "device")
-    passed = prompts is not None, bool(rewards), environment is not None, hooks is not None
-    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed), "inputs")
+    passed_by_program = prompts is not None, bool(rewards), environment is not None, hooks is not None
+    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed_by_program), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
@@ -119,7 +119,7 @@ def choose_dtype(
         if saved_dtype not in ("auto", dtype):
             new_run = f"a new run on this machine would use {dtype}: {reason}"
             dtype, reason = saved_dtype, f"the dtype at the start of the run; {new_run}"
-    lines = [f"products in {dtype} on {device.type} ({reason})"]
+    lines = [f"matrix products in {dtype} on {device.type} ({reason})"]
     if dtype == "bfloat16" and best_dtype(device, cards)[0] != dtype:
         lines.append(
             f"note: this {device.type.upper()} has no instructions for bfloat16: the emulation takes 2 to 17 times as long as "
@@ -177,7 +177,7 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
 def open_world(world: World, config: Config, device: torch.device) -> None:
     """Open `world`, the connections of the ranks. Blocks until all ranks have called this function.
     Errors: ConfigError if automatic settings differ between ranks, or ranks have the same GPU; the errors of `World.open`."""
-    world.open(device, alone=config.distributed.sharding == "fsdp")
+    world.open(device, single_rank_group=config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return
     store = world.store("chosen")

@@ -64,7 +64,7 @@ class RunDirectory:
         # On ranks other than the first: the content of `.lock` that rank 0 wrote.
         self._lock_content: bytes | None = None
         self._temporary: Path | None = None  # a folder that is removed at the end
-        self.reserve = Reserve()
+        self.spare_descriptors = Reserve()
         # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
         # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (opening.py).
@@ -95,7 +95,7 @@ class RunDirectory:
         try:
             if self.resumes and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
-            self.reserve.keep()
+            self.spare_descriptors.keep()
             # The other ranks check nothing: the leader may be writing the files at this moment.
             return self._open(config) if leader else []
         except OSError as error:
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Unlock the directory for the next run, after all ranks have ended. May be called twice."""
-        self.reserve.spend()
+        self.spare_descriptors.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         self._lock.release()

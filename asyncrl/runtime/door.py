@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
-# Section of a record that a run ignores -> the reason.
-REFUSED = {
+# Section that a run would ignore, so that a record with this section is refused -> the reason.
+REFUSED_SECTIONS = {
     Section.ADVANTAGES: "the run computes advantages from the rewards",
     Section.REFERENCE_LOGPROBS: "the run computes reference log-probs under its own reference weights",
 }
@@ -104,7 +104,7 @@ class _Door:
             for trajectory in new_members:
                 self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
-            check_json(columns, "the group's metadata", written=False)  # for reward functions only
+            check_json(columns, "the group's metadata", written=False)  # never in a file: reward functions get them
         except (RecordError, DataError) as error:
             gathering.discard(error, record.epoch, record.group)
             delivery.release()
@@ -115,7 +115,7 @@ class _Door:
 
 def refuse_sections(record: Record) -> None:
     """Errors: DataError if the record has a section that the run would ignore."""
-    for section, reason in REFUSED.items():
+    for section, reason in REFUSED_SECTIONS.items():
         if section in record.arrays:
             raise DataError(f"it holds {section.name.lower()}, which this run does not use: {reason}; leave them out")
 
@@ -136,13 +136,9 @@ def local_rings(config: Config, world: World) -> list[str]:
 
 def ring_of(config: Config) -> RecordRing:
     """The ring of this rank with the sizes of `door.*`. It is not open yet: use `async with`. Errors: ConfigError."""
-    settings = config.door
-    return RecordRing(
-        ring_name(config, World.from_env().rank),
-        RingSettings(
-            size=settings.ring_mib << 20, slots=settings.producer_records, ring_bytes=settings.producer_mib << 20
-        ),
-    )
+    door = config.door
+    sizes = RingSettings(size=door.ring_mib << 20, slots=door.producer_records, ring_bytes=door.producer_mib << 20)
+    return RecordRing(ring_name(config, World.from_env().rank), sizes)
 
 
 async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics | None = None) -> DoorStatistics:
@@ -153,7 +149,7 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     door = _Door(runtime, ring, counts)
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
-    # This reference keeps the door alive, because the Runtime has only a weak one.
+    # The Runtime has only a weak reference to `door`. The ring keeps `door` alive as long as this callback is set.
     ring.on_producer_end = door.producer_gone
     for line in ring.damage.lines:  # found at the opening
         runtime.note(line)

@@ -1,4 +1,4 @@
-"""The gate compares each path on which this runtime can compute a model with eager transformers. The first that agrees is used.
+"""The gate compares each path with eager transformers, and uses the first that agrees. A path is a way to compute a model here.
 
     probe       a few layers of the same class with the model's own weights (models/probe.py)
     comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
@@ -29,11 +29,11 @@ from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
 from asyncrl.models.probe import WIDTHS, build_probe, positions_end
-from asyncrl.models.rotary import describe, length_dependent_message, outgrows
+from asyncrl.models.rotary import describe, is_past_context, length_dependent_message
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
 
-# Relative error of a product from which on the device does not compute in float32.
+# If the relative error of a matrix product is larger, the device does not compute in float32.
 _MAX_PRODUCT_ERROR = 1e-5
 
 
@@ -66,7 +66,7 @@ class Verdict:
     total: int  # layers of the model
     results: tuple[Result, ...]
     seconds: float
-    # A sentence on the chosen frequencies, if the model has several; else empty.
+    # A sentence on the rotary frequencies, if they depend on the length of the rows; else empty.
     rotary: str = ""
     notes: tuple[str, ...] = ()  # sentences on frozen weights
 
@@ -81,9 +81,9 @@ class Verdict:
         if self.chosen is None:
             differences = "\n".join(f"  {result}" for result in self.results)
             raise ConfigError(
-                f"model.path: {self.name} is refused: this runtime computes something else than the model itself. Compared "
-                f"with its own eager forward and backward, {self._extent()}, where log-probs must agree within {NATS:g} nats "
-                f"and gradients within {RELATIVE:g}:\n{differences}"
+                f"model.path: {self.name} is refused: this runtime computes something else than the model itself. Log-probs "
+                f"must agree within {NATS:g} nats and gradients within {RELATIVE:g}. Differences from the model's own eager "
+                f"forward and backward ({self._extent()}):\n{differences}"
             )
         return self.chosen.path
 
@@ -102,10 +102,8 @@ class Verdict:
         if path.name == "plain":
             lines.append("note: the plain path computes a prompt once per member, and rebuilds caches after an update")
         if not path.cached:
-            lines.append(
-                "note: sampled without the cache, which is wrong: each token costs a forward over its whole row"
-            )
-        return lines + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
+            lines.append("note: sampling with the model's cache is wrong, so each token costs a forward over its row")
+        return lines + [f"note: not used: {result}" for result in self.results[: self.results.index(chosen)]]
 
     def _extent(self) -> str:
         return f"{self.layers} of {self.total} layers, float32"
@@ -138,8 +136,8 @@ def check_model(
     with _quiet(), _one_thread(), _full_float32(torch.device(device)):
         try:
             show("checking the model: its own eager pass")
-            outgrown = longest is not None and outgrows(module.config, longest)
-            trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing, dtype=dtype)
+            long_rows = longest is not None and is_past_context(module.config, longest)
+            trial = _trial(module, device, long_rows=long_rows, lora=lora, checkpointing=checkpointing, dtype=dtype)
             layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
             if longest is not None and not trial.has_fixed_frequencies():
@@ -167,7 +165,7 @@ def check_model(
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
-        mark_unreached(module, trial.unreached)
+        mark_unreached(module, trial.families_without_gradient)
     return _verdict(module, trial, results, started, longest, _untrained(module, lora))
 
 
@@ -178,14 +176,14 @@ def _untrained(module: PreTrainedModel, lora: LoraConfig | None) -> list[str]:
     return describe_frozen(module, frozen_names(module))
 
 
-def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **options: Any) -> Trial:
+def _trial(module: PreTrainedModel, device: torch.device | str, *, long_rows: bool, **options: Any) -> Trial:
     """A trial of narrow layers (fewer heads and units), or of full layers if the class cannot be built with narrow layers."""
     for width in WIDTHS:
         try:
-            probe = build_probe(module, device, width=width, outgrown=outgrown)
+            probe = build_probe(module, device, width=width, long_rows=long_rows)
             _require_same_parts(module, probe)
-            trial = Trial(probe, outgrown=outgrown, **options)
-            trial.eager(alone=False)  # raises if the class cannot compute this width
+            trial = Trial(probe, long_rows=long_rows, **options)
+            trial.eager(row_by_row=False)  # raises if the class cannot compute this width
             return trial
         except Exception:
             if width == WIDTHS[-1]:
@@ -195,9 +193,10 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: boo
 
 def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
     """Errors: ConfigError for a model in which parts were replaced after its class built them: the probe has other parts."""
-    parts = dict(module.named_modules())
-    for name, built in probe.named_modules():
-        found, expected = (f"{type(p).__module__}.{type(p).__qualname__}" for p in (parts.get(name, built), built))
+    classes = {name: f"{type(part).__module__}.{type(part).__qualname__}" for name, part in module.named_modules()}
+    for name, part in probe.named_modules():
+        expected = f"{type(part).__module__}.{type(part).__qualname__}"
+        found = classes.get(name, expected)
         if found != expected:
             raise ConfigError(
                 f"its {name} is a {found}, but its class builds a {expected}, so a comparison would prove nothing; merge "
@@ -286,8 +285,8 @@ def _full_float32(device: torch.device) -> Iterator[None]:
         if (error := _product_error(device)) > _MAX_PRODUCT_ERROR:
             override = os.environ.get("NVIDIA_TF32_OVERRIDE", "not set")
             raise ConfigError(
-                f"float32 products on {device} are {error:.0e} from float64, which is the rounding of TF32, but models are "
-                f"compared in float32; unset NVIDIA_TF32_OVERRIDE (now {override})"
+                f"float32 products on {device} differ by {error:.0e} from float64, which is the rounding of TF32, but models "
+                f"are compared in float32; unset NVIDIA_TF32_OVERRIDE (now {override})"
             )
         yield
     finally:

@@ -87,12 +87,12 @@ class Trial:
         self,
         probe: PreTrainedModel,
         *,
-        outgrown: bool = False,
+        long_rows: bool = False,
         lora: LoraConfig | None = None,
         checkpointing: bool = False,
         dtype: str = "float32",
     ) -> None:
-        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
+        """`probe`, `long_rows`: of models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
         self.probe = probe
         self._untouched = copy_module(probe)  # some models keep state of a forward
         self._lora = lora
@@ -100,12 +100,12 @@ class Trial:
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
         self._knows_batches = True
-        # Parameters that no text reaches (frozen.py); known after `eager`.
-        self.unreached = frozenset[str]()
+        # Families of parameters to which text gives no gradient (frozen.py); known after `eager`.
+        self.families_without_gradient = frozenset[str]()
         self._random = np.random.default_rng(0)
-        self._outgrown = outgrown
+        self._long_rows = long_rows
         text = probe.config.get_text_config()
-        limits = [] if outgrown else [original_context(probe.config), most_positions(probe.config)]
+        limits = [] if long_rows else [original_context(probe.config), most_positions(probe.config)]
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
         # Tokens repeat, so a layer that chooses keys has to choose among equal ones.
@@ -118,21 +118,21 @@ class Trial:
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
         self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
 
-    def eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`). `alone`: compute each row
-        by itself. A class whose forward fails on a batch always gets its rows alone."""
-        alone = alone or not self._knows_batches
-        if alone not in self._eager:
+    def eager(self, row_by_row: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """(log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`). `row_by_row`: one forward
+        for each row. A class whose forward fails on a batch always gets its rows alone."""
+        row_by_row = row_by_row or not self._knows_batches
+        if row_by_row not in self._eager:
             try:
-                self._eager[alone] = self._compute_eager(alone)
+                self._eager[row_by_row] = self._compute_eager(row_by_row)
             except Exception:  # whatever the class raises
-                if alone:
+                if row_by_row:
                     raise
                 self._knows_batches = False
                 return self.eager(True)
-        return self._eager[alone]
+        return self._eager[row_by_row]
 
-    def _compute_eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute_eager(self, row_by_row: bool) -> tuple[Tensor, dict[str, Tensor]]:
         probe, device = self.probe, self.probe.device
         probe.requires_grad_(True)
         probe.zero_grad()
@@ -140,7 +140,7 @@ class Trial:
         by_row = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
         places = [np.flatnonzero(self.batch.sequence == sequence) for sequence in range(self.batch.sequences)]
         rows = [by_row[key] for key in zip(self.batch.group_ids.tolist(), self.batch.members.tolist(), strict=True)]
-        batches = [[number] for number in range(len(rows))] if alone else [list(range(len(rows)))]
+        batches = [[number] for number in range(len(rows))] if row_by_row else [list(range(len(rows)))]
         for numbers in batches:
             logits = self._logits([rows[number].tokens for number in numbers])
             loss = torch.zeros((), device=device)
@@ -150,7 +150,7 @@ class Trial:
                 loss = loss + (logp * self._weight_S[place].to(device)).sum()
                 logp_S[place] = logp.detach().cpu()
             loss.backward()
-        self.unreached = unreached_families({name: p.grad for name, p in probe.named_parameters()})
+        self.families_without_gradient = unreached_families({name: p.grad for name, p in probe.named_parameters()})
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
         probe.requires_grad_(False)
         return logp_S, gradients
@@ -159,7 +159,7 @@ class Trial:
         """Rows of [L] tokens, as one batch -> [L, V] each. Rows are padded to the longest one, which changes nothing in a causal
         model (`check_causal`). If rows outgrow their original context they are padded to `_longest`, because the class chooses its
         rotary frequencies by the length."""
-        length = self._longest if self._outgrown else max(row.size for row in rows)
+        length = self._longest if self._long_rows else max(row.size for row in rows)
         tokens_BL = np.stack([np.pad(row.astype(np.int64), (0, length - row.size), mode="edge") for row in rows])
         inputs = torch.from_numpy(tokens_BL).to(self.probe.device)
         logits_BLV: Tensor = self.probe(input_ids=inputs, use_cache=False, return_dict=True).logits.float()
@@ -187,7 +187,7 @@ class Trial:
 
     def has_fixed_frequencies(self) -> bool:
         """Whether the rotary frequencies can be the same for rows of every length."""
-        return not self._outgrown or hold_frequencies(copy_module(self._untouched), self._longest)
+        return not self._long_rows or hold_frequencies(copy_module(self._untouched), self._longest)
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError if the path refuses the model; any error of the model on the path."""
@@ -208,9 +208,9 @@ class Trial:
         sampled = self._sample(policy) if sampler else []
         # The eager model needs half the time for a batch, but a class may mix the rows of a batch. So only rows alone can refuse a
         # path. The plain path would mix the rows in the same way, so it is always compared with rows alone.
-        if path.name != "plain" and (distance := self._distance(policy, logp_S, sampled, alone=False)).agrees:
+        if path.name != "plain" and (distance := self._distance(policy, logp_S, sampled, row_by_row=False)).agrees:
             return distance
-        return self._distance(policy, logp_S, sampled, alone=True)
+        return self._distance(policy, logp_S, sampled, row_by_row=True)
 
     def _train(self, policy: PolicyModel) -> Tensor:
         """The path's log-probs [S]; its gradients are in `policy.flat`."""
@@ -256,10 +256,10 @@ class Trial:
         logp_S: Tensor,
         sampled: list[tuple[GenerationRequest, Int64Array, Tensor]],
         *,
-        alone: bool,
+        row_by_row: bool,
     ) -> Distance:
         """Distance from the eager model. `logp_S`, `sampled`: results of `_train` and `_sample`."""
-        expected_S, gradients = self.eager(alone)
+        expected_S, gradients = self.eager(row_by_row)
         computed = dict(policy.flat.named_grads())
         if policy.lora is None:
             pairs = {name: (computed[name], gradients[name]) for name in computed}
@@ -272,14 +272,14 @@ class Trial:
         }
         # An error that is NaN counts as the worst.
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        sampler = self._sampler_distance(sampled, alone) if sampled else 0.0
+        sampler = self._sampler_distance(sampled, row_by_row) if sampled else 0.0
         return Distance(_largest(logp_S - expected_S), errors[worst], sampler, worst)
 
     @torch.no_grad()
-    def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], alone: bool) -> float:
+    def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], row_by_row: bool) -> float:
         rows = [row for _, row, _ in sampled]
-        alone = alone or not self._knows_batches
-        logits = [self._logits([row])[0] for row in rows] if alone else self._logits(rows)
+        row_by_row = row_by_row or not self._knows_batches
+        logits = [self._logits([row])[0] for row in rows] if row_by_row else self._logits(rows)
         worst = 0.0
         for (request, row, logprobs), logits_LV in zip(sampled, logits, strict=True):
             expected = self._logprobs(row, int(request.prompt_ids.size), logits_LV)

@@ -54,7 +54,7 @@ class Journal:
         self._directory = directory
         self._recorder = recorder
         # Notes of the start on why completions may not end. Later warnings name these reasons.
-        self.endless_notes: list[str] = []
+        self.missing_end_notes: list[str] = []
         # Names of metrics about missing text for which a line was shown.
         self._warned: set[str] = set()
         # Free bytes that rollouts must leave on the disk for the next checkpoint.
@@ -168,7 +168,7 @@ class Journal:
         self._newest = version
         if report is not None:
             self.live.step(version, line)
-            for text in (*warnings(line, self.endless_notes), *lacking_note(line, self._warned)):
+            for text in (*warnings(line, self.missing_end_notes), *lacking_note(line, self._warned)):
                 self.warn(text)
             self.warn(self._waits.step(line))
         else:

@@ -130,7 +130,7 @@ def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placem
     working = parts["working_copy"] if is_separate else 0
     if placement.trainer.type != "cpu":
         # Caches of workers on other GPUs are not counted.
-        beside_trainer = sum(not placement.is_apart(number) for number in range(placement.workers))
+        beside_trainer = sum(not placement.on_other_device(number) for number in range(placement.workers))
         # vLLM has its own parameters. The embedded engine reads the board.
         own_bytes = board // 2 + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
         return {

@@ -46,7 +46,7 @@ _SHOWN_EVERY_S = 1.0
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: reason of a dropped or failed group -> count.
-    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of all lines, or of every n-th line beyond 2,000."""
+    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of all lines; if over 2,000, of every n-th line."""
 
     version: int
     books: LedgerStatistics
@@ -103,15 +103,15 @@ class OpenRun:
 
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
-        evaluated = self.saved.evaluated if self.saved else -1
+        newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
         at_version, on_step, catch_up = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, at_version, on_step, catch_up, evaluated)
+        self.graph = Graph(self.ports, self.prompts, held_out, at_version, on_step, catch_up, newest_evaluated)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
         """Start the pumps. The supervisor must be open."""
-        if self.ports.store_watch is not None:
-            self.ports.store_watch.attach(self.supervisor.fail)
+        if self.ports.on_store_hook is not None:
+            self.ports.on_store_hook.attach(self.supervisor.fail)
         self.supervisor.start("event loop lag", monitor, self.recorder)
         self.graph.start(self.supervisor)
         self.supervisor.start("first step", self._show_first_step)
@@ -160,7 +160,7 @@ class OpenRun:
         """The watchdog's limit while the pumps run; None if they have no work. Called on the watchdog's thread."""
         limits = self.config.watchdog
         if self.graph.ending or self.supervisor.ending:
-            # A task that ignores its cancellation may generate tokens for ever, so no counter shows progress.
+            # No counters, only a time limit: a task that ignores its cancellation may generate tokens for ever.
             error = self.supervisor.failure
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
             sentence = f"a task that was cancelled when the training ended{why} has not ended"
@@ -169,7 +169,7 @@ class OpenRun:
             return None
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
-        # Tokens count: a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.
+        # Tokens count as progress, so a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.
         counters = (*groups, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
@@ -187,8 +187,8 @@ class OpenRun:
 
     async def _at_version(self, version: int, first: bool = False) -> None:
         """Evaluate if due, write the line of metrics, and save a checkpoint if due. The slots of the step are released afterwards.
-        The checkpoint comes last, so a run that is killed and resumed misses no line. If the evaluation runs beside further steps,
-        later lines and the writing of the checkpoint (not its copy) wait for its end. `first`: this is the run's first version."""
+        The checkpoint comes last, so a run that is killed and resumed misses no line. If an evaluation runs beside further steps,
+        the next lines and checkpoint files are written after it; the state is copied at once. `first`: the run's first version."""
         self._in_at_version = True
         try:
             await self.checkpointer.check_directory()
@@ -205,13 +205,14 @@ class OpenRun:
 
     async def _catch_up(self, last: bool) -> None:
         """Before the first step: the work at the first version of a new run, or an evaluation that a resumed run has missed.
-        With `last`, after the last step: on rank 0, the evaluation of the last version, if that was not known to be the last."""
+        With `last`, after the last step: rank 0 evaluates the last version, unless `_at_version` knew that no step would follow."""
         version = self.ports.trainer.version
-        if not (last or self.saved):
+        if not last and self.saved is None:
             await self._at_version(version, first=True)
-        elif self.graph.evaluations.is_behind(version, last) and (self.world.is_first or not last):
+        elif (self.world.is_first or not last) and self.graph.evaluations.is_behind(version, last):
+            # With `last=True` the evaluation is due at any version, and the training waits for it.
             self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
-            await self.graph.evaluate(version, partial(self.journal.write, version), first=True, last=True)
+            await self.graph.evaluate(version, partial(self.journal.write, version), first=False, last=True)
 
     def _start_after_evaluations(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         async def wait_and_work() -> None:
@@ -259,7 +260,7 @@ class OpenRun:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
         self.ended_by = error
         if self.directory is not None:
-            self.directory.reserve.spend()
+            self.directory.spare_descriptors.close()
         # In a cancelled scope the deadline is -inf, whatever `error` is.
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
@@ -275,13 +276,14 @@ class OpenRun:
                             # All ranks are being stopped. The signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal
                             stopped = True
-                        # Another rank may wait in a collective that this rank will never join. `leave` ends that wait.
+                        # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
                     await self.profiler.close(version)
                     await self.journal.write_pending()
-                    await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
+                    logged_by_program = self.ports.recorder.take_counts(("own/",))
+                    await self.journal.write(version, logged_means(logged_by_program))
                     for skipped in self.graph.evaluations.unfinished:
                         self.journal.warn(f"warning: version {skipped} was not evaluated: the run ended first")
                 finally:

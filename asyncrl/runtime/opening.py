@@ -126,8 +126,8 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
         stops = sampling_params(config.rollout, run.tokenizer).stop_token_ids
         end_ids = (*eos_token_ids(policy.module, run.tokenizer), *stops)
         vocabulary = int(policy.config.get_text_config().vocab_size)
-        journal.endless_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids, vocabulary)
-        notes = [*notes, *journal.endless_notes, *missing_text_notes]
+        journal.missing_end_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids, vocabulary)
+        notes = [*notes, *journal.missing_end_notes, *missing_text_notes]
     for line in notes:
         journal.live.note(f"note: {line}")
     folder = None if directory is None else directory.path

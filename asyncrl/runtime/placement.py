@@ -46,7 +46,7 @@ class Placement:
         """`total` divided by the number of engines, rounded up."""
         return -(-total // max(self.workers, 1))
 
-    def is_apart(self, number: int) -> bool:
+    def on_other_device(self, number: int) -> bool:
         """Whether this worker is on another device than the trainer. Such a worker reads a copy of the board."""
         return self.devices[number] != self.trainer
 

@@ -54,9 +54,10 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         placement = place(config, device, world, weights, cards)
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
         memory = ["predicted memory of one rank:", table(parts), *_notes(memory_warnings(parts, device, cards))]
-        if placement.workers and placement.is_apart(0):
-            shared = predicted(config, world.world_size, prompts, verdict.path, replace(placement, devices=()))
-            worker = worker_parts(config, placement, shared)
+        if placement.workers and placement.on_other_device(0):
+            # As if trainer and engine shared a device: the worker's cache is a part of the cache of this prediction.
+            shared_parts = predicted(config, world.world_size, prompts, verdict.path, replace(placement, devices=()))
+            worker = worker_parts(config, placement, shared_parts)
             memory += ["predicted memory of one worker:", table(worker)]
             memory += _notes(memory_warnings(worker, placement.devices[0], cards))
         lines += [
@@ -99,19 +100,19 @@ def _text_notes(config: Config) -> list[str]:
     module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
     vocabulary = int(module.config.get_text_config().vocab_size)
     end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
-    endless_notes, missing_text_notes = notes(config, tokenizer, end_ids, vocabulary)
-    return endless_notes + missing_text_notes
+    missing_end_notes, missing_text_notes = notes(config, tokenizer, end_ids, vocabulary)
+    return missing_end_notes + missing_text_notes
 
 
 def _verdict(config: Config) -> Verdict:
     """The gate's verdict on the model's class and configuration. The weights are not read: the probe has random weights."""
     # transformers takes seconds to import, and `train.kind: dry_run` needs no model.
-    from asyncrl.models.loading import describe_module, load_tokenizer_of, require_rows, require_saveable
+    from asyncrl.models.loading import describe_module, load_tokenizer_of, require_ids_fit, require_saveable
 
     from .gate import check_run_model
 
     module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
-    require_rows(module, tokenizer)
+    require_ids_fit(module, tokenizer)
     require_saveable(module, tokenizer)
     return check_run_model(config, module)
 
@@ -148,7 +149,7 @@ def native_note(config: Config) -> list[str]:
 
 
 def print_plan(config: Config, devices: str | None = None) -> None:
-    """Print the plan and write `plan.txt` in the run directory, after `check_start`. `devices`: for AssumedCards.parse."""
+    """Print the plan, and write `plan.txt` in the run directory. Call `check_start` first. `devices`: for AssumedCards.parse."""
     assumed = None if devices is None else AssumedCards.parse(devices)
     directory = RunDirectory(config)
     text = plan(config, assumed) + (f"\n{directory.restart}" if directory.restart else "")

@@ -23,7 +23,7 @@ from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
 from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
-from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_rows, require_saveable
+from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_ids_fit, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reading import describe_extras
@@ -120,7 +120,7 @@ def _load(run: OpenRun) -> TorchTrainer:
         return run.verdict.path
 
     policy, tokenizer, core = _build(config, run.world, device, choose)
-    require_rows(policy.module, tokenizer)
+    require_ids_fit(policy.module, tokenizer)
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
         require_routing(policy.routing, policy.module, "algorithm.router_replay is true")
@@ -185,7 +185,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
 
     def setup(number: int) -> Setup:
         return Setup(
-            message | {"device": str(placement.devices[number]), "copies": placement.is_apart(number)},
+            message | {"device": str(placement.devices[number]), "copies": placement.on_other_device(number)},
             (board.fd,),
             dict.fromkeys(_THREADS, str(placement.threads)),
             None if logs is None else logs / f"worker-{number}.log",

@@ -62,7 +62,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The intervals of one step. An interval that is still open ends at `end` here; the next window has all of it."""
+    """The intervals of one step. An interval that is still open ends at `end` here; the next window has it from its start on."""
 
     start: float
     end: float

@@ -1,6 +1,7 @@
 """Values of the whole step, over all ranks, that some losses need before the first backward.
 
-* The counts of the step, if two terms of the loss have different denominators and there is no second gradient buffer.
+* The counts of the step, if two terms of the loss have different denominators and share a gradient buffer. With a buffer for each
+  term, each sum of gradients would be divided by its own denominator at the end of the step.
 * The entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
 So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step.
 
@@ -58,7 +59,7 @@ def survey(
     # With TOKENS the extra term is a mean over its own tokens, which `keep` selects.
     if loss.extra_normaliser is Normaliser.TOKENS:
         extra_denominator = max(counts.extra, 1.0)
-    return loss.with_counts(denominators[loss.normaliser] / extra_denominator), selected
+    return loss.with_scaled_extra(denominators[loss.normaliser] / extra_denominator), selected
 
 
 def gather_over_ranks(own_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:

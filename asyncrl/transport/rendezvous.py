@@ -5,10 +5,10 @@
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: when it ends, the other side is gone ...
 
-The address is abstract (nothing to clean up). It consists of the id of the segment and the secret of the owner, which is in the
-segment's header, in a file that only this user can read. So another user cannot bind the address before the owner binds it. After
-the owner's death another user could. Therefore each side asks the kernel for the user of the other side, and closes the connection
-to another user.
+The address is abstract (nothing to clean up). It consists of the segment's random id (`run`) and the owner's secret. The secret is
+in the segment's header, in a file that only this user can read. So another user cannot bind the address before the owner binds it.
+Every user can see a bound address in /proc/net/unix, so after the owner's death another user could bind the same address.
+Therefore each side asks the kernel for the user of the other side, and closes the connection to another user.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def listen(segment: Segment) -> socket.socket:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """(process, user) of the other side, from the kernel; process 0 where it is in another pid namespace."""
+    """(process, user) of the other side, from the kernel; process 0 if that process is in another pid namespace."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -115,7 +115,7 @@ class Attachment:
     """What the owner granted: the segment of the ring and the two eventfds."""
 
     connection: socket.socket
-    ring: str  # the name of its segment
+    ring: str  # the name of the ring's segment
     fresh: bool  # whether the ring was made for this attachment
     data: int  # eventfd: the producer put something
     space: int  # eventfd: the owner released something
@@ -127,9 +127,9 @@ class Attachment:
 
 
 def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
-    """Ask the owner of the segment for this producer's ring. None where nobody listens.
+    """Ask the owner of the segment for this producer's ring. None if no process listens.
 
-    Errors: RingDetached where the owner refuses, with its reason, or does not answer before `deadline` (monotonic s).
+    Errors: RingDetached if the owner refuses, with the owner's reason, or does not answer before `deadline` (monotonic s).
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:

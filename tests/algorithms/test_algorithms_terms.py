@@ -100,7 +100,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
     assert float(value - plain) == pytest.approx(bonus, rel=1e-10)
     torch.testing.assert_close(grad_BT, plain_grad_BT, rtol=0, atol=0)
     torch.testing.assert_close(entropy_grad_BT, -0.03 / tokens * batch.mask_BT.double(), rtol=1e-13, atol=0)
-    known = loss.with_counts(batch.count(loss.normaliser) / tokens)
+    known = loss.with_scaled_extra(batch.count(loss.normaliser) / tokens)
     torch.testing.assert_close(value_and_grads(batch, known, ROWS)[2], entropy_grad_BT, rtol=1e-13, atol=0)
     assert not known.needs_whole_step
 

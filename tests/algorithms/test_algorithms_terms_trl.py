@@ -64,7 +64,7 @@ def value_and_grads_kept(
     """As the trainer does after a survey: the bonus is a mean over the tokens that the top-entropy mask keeps."""
     if batch.keep_BT is not None and loss.extra_normaliser is not None:
         kept = float((batch.keep_BT & batch.mask_BT).sum())
-        loss = loss.with_counts(batch.count(loss.normaliser, len(parts)) / kept)
+        loss = loss.with_scaled_extra(batch.count(loss.normaliser, len(parts)) / kept)
     return value_and_grads(batch, loss, parts)
 
 

@@ -87,10 +87,10 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
 
 
 def test_a_second_world_of_a_process_is_refused_until_the_first_is_closed() -> None:
-    with World().open(torch.device("cpu"), alone=True):
+    with World().open(torch.device("cpu"), single_rank_group=True):
         for other in (World(), World(world_size=2)):
             with pytest.raises(LifecycleError, match="a Runtime of this process holds its process group"):
-                other.open(torch.device("cpu"), alone=other.world_size == 1)
+                other.open(torch.device("cpu"), single_rank_group=other.world_size == 1)
             other.close()
         assert dist.is_initialized()
         World().open(torch.device("cpu"))  # it needs no group
@@ -203,7 +203,7 @@ def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:
     def fails() -> None:
         raise RuntimeError("cannot let go")
 
-    world = World().open(torch.device("cpu"), alone=True)
+    world = World().open(torch.device("cpu"), single_rank_group=True)
     assert dist.is_initialized()
     world.before_leaving(fails)
     with pytest.raises(RuntimeError, match="cannot let go"):
@@ -376,7 +376,7 @@ def test_a_rank_that_never_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     first, other = both({}, {})
     assert first.close(0.0) == [1]
     monkeypatch.setattr(world, "_AT_THE_END_S", 0.0)
-    left = World().open(torch.device("cpu"), alone=True)
+    left = World().open(torch.device("cpu"), single_rank_group=True)
     left._ranks = first
     with pytest.raises(RankLost, match="rank 1 did not end within 0 s of rank 0"):
         left.close()

@@ -73,7 +73,7 @@ def test_an_example_fits_its_cards(hub: Path, cards: str, names: list[str], mode
     text = planned(hub, cards, *names, model=model)
     assert f"  {roles}\n" in text and re.search(rf"\nstart.*{start}", text)
     assert total(text) and max(total(text)) < 0.97 * 80 and "this run needs about" not in text
-    assert "products in bfloat16 on cuda" in text
+    assert "matrix products in bfloat16 on cuda" in text
 
 
 def test_what_is_left_out_is_chosen_by_the_card(hub: Path) -> None:

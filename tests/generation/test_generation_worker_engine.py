@@ -99,7 +99,7 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
     directory = await asyncio.to_thread(RunDirectory, config)
     recorder, device = Recorder(nvtx=False), torch.device("cpu")
     placement = Placement((torch.device("cpu", 0) if apart else device,) * workers, 1, 1, "")
-    assert placement.is_apart(0) == apart
+    assert placement.on_other_device(0) == apart
     async with AsyncExitStack() as stack:
         lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
         policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")

@@ -29,7 +29,7 @@ from asyncrl.config.load import load_config
 from asyncrl.environments.single_turn import episode_seed
 from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, LifecycleError
 from asyncrl.main import main
-from asyncrl.models.loading import require_rows, require_saveable
+from asyncrl.models.loading import require_ids_fit, require_saveable
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.runtime import Runtime
@@ -418,7 +418,7 @@ def test_more_tokens_than_rows_are_named() -> None:
         model, tokenizer = build(0)
         change(model, tokenizer)
         with pytest.raises(ConfigError, match=f"the embedding has {model.config.vocab_size} rows") as error:
-            require_rows(model, tokenizer)
+            require_ids_fit(model, tokenizer)
         return str(error.value)
 
     rows = build(0)[0].config.vocab_size
@@ -433,7 +433,7 @@ def test_more_tokens_than_rows_are_named() -> None:
     model, tokenizer = build(0)
     tokenizer.add_tokens([*added[:spare], "<image>"])
     tokenizer.image_token = "<image>"  # as Gemma 3's text models have it from their larger sisters
-    require_rows(model, tokenizer)
+    require_ids_fit(model, tokenizer)
 
 
 @pytest.mark.parametrize("change", [unwritable_generation, unwritable_config, unwritable_tokenizer])

@@ -54,7 +54,7 @@ def test_auto_is_bfloat16_where_the_processor_has_it(
     config, device, lines = choose_dtype(config_of(tmp_path, base=AUTO))
     assert config.model.dtype == dtype and device == torch.device("cpu")
     has = "bfloat16 instructions;" if dtype == "bfloat16" else "no bfloat16 instructions that torch may use;"
-    assert lines == (f"products in {dtype} on cpu (auto: {has} this processor has {' and '.join(flags)})",)
+    assert lines == (f"matrix products in {dtype} on cpu (auto: {has} this processor has {' and '.join(flags)})",)
     # What depends on the dtype is derived from that.
     assert resolve(config).algorithm.mismatch_gate == {"float32": 1e-3, "bfloat16": 0.1}[dtype]
 
@@ -68,7 +68,7 @@ def test_auto_on_a_gpu_is_by_its_compute_capability(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Card")
     config, device, lines = choose_dtype(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1, ranks=2)
     assert (config.model.dtype, device) == (dtype, torch.device("cuda", 1))
-    said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
+    said = f"matrix products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
     assert lines == (said,)
     *_, lines = choose_dtype(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
     assert any("no instructions for bfloat16: the emulation takes" in line for line in lines) == (dtype == "float32")
@@ -115,7 +115,7 @@ def test_who_insists_on_bfloat16_hears_what_it_costs(tmp_path: Path, monkeypatch
     config = config_of(tmp_path, "model.dtype=bfloat16", base=AUTO)
     processor(monkeypatch, "avx2")
     *_, (said, warning) = choose_dtype(config)
-    assert said == "products in bfloat16 on cpu (model.dtype)"
+    assert said == "matrix products in bfloat16 on cpu (model.dtype)"
     assert "this CPU has no instructions for bfloat16" in warning and "set model.dtype to float32" in warning
     assert warning in plan(config)
     processor(monkeypatch, "avx2", "avx512_bf16")
@@ -149,7 +149,7 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
         await run.run()
     assert load_config([tmp_path / "runs/run/config.yaml"]).model.dtype == "bfloat16"
     assert (
-        "products in bfloat16 on cpu (auto: bfloat16 instructions; this processor has avx2 and avx512_bf16)"
+        "matrix products in bfloat16 on cpu (auto: bfloat16 instructions; this processor has avx2 and avx512_bf16)"
         in capsys.readouterr().out
     )
 
@@ -159,7 +159,7 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
         assert (await run.run()).version == 2
     said = capsys.readouterr().out
     assert (
-        "products in bfloat16 on cpu (the dtype at the start of the run; a new run on this machine would use float32: auto"
+        "matrix products in bfloat16 on cpu (the dtype at the start of the run; a new run on this machine would use float32: auto"
         in said
     )
     assert "this CPU has no instructions for bfloat16" in said
@@ -176,8 +176,8 @@ class TwoRanks:
     def __init__(self, rank: int) -> None:
         self.rank, self.is_first = rank, rank == 0
 
-    def open(self, device: torch.device, *, alone: bool) -> None:
-        assert not alone
+    def open(self, device: torch.device, *, single_rank_group: bool) -> None:
+        assert not single_rank_group
 
     def store(self, name: str) -> Any:
         return self.shared

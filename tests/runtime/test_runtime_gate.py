@@ -101,7 +101,7 @@ def test_weights_near_zero_hide_nothing() -> None:
     lost = PolicyModel(copy.deepcopy(with_layers_off.probe), path=PACKED)
     for layer in lost.module.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    assert float((with_layers_off._train(lost) - with_layers_off.eager(alone=True)[0]).abs().max()) > 0.1
+    assert float((with_layers_off._train(lost) - with_layers_off.eager(row_by_row=True)[0]).abs().max()) > 0.1
 
 
 def test_a_copy_shares_nothing_with_the_module() -> None:
@@ -164,7 +164,7 @@ def test_a_cache_that_forgets_is_not_used() -> None:
         assert distance is not None and distance.logprobs < 1e-5 and distance.gradients < 1e-5
         assert distance.sampler > 1e-3
     assert not verdict.path.cached
-    assert any("each token costs a forward over its whole row" in line for line in verdict.lines())
+    assert any("each token costs a forward over its row" in line for line in verdict.lines())
 
 
 class MixingModel(LlamaModel):

@@ -140,13 +140,13 @@ def test_a_gpu_that_trains_nothing_generates(
     placement = place(load_config([], overrides), GPU, ONE)
     assert [device.index for device in placement.devices] == list(devices)
     assert placement.line.startswith(f"generation: {line}")
-    assert [placement.is_apart(number) for number in range(placement.workers)] == [index != 0 for index in devices]
+    assert [placement.on_other_device(index) for index in range(placement.workers)] == [index != 0 for index in devices]
 
 
 def test_a_trainer_without_a_number_is_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
     placement = place(load_config([], ["generation.placement=worker"]), torch.device("cuda"), ONE)
-    assert placement.trainer == GPU and not placement.is_apart(0)
+    assert placement.trainer == GPU and not placement.on_other_device(0)
 
 
 @pytest.mark.parametrize(

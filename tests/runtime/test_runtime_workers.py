@@ -110,7 +110,7 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
         return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
     monkeypatch.setattr(real, "_create_board", create)
-    monkeypatch.setattr(Placement, "is_apart", lambda self, number: True)
+    monkeypatch.setattr(Placement, "on_other_device", lambda self, number: True)
     summary = await run(tmp_path / "slab", *sync, "train.max_steps=3")
     assert summary.version == 3 and not left()
     file, slab = (rollouts_of(tmp_path / name / "runs/run") for name in ("file", "slab"))

@@ -32,7 +32,7 @@ async def test_every_stage_before_the_first_step_is_shown_with_its_counts(
     before, _, after = said.partition("\nstep 1/2")
     assert after and "first step:" not in after.partition("\n")[2], "it ends with the first step"
     stages = [
-        r"products in float32 on cpu \(model\.dtype\)",
+        r"matrix products in float32 on cpu \(model\.dtype\)",
         r"starting reward workers: \d",
         r"importing transformers",
         r"measuring prompts and memory",

@@ -87,7 +87,7 @@ def test_what_the_builder_froze_stays_and_the_rest_moves_as_with_torch(
 
 
 def test_sharded_as_well() -> None:
-    with World().open(torch.device("cpu"), alone=True) as world:
+    with World().open(torch.device("cpu"), single_rank_group=True) as world:
         policy = PolicyModel(tiny_module(), "float64", served=True)
         core = ShardedTrainer(policy, module_of(FROZEN[0]), SETTINGS, world, max_completion_length=MAX_LENGTH)
         norm, wanted = steps_of_torch(FROZEN[0], 3)

@@ -211,7 +211,7 @@ def test_a_rank_that_dies_ends_the_round_of_the_others_with_an_error(tmp_path: P
 
 @pytest.fixture
 def core() -> Iterator[ShardedTrainer]:
-    with World().open(torch.device("cpu"), alone=True) as world:
+    with World().open(torch.device("cpu"), single_rank_group=True) as world:
         policy = PolicyModel(tiny_module(), "float64", served=True)
         yield ShardedTrainer(policy, tiny_module(), TrainConfig(lr=0.01), world, max_completion_length=MAX_LENGTH)
 
@@ -231,7 +231,7 @@ def test_loaded_weights_become_masters_a_block_at_a_time(kind: str, monkeypatch:
         return fully_shard(part, **options)
 
     monkeypatch.setattr("asyncrl.distributed.fsdp.fully_shard", cut)
-    with World().open(torch.device("cpu"), alone=True) as world:
+    with World().open(torch.device("cpu"), single_rank_group=True) as world:
         policy = PolicyModel(loaded, "bfloat16", served=True)
         core = ShardedTrainer(policy, twin, TrainConfig(lr=0.01), world, max_completion_length=MAX_LENGTH)
         masters = dict(core.sharded.parameters.named_masters())

@@ -145,7 +145,7 @@ def test_second_buffer_and_survey_agree_and_a_wrong_denominator_would_not() -> N
     surveyed, found = run(pieces, loss, surveyed=True)
     assert buffered.loss == pytest.approx(surveyed.loss, rel=1e-12)
     close(found, gradients)
-    wrong, spoilt = run(pieces, loss.with_counts(1.0))
+    wrong, spoilt = run(pieces, loss.with_scaled_extra(1.0))
     assert abs(wrong.loss - buffered.loss) > 1e-2
     assert any((spoilt[name] - gradient).abs().max() > 1e-3 for name, gradient in gradients.items())
 

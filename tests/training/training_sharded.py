@@ -142,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=60, alone=True) as world:
+    with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=60, single_rank_group=True) as world:
         for line in sys.stdin:
             case = Case(**json.loads(line))
             torch.save(sharded(world, case, int(rank)), Path(out) / f"{rank}.pt")

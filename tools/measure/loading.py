@@ -64,7 +64,7 @@ def rank(sharding: str, folder: str, dtype: str) -> None:
 
     torch.set_num_threads(1)
     config, cpu = ModelConfig(path=folder, dtype=dtype), torch.device("cpu")
-    with World.from_env(os.environ).open(cpu, timeout_s=60, alone=True) as world:
+    with World.from_env(os.environ).open(cpu, timeout_s=60, single_rank_group=True) as world:
         print("ready", flush=True)
         sys.stdin.readline()
         started = time.perf_counter()

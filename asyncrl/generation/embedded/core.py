@@ -109,8 +109,8 @@ class Core:
     def needs_prefill(self) -> bool:
         """Whether a running sequence needs prefill before it can decode."""
         columns = self.sequences
-        rows = columns.rows
-        return bool((columns.cached[rows] < columns.length[rows] - 1).any())
+        slots = columns.running_slots
+        return bool((columns.cached[slots] < columns.length[slots] - 1).any())
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
         """Assign a slot and a row to the request. Returns the slot. The caller has checked that a slot is free."""
@@ -126,7 +126,7 @@ class Core:
             prefix.holders.discard(slot)
             if not prefix.holders and prefix.saved is None:
                 if keep_prefix and prefix.length <= self.prefill_tokens:
-                    # Copied at once, because a new sequence may get this slot before the next closure.
+                    # The routes are copied at once: a new sequence may get the slot. The next closure copies keys and values first.
                     if columns.routes is not None:
                         prefix.routes = columns.routes[slot, : prefix.length].copy()
                     self._pending_copies.append(lambda: self._save_prefix(key, prefix, row))
@@ -150,10 +150,10 @@ class Core:
             self.version = version
             self._prefixes.clear()
             columns = self.sequences
-            rows = columns.rows
-            # Without `recompute`, a prompt is still computed again if its sequence has no sampled token yet. So a replay needs only
-            # the tokens' versions: a prompt has that of the first token, and the keys of a token have that of the next token.
-            stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
+            slots = columns.running_slots
+            # Without `recompute`, only a prompt without sampled tokens is computed again. So versions of tokens tell which weights
+            # made a cache entry: for the prompt the first sampled token's version, for a sampled token the next token's version.
+            stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt[slots]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
             columns.cached[stale] = 0
@@ -162,17 +162,17 @@ class Core:
     def _fit_cache(self) -> None:
         """Make the cache's rows long enough for the longest running sequence. Admission has checked that they fit the budget."""
         columns = self.sequences
-        rows = columns.rows
-        if rows.size:
-            usual = min(columns.max_context, self.cache.total_positions // columns.capacity)
-            self.cache.fit(rows.size, int(columns.limit[rows].max()), usual, columns.cached[rows])
+        slots = columns.running_slots
+        if slots.size:
+            usual_row_length = min(columns.max_context, self.cache.total_positions // columns.capacity)
+            self.cache.fit(slots.size, int(columns.limit[slots].max()), usual_row_length, columns.cached[slots])
 
     def prefill(self) -> int:
         """Compute keys and values of at most `prefill_tokens` tokens. Returns the number of computed tokens."""
         disable_training(self.policy)
         with torch.no_grad():
             self.sync()
-            self.cache.use(self.sequences.rows.size)
+            self.cache.use(self.sequences.running_slots.size)
             pieces = self._plan_pieces()
             if pieces:
                 self._extend(pieces)
@@ -189,7 +189,7 @@ class Core:
             if self.needs_prefill:
                 return Decoded(0)
             columns = self.sequences
-            slots = columns.rows.copy()
+            slots = columns.running_slots.copy()
             self.cache.use(slots.size)
             position = columns.length[slots] - 1
             sampled = self._sample(self._hidden(slots, position), slots)
@@ -224,10 +224,10 @@ class Core:
     def _plan_pieces(self) -> list[PromptPiece]:
         """The pieces to compute now, at most `prefill_tokens` tokens, in the order of rows. Copies the prompts that are ready."""
         columns, budget = self.sequences, self.prefill_tokens
-        rows = columns.rows
+        slots = columns.running_slots
         pieces: list[PromptPiece] = []
         computing: set[PrefixKey] = set()  # prompts that a piece of this closure computes
-        for slot in rows[columns.cached[rows] < columns.length[rows] - 1].tolist():
+        for slot in slots[columns.cached[slots] < columns.length[slots] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
                 if key in self._prefixes:
@@ -260,8 +260,8 @@ class Core:
             self._register_holder(piece.slot)
 
     def _store_prompt_routes(self, pieces: list[PromptPiece], routes: Routes) -> None:
-        """Store the routes of prompt tokens. Sampled tokens that are recomputed keep the routes with which they were sampled, and
-        `Sequences.keep_first_routes` has saved the first routes of their prompts."""
+        """Store the routes of prompt tokens. Sampled tokens that are recomputed keep the routes of their sampling. Before a prompt
+        is recomputed, `Sequences.keep_first_routes` copies the prompt's first routes for the result."""
         columns, computed, start = self.sequences, routes.numpy(), 0
         assert columns.routes is not None
         for piece in pieces:
@@ -280,8 +280,8 @@ class Core:
     def _copy_new_prefixes(self) -> None:
         """Copy prompts that this closure has completed into the rows of sequences with the same prompt."""
         columns = self.sequences
-        rows = columns.rows
-        for slot in rows[columns.cached[rows] < columns.prompt[rows] - 1].tolist():
+        slots = columns.running_slots
+        for slot in slots[columns.cached[slots] < columns.prompt[slots] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and key in self._prefixes:
                 self._copy_prefix(slot, key)
@@ -307,7 +307,7 @@ class Core:
 
     def _save_prefix(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
         """Save the prompt in `row`, whose sequence has ended. Evicts the oldest copies beyond `prefill_tokens` saved positions."""
-        # The prompt was dropped, computed again or copied to another row since.
+        # Nothing to save: since `remove`, the prompt was dropped, computed again or copied to another row.
         if self._prefixes.get(key) is not prefix or prefix.holders:
             return
         prefix.saved = self.cache.save(row, prefix.length)

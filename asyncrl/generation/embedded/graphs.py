@@ -80,7 +80,7 @@ class DecodeGraphs:
         self.policy, self.cache, self._longest = policy, cache, longest
         self._capture = capture
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._products_with_copies = [product for product in policy.products if len(product.biases) > 1]
+        self._linears_with_joined_biases = [linear for linear in policy.products if len(linear.biases) > 1]
         self.failed = False
 
     @classmethod
@@ -109,8 +109,8 @@ class DecodeGraphs:
                     first_line(error),
                 )
                 return None
-        for product in self._products_with_copies:
-            product.renew()
+        for linear in self._linears_with_joined_biases:
+            linear.renew()
         graph.inputs.copy_(to_device(host, self.cache.device), non_blocking=True)
         graph.replay()
         return graph.out[:count]

@@ -90,7 +90,7 @@ class LogitChanges:
         changes: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
         if sampling.logit_bias:
             changes[_BIAS] = np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()], np.float64)
-        # A token may be here twice. `apply_` then writes the same logit twice.
+        # A token may be in `tokens` twice. `apply_` reads all logits before it writes, so it writes the same new logit twice.
         if sampling.repetition_penalty != 1:
             changes[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
         if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt:
@@ -183,11 +183,11 @@ class Sampler:
         greedy = params.temperature == 0
         temperature = np.where(greedy, np.float32(1.0), params.temperature)
         changed = params.changes.rows
-        changed_RV = logits_NV[changed] if changed else None
+        changed_RV = logits_NV[changed] if changed else None  # a copy, changed below
         if (temperature != 1).any():
             scale = to_device(temperature, device).to(logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
-        # The model's logits of the changed rows, divided by the temperature.
+        # The logits of the same rows without the changes, divided by the temperature: for the log-probs of the model.
         unchanged_RV: Tensor | None = None
         if changed_RV is not None:
             unchanged_RV = logits_NV[changed]
@@ -284,8 +284,9 @@ def _sample_filtered(
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
         # The candidates suffice if they include all top-k tokens, or if they reach top-p.
         enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-        # The candidates also suffice if the last one is below min-p and `total` is the full row's (top-k off) or unused (p is 1).
-        enough |= (values[:, -1] < min_p_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
+        # They also suffice if min-p removes all other tokens, and `total` is known (top-k is off) or not needed (top-p is off).
+        others_below_min_p = values[:, -1] < min_p_R * values[:, 0]
+        enough |= others_below_min_p & ((k_R == vocabulary) | (p_R == 1))
         if count == vocabulary or bool(enough.all()):
             break
         count = vocabulary

@@ -65,8 +65,8 @@ class Sequences:
         self.count = 0
 
     @property
-    def rows(self) -> Int64Array:
-        """The slots of rows [0..n): int64 [n], a view."""
+    def running_slots(self) -> Int64Array:
+        """The slots of rows [0..n), in the order of the rows: int64 [n], a view."""
         return self._slot_of_row[: self.count]
 
     @property

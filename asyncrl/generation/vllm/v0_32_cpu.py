@@ -44,8 +44,8 @@ def unpacked() -> Iterator[None]:
 
 
 def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **arguments: Any) -> None:
-    """Replaces `CPUUnquantizedExperts.apply`, which needs packed weights. Computes hidden states [T, H] with w1 [E, 2I, H] (gate
-    and up) and w2 [E, H, I] of each token's experts [T, k], and adds them up by the router's weights [T, k]."""
+    """Replaces `CPUUnquantizedExperts.apply`, which needs packed weights. Applies each token's experts [T, k], with w1
+    [E, 2I, H] (gate and up) and w2 [E, H, I], to the hidden states [T, H]. Sums the results, times the router's weights [T, k]."""
     hidden_TH, w1, w2 = arguments["hidden_states"], arguments["w1"], arguments["w2"]
     chosen_Tk, weights_Tk = arguments["topk_ids"], arguments["topk_weights"]
     total_TH = torch.zeros(output.shape, dtype=torch.float32)

@@ -38,12 +38,12 @@ _SIGNATURES = {
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library that was built for this CPU. torch names the CPU, so the library depends on `ATEN_CPU_CAPABILITY` too."""
-    if not native_enabled():
+    """The library for the instruction set that torch uses. The variable `ATEN_CPU_CAPABILITY` can set torch to an older one."""
+    name = {"AVX512": "_native_avx512", "AVX2": "_native_avx2"}.get(torch.backends.cpu.get_cpu_capability())
+    if name is None or not native_enabled():
         return None
     folder = Path(__file__).parent
     sources = [folder / "native.cpp", folder / "vectors.h"]
-    name = {"AVX512": "_native_avx512", "AVX2": "_native_avx2"}.get(torch.backends.cpu.get_cpu_capability())
     for path in sorted(folder.glob(f"{name}.*so")):
         # A library that was built for another machine raises OSError or AttributeError.
         try:

@@ -46,7 +46,8 @@ from .tensor_wire import ALIGNMENT, CLOSED, DEVICE, MAX_MESSAGE_BYTES, Piece, it
 
 # A slot, and a fence: the bytes by which the receiver waits for the sender's event (memory/device_memory.py).
 _TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # end of an item message
-# Memory of closed queues that receivers in other processes still map. A receiver's socket ends with its mapping.
+# Memory of closed queues that receivers in other processes still map, and the connection to each receiver. The receiver closes
+# the connection when it has unmapped the memory: then this process may free the memory.
 _mapped_slabs: list[tuple[socket.socket, DeviceMemory]] = []
 
 
@@ -130,7 +131,7 @@ class _DeviceReceiver(TensorReceiver):
         super().__init__(slab, connection)
         # Number of an item -> its slot, and the stream that was current at `get`.
         self._slots_and_streams: dict[int, tuple[int, Any]] = {}
-        self._half_closed: socket.socket | None = None  # closes with the last tensor
+        self._detached_socket: socket.socket | None = None  # open until the memory is unmapped
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
 
     def open_tensor(self, handle: Handle, item_life: object) -> torch.Tensor:
@@ -172,7 +173,7 @@ class _DeviceReceiver(TensorReceiver):
             self._socket.send(CLOSED)
             self._close_or_detach()
         self._items.clear()
-        connection, self._half_closed = self._half_closed, None
+        connection, self._detached_socket = self._detached_socket, None
         if connection is not None:
             if self.slab.opened:
                 self.slab.memory.on_unmapped(connection.close)
@@ -183,7 +184,7 @@ class _DeviceReceiver(TensorReceiver):
         if self._same_process:
             self._socket.close()  # tensors refer to the sender's own memory object
         elif self._socket.open:
-            self._half_closed = self._socket.detach()
+            self._detached_socket = self._socket.detach()
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
