@@ -88,7 +88,7 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # Lines of a room (Python, C and C++), of tests/ and of tools/ without benchmarks. A ceiling falls with every cut. A change that
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
-    "algorithms": 2060,
+    "algorithms": 2050,
     "asyncrl": 1220,
     "checkpoint": 730,
     "cli": 670,
@@ -96,20 +96,20 @@ CEILINGS: dict[str, int] = {
     "concurrency": 2230,
     "config": 2700,
     "data": 3590,
-    "distributed": 2396,
+    "distributed": 2400,
     "environments": 130,
-    "generation": 5105,
+    "generation": 5110,
     "http": 1260,
     "models": 7510,
-    "pumps": 3130,
+    "pumps": 3120,
     "records": 1100,
     "rewards": 1560,
-    "runtime": 5445,
+    "runtime": 5450,
     "telemetry": 2850,
     "training": 2140,
-    "transport": 4565,
+    "transport": 4560,
     "weights": 300,
-    "tests": 52105,
+    "tests": 52110,
     "tools": 8410,
 }
 BENCHMARKS = "asyncrl_bench"
