@@ -270,7 +270,10 @@ async def test_fifty_versions_are_copied_in_place_and_each_is_the_trainers(archi
         owner.write(version % 2, version, policy.weights.working)
         owner.half(version % 2)[: before.numel() // 2] = before[: before.numel() // 2]
         await reader.move(version, version % 2, fixed_logprobs(policy))
-        assert sent[0] == {"bound": version} and "the worker computes log-probs of a fixed row that are" in sent[1]["wrong"]
+        assert (
+            sent[0] == {"bound": version}
+            and "the worker computes log-probs of a fixed row that are" in sent[1]["wrong"]
+        )
         owner.clear(version % 2)
         await reader.move(version, version % 2, None)
         assert sent[2] == {"wrong": f"the board holds version None where version {version} was announced"}
