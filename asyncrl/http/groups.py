@@ -186,10 +186,11 @@ class GroupReceiver:
 
     async def post(self, request: web.BaseRequest) -> web.Response:
         """Push the groups of a request. Status 200: all accepted; 422: some cannot be trained; 503: no room. Errors: Refused."""
-        sizes: list[int] = []
+        held_bytes = 0
 
         def count(size: int) -> None:
-            sizes.append(size)
+            nonlocal held_bytes
+            held_bytes += size
             self._held_bytes += size
             if self._held_bytes > MAX_HELD_BYTES:
                 raise Refused(503, "the bodies of all requests are too large together; send again later", state="full")
@@ -211,7 +212,7 @@ class GroupReceiver:
             self._count_refusal(str(error))
             raise
         finally:
-            self._held_bytes -= sum(sizes)
+            self._held_bytes -= held_bytes
 
     async def _read(self, request: web.BaseRequest, body: bytearray) -> tuple[bytes, list[ReceivedGroup]]:
         """A digest that identifies the request, and the groups of the request."""

@@ -114,11 +114,9 @@ def fit_card(
 
 def worker_parts(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
     """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
-    weights = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    process = _CONTEXT
-    if config.generation.engine == "vllm":
-        # vLLM's own parameters beside the copy of the board's half.
-        weights, process = 2 * weights, process + GPU_WORKSPACE
+    # The embedded engine copies both halves of the board. vLLM has its own parameters and a copy of one half.
+    weights = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
+    process = _CONTEXT + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
     return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": process}
 
 

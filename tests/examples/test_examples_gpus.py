@@ -74,6 +74,10 @@ def test_an_example_fits_its_cards(hub: Path, cards: str, names: list[str], mode
     assert f"  {roles}\n" in text and re.search(rf"\nstart.*{start}", text)
     assert total(text) and max(total(text)) < 0.97 * 80 and "this run needs about" not in text
     assert "matrix products in bfloat16 on cuda" in text
+    if model == "1.7B":
+        # Both halves of the board, as the trainer's own.
+        of_worker, of_rank = (re.search(rf"  {part} +([\d.]+) GiB", text) for part in ("weights", "weight_board"))
+        assert of_worker and of_rank and of_worker[1] == of_rank[1]
 
 
 def test_what_is_left_out_is_chosen_by_the_card(hub: Path) -> None:
