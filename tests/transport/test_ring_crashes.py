@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from collections import Counter
 from pathlib import Path
 
 import anyio
+import pytest
 from transport_helpers import ROOT, both_loops, child, environment, finish, line
 from transport_records import planned, whole
 
+from asyncrl.transport.memory import words
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
 from asyncrl.transport.rings.types import RingSettings
 
 SETTINGS = RingSettings(size=8 << 20, slots=8, ring_bytes=1 << 14)
@@ -119,6 +123,50 @@ async def test_a_producer_killed_at_every_store_of_a_put(name: str) -> None:
     assert arrived == Counter(dict.fromkeys(expected, 1))
     assert (s.torn, s.duplicates, s.deaths) == (0, 0, len(labels) - 1)
     assert s.half_written == accepted - labels.index("ring.state:after")
+
+
+@pytest.mark.parametrize("in_use", [(), (0,), (0, 1)], ids=["next slot", "passes over one", "passes over two"])
+@pytest.mark.parametrize("place", [f"{step}:{when}" for step in STEPS for when in ("before", "after")])
+def test_a_put_that_passes_over_slots_in_use_and_is_interrupted_at_every_store(
+    place: str, in_use: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is sound for a new owner at any time. A later put arrives once, the interrupted put only if it was accepted."""
+    buffer = memoryview(bytearray(ring_bytes(4, 4096)))
+    format_ring(buffer, 4, b"p" * 16, os.getpid(), 1)
+    writer, reader = RingWriter(RingMemory(buffer)), RingReader(RingMemory(buffer))
+    for group in range(4):
+        assert writer.try_put(planned(group))
+    reader.replay()
+    held = {slot: reader.memory.sequences[slot] for slot in range(4)}
+    for slot in set(range(4)) - set(in_use):
+        reader.release(slot, held.pop(slot))
+    as_found: list[bytes] = []
+
+    def interrupt(label: str) -> None:
+        if label == place and not as_found:
+            as_found.append(bytes(buffer))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(words, "FAULT", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        writer.try_put(planned(4))
+    monkeypatch.setattr(words, "FAULT", None)
+    killed = RingMemory(memoryview(bytearray(as_found[0])))
+    accepted = place == "ring.head:after"
+    assert killed.find_damage() == reader.memory.find_damage() == ""
+    assert len(RingReader(killed).replay()) == len(in_use) + accepted
+    arrived = []
+    for group in range(5, 12):
+        for slot, sequence in reader.poll():
+            arrived.append(reader.take(slot, sequence).group)
+            reader.release(slot, sequence)
+        if in_use and group == 6:
+            reader.release(0, held.pop(0))
+        assert writer.try_put(planned(group))
+        assert reader.memory.find_damage() == ""
+    arrived += [reader.take(*found).group for found in reader.poll()]
+    assert arrived == [4] * accepted + list(range(5, 12))
+    assert reader.lost == 0
 
 
 OWNERS = (

@@ -101,13 +101,12 @@ class RingMemory:
         """The first impossible state of the words, or "". During the check the producer may put; do not release."""
         head = self.head[0]
         sequences = np.array(self.sequences.view)
-        # The head is read again, because a put may have been accepted meanwhile.
-        later_head, latest = self.head[0], int(sequences.max())
+        latest, begun = int(sequences.max()), self.state[1]
         released = np.array(self.released.view)
         slots = np.arange(self.slots, dtype=np.uint64)
-        # A record gets its sequence before the head is raised to it, so one may be ahead.
-        if not head <= latest <= later_head + 1:
-            return f"its head says {head} records, its latest has number {latest}"
+        # A put stores its number in `state` first, in the record's slot next, and in the head last.
+        if not head <= latest <= begun:
+            return f"its head has number {head}, its latest record {latest}, and the latest put that began {begun}"
         for numbers in (sequences, released):
             if bool(((numbers != 0) & ((numbers - np.uint64(1)) % np.uint64(self.slots) != slots)).any()):
                 return "a record is in a slot that does not match its number"
@@ -176,9 +175,18 @@ class RingWriter:
             self._publish(plan, position % memory.slots, start, position + 1)
         except BaseException:
             # Ctrl-C may interrupt anywhere, and only the words show whether the record was accepted.
+            self._withdraw(position % memory.slots)
             self._reread_words()
             raise
         return True
+
+    def _withdraw(self, slot: int) -> None:
+        """If the put to this slot was not accepted, give the slot the number back that it had, or a later head would accept it."""
+        memory = self.memory
+        if memory.sequences[slot] > memory.head[0]:
+            if not memory.released[slot]:
+                memory.sizes.store(slot, 0)
+            memory.sequences.store(slot, memory.released[slot])
 
     def _reread_words(self) -> None:
         memory = self.memory
