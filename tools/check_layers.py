@@ -95,7 +95,7 @@ CEILINGS: dict[str, int] = {
     "client": 310,
     "concurrency": 2230,
     "config": 2700,
-    "data": 3590,
+    "data": 2820,
     "distributed": 2400,
     "environments": 130,
     "generation": 5110,
@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "training": 2140,
     "transport": 4570,
     "weights": 300,
-    "tests": 52160,
+    "tests": 51620,
     "tools": 8410,
 }
 BENCHMARKS = "asyncrl_bench"
