@@ -50,6 +50,12 @@ def versions_per_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.minibatches
 
 
+def last_version(config: Config) -> int | None:
+    """The policy version after `train.max_steps` batches; None without that limit."""
+    most = config.train.max_steps
+    return None if most is None else most * versions_per_batch(config)
+
+
 def row_limit(config: Config) -> int:
     """The longest row in tokens: a prompt and its completion."""
     return config.data.max_prompt_tokens + config.rollout.max_tokens

@@ -40,6 +40,7 @@ import orjson
 
 from asyncrl.client import AsyncClient
 from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.config.resolve import last_version
 from asyncrl.records.check import Limits
 from asyncrl.runtime import door as ring_door
 
@@ -63,7 +64,7 @@ class ServedTerms:
     name: str
     batch_size: int  # sequences of a step
     limits: Limits
-    steps: int | None  # of the whole run; None: no end
+    steps: int | None  # the last policy version; None: no end
     checkpoint_dir: str
 
     @classmethod
@@ -74,7 +75,7 @@ class ServedTerms:
             name=config.run.name,
             batch_size=config.rollout.groups_per_step * config.rollout.group_size,
             limits=ring_door.limits_of(runtime),
-            steps=config.train.max_steps,
+            steps=last_version(config),
             checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
         )
 

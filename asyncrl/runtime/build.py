@@ -10,7 +10,7 @@ from asyncrl.algorithms.registry import build_advantage, build_loss, build_rewar
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import flat_values
-from asyncrl.config.resolve import row_limit, turns_bound, versions_per_batch
+from asyncrl.config.resolve import last_version, row_limit, turns_bound
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
@@ -151,8 +151,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
     """The reward functions together with the reward models. Errors: ConfigError where two have one name."""
-    most, reward = run.config.train.max_steps, run.config.reward
-    last = None if most is None else most * versions_per_batch(run.config)
+    reward, last = run.config.reward, last_version(run.config)
     functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if not run.reward_models:
         return functions

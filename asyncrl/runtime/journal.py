@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.resolve import versions_per_batch
+from asyncrl.config.resolve import last_version, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.pumps.pipeline import StepReport
@@ -69,7 +69,7 @@ class Journal:
         self.history: list[tuple[int, dict[str, float]]] = []
         self._added, self._every = 0, 1  # lines added; distance of the kept lines
         start = max(0, since or 0)
-        self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=start)
+        self.live = LiveView(config.telemetry.live if directory else "off", last_version(config), start=start)
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None

@@ -54,20 +54,20 @@ def test_a_stopped_run_lets_its_producers_go_and_leaves_what_it_did_not_train_to
 def test_groups_that_are_posted_to_a_run_from_yaml_are_trained(tmp_path: Path, name: str) -> None:
     pytest.importorskip("aiohttp", reason="needs the extra [http]")
     file = str(write_yaml(tmp_path, FED))
-    settings = (file, f"door.ring={name}", "door.http_port=0", "train.max_steps=2")
+    settings = (file, f"door.ring={name}", "door.http_port=0", "train.max_steps=2", "algorithm.updates_per_batch=2")
     with running(tmp_path, *settings, program=CONSOLE) as process:
         url = door_of(process)
         assert get(f"{url}/info") == {"batch_size": 8, "max_token_len": 21}
         code, reply = post(f"{url}/register-env", {"desired_name": "letters", "max_token_length": 20, "weight": 1})
-        assert (code, reply["status"], reply["num_steps"]) == (200, "success", 2)
+        assert (code, reply["status"], reply["num_steps"]) == (200, "success", 4)
         assert post(f"{url}/scored_data", group(2, 3)) == (200, {"status": "received", "groups_processed": 1})
         code, reply = post(f"{url}/scored_data", group(2, 600))
         assert code == 422 and "use the tokenizer of the model" in reply["message"]
         assert post(f"{url}/scored_data_list", [group(4, 5, 6)])[0] == 200
-        process.wait_until(lambda: get(f"{url}/status")["current_step"] == 1, "first step")
+        process.wait_until(lambda: get(f"{url}/status")["current_step"] == 2, "first batch")
         assert post(f"{url}/scored_data_list", [group(2, 4), group(3, 5)])[0] == 200
         assert process.wait() == 0, process.output
-    assert "done: version 2" in process.output
+    assert "step 4/4" in process.output and "done: version 4" in process.output
     rows = rollouts_of(tmp_path / "runs/run")
     assert sorted(row["reward"] for row in rows) == [x / 8 for x in (2, 2, 3, 3, 4, 4, 5, 5, 6)]
 
