@@ -83,7 +83,7 @@ class DivergenceError(AsyncrlError):
     """A loss, gradient or weight is not finite, or sampler and trainer disagree by more than the gate allows.
 
     `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
-    `unusable_weights`: even if each weight is finite. The run then writes no checkpoint of the weights.
+    `unusable_weights`: no checkpoint of the weights is written, even if each weight is finite.
     """
 
     exit_code = 3

@@ -95,7 +95,7 @@ class Estimator:
         return [self(group.rewards) for group in groups]
 
     def has_signal(self, group: GroupRewards) -> bool:
-        """Whether an advantage of the group can differ from 0, and so change the policy."""
+        """Whether an advantage of the group differs from 0. For an estimator of the step: whether rewards or components differ."""
         if self.group is not None:
             return bool(self.group(group.rewards).any())
         return any(has_different_values(values) for values in (group.rewards, *group.components.values()))
@@ -135,7 +135,7 @@ def grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred and divided by the group's standard deviation, `(r - mean) / (std + 1e-4)`.
 
     Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2. The std is unbiased (divisor n - 1), and the epsilon is
-    TRL's (`scale_rewards="group"`). The other `grpo_*` estimators have the formulas of other code bases.
+    TRL's (`scale_rewards="group"`). The other `grpo_*` estimators have another mean, std or epsilon.
     """
     return _scale(rewards_G, epsilon=STD_EPSILON)
 

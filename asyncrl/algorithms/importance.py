@@ -20,8 +20,8 @@ Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` 
                        token level (NeMo's seq-mask-tis)
 
 `veto`: if a token of a sequence has a ratio below the veto, all tokens of the sequence get weight 0 (verl: 1e-4).
-`log_clamp`: bound of |d_t| in nats (verl: 20). The truncation is from Ionides, "Truncated Importance Sampling" (2008). A masked
-token still counts in N.
+`log_clamp`: bound of |d_t| in nats (verl: 20). `truncate` is from Ionides, "Truncated Importance Sampling" (2008). A masked token
+still counts in N.
 
 A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer reaches the loss and ends the
 run. With `old_logprobs: sampler` the clip is around the sampler's log-probs, and there are no importance weights.
@@ -178,7 +178,7 @@ def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
     and `mismatch/unknown_tokens`.
 
     The means divide by all tokens, so tokens without a sampler log-prob lower the means. `mismatch/unknown_tokens` is the number of
-    these tokens. (TRL divides by the other tokens. Their number is not known in a step that is split into microbatches.)
+    these tokens. (TRL divides by the tokens with a sampler log-prob. In a step of several microbatches their number is not known.)
     """
     k3_S, d_S, known_S = token_mismatch(trainer_logp_S, sampler_logp_S)
     abs_S = d_S.abs()

@@ -80,7 +80,7 @@ def estimate(
 ) -> Tensor:
     """The estimate [S] times `weight_S`. With `clamp`, log-ratios are clamped to +-20 nats first, and the product to +-clamp.
 
-    So a single token cannot outweigh a batch (NeMo clamps to 10, verl to 20). The gradient of a clamped value is 0.
+    So a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value is 0.
     """
     if clamp is not None:
         reference_logp_S = logp_S - (logp_S - reference_logp_S).clamp(-LOG_CLAMP, LOG_CLAMP)

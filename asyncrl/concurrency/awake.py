@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# So much of a gap is no suspension: a busy machine may leave a thread without a processor for a moment.
+# The first second of a gap counts as no suspension: on a busy machine a thread may wait for a processor.
 GAP_S = 1.0
 
 _lock = threading.Lock()

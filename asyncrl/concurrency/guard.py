@@ -87,7 +87,7 @@ def _reap(child: int) -> tuple[int | None, bool]:
 
 
 def _kill_children() -> bool:
-    """Kill all children and their groups. False: the guard may kill none of them, because they run as another user."""
+    """Kill all children and their groups. False: the guard cannot list them, or may kill none (they run as another user)."""
     try:
         with open("/proc/thread-self/children", encoding="utf-8") as file:
             children = [int(number) for number in file.read().split()]

@@ -245,8 +245,8 @@ class ThreadLane:
 
 class SimulatedLane:
     """A lane without a thread. It runs a closure at once on the loop; the caller waits `cost` seconds of the loop's time.
-    On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible before the `cost`, its
-    result only afterwards.
+    On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible at once, its result only
+    after `cost` seconds.
     """
 
     def __init__(self, name: str, recorder: Recorder | None = None) -> None:

@@ -44,7 +44,7 @@ def kill_leftovers(mark: str | None = None) -> list[str]:
 
 
 def _kill(wanted: str | None) -> Iterator[tuple[int, str]]:
-    # If a reward function of an earlier run started this run, this run has inherited the earlier run's mark. It spares itself.
+    # If a reward function of an earlier run started this run, processes of this run have inherited that mark, and are spared.
     inherited = os.environ.get(MARK)
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
         # OSError: the process has ended, or belongs to another user.

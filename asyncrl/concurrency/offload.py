@@ -1,4 +1,4 @@
-"""Blocking work on another thread, so that the event loop stays free while files are read and models are described.
+"""Blocking work on another thread, so that the event loop stays free while files are read and written.
 
 A run starts two standby threads. Work that finds both busy gets a fresh thread. If no thread can be started, the work waits for a
 standby thread. So the last metrics and the last checkpoint are still written.

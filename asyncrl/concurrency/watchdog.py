@@ -294,7 +294,7 @@ class Watchdog:
         self._last_answer = ping
 
     def _frame_of(self, thread_id: int | None) -> str:
-        return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code of ours"
+        return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"
 
     def _raise_alarm(self, problem: str) -> None:
         deadline_passed = self.state is WatchdogState.ENDING

@@ -35,7 +35,7 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer allocates a second gradient buffer, if it is switched on and the entropy term needs it."""
+    """Whether the trainer allocates a second gradient buffer: the setting is on, and the entropy term needs the buffer."""
     terms = chosen_terms(algorithm)
     requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
     return requested and terms.entropy.has_other_normaliser(chosen_loss(algorithm))
@@ -93,10 +93,10 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
     if loss.on_policy_is:
         yield (
             f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds a ratio that is then always 1: use "
-            f"loss={loss.on_policy_is}, which is the same loss without the ratio, or leave force_on_policy out"
+            f"loss={loss.on_policy_is}, which has the same gradient at ratio 1, or leave force_on_policy out"
         )
     elif loss.section == "clip":
-        # The user chose neither the defaults nor the derived values of a resolved configuration.
+        # A default, or a derived value of a resolved configuration, was not chosen by the user.
         derived = type(loss)().derived()
         for setting in loss.settings():
             if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):

@@ -152,7 +152,8 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name by which the file was imported, else its stem if `import` finds the file by that, else a generated name."""
+    """The name by which the file was imported, else its stem if `import` finds the file by its stem, else a generated name."""
+    # Never `__main__`: a file that runs as the program is imported again, by a name of its own.
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
     # Python caches the files of a folder, and a new file may be missing in the cache.
     importlib.invalidate_caches()

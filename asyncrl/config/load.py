@@ -2,7 +2,7 @@
 
 Sections merge deeply. Lists and single values are replaced. A setting in `PATHS` may name a file or directory in the folder of its
 YAML file. If that file or directory exists, the value becomes its absolute path. Any other value is not changed: it may be a hub
-id, a module, or a path from the working directory. Overrides, and always `run.dir`, are relative to the working directory.
+id, a module, or a path from the working directory. Paths in overrides, and every `run.dir`, are relative to the working directory.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .section import SettingsSection, field
 
 # Dotted name -> setting, for the built-in methods.
 SETTINGS: Mapping[str, Setting] = {setting.dotted: setting for setting in registry.settings().values()}
-# Settings of `algorithm` outside of sections that methods read: both choose the centre of the clip.
+# Settings of `build_loss` that are in `algorithm` itself, not in a section of it. Both choose the centre of the clip.
 CENTRE = ("old_logprobs", "force_on_policy")
 
 

@@ -11,7 +11,8 @@ Guarantees
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-All methods are for the thread of the event loop, and none awaits. Only `encode`, which is slow, belongs into a worker thread.
+Methods are for the thread of the event loop, and none awaits. Only `encode` and, before the first other call, `load` belong into
+a worker thread, because both are slow.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class EngineLife(ABC):
             # The owner does not reach its own `_end` if it is cancelled before its first step.
             self._end(None)
         if self._failure is not None:
-            raise self._failure from self._failure.__cause__  # hides the cancellation as its context
+            raise self._failure from self._failure.__cause__  # `from` hides the context, a cancellation
         return None
 
     def _require_open(self) -> None:

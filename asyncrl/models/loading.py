@@ -174,8 +174,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """The model on the host, and the tokenizer of a builder function, otherwise None. Its weights are in float32, or in a narrower
-    dtype of the files, which they then map. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function or None). The weights are in float32, or map the files in the narrower
+    dtype of the files. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)

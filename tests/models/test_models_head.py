@@ -323,7 +323,7 @@ def test_a_factor_before_a_head_with_a_bias_is_refused() -> None:
     module = module_of("phi")
     module.config.logit_scale = 0.5
     module.lm_head.register_forward_pre_hook(lambda part, arguments: (arguments[0] * 0.5,))
-    with pytest.raises(ConfigError, match="a model without bias in the head"):
+    with pytest.raises(ConfigError, match="the head must have no bias"):
         head_transform(module)
 
 

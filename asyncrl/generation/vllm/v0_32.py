@@ -338,7 +338,7 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> Engin
     options: dict[str, Any] = {"enforce_eager": True}
     if spec.buffer.is_cuda:
         _, total = torch.cuda.mem_get_info(spec.buffer.device)
-        # vLLM's other kernels for experts re-lay the weights, one of them in place, which no address shows.
+        # vLLM's other kernels for experts rearrange the weights, one of them in place, where the addresses stay the same.
         options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total)}
     return EngineArgs(
         model=folder,

@@ -68,7 +68,7 @@ async def open_serving(
 async def _attach_board(
     setup: Mapping[str, Any], digest: str, device: torch.device, lane: ThreadLane, one_copy: bool = False
 ) -> tuple[Board, Tensor]:
-    """The board, and a half that has weights as this process reads it. `one_copy`: see `Board.attach`."""
+    """The board, and one half with weights, on the device where this process reads it. `one_copy`: see `Board.attach`."""
     copy_to = device if setup["copies"] else None
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"

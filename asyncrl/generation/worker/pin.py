@@ -59,7 +59,8 @@ class Pins:
         self.newest: PostedVersion | None = None  # the version that the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
-        """Pin the worker with the fewest reserved tokens among those that have bound `version`. None: fewer than two have."""
+        """Pin the worker with the fewest reserved tokens among those that have bound `version`. None: fewer than two have bound it,
+        `version` is not the newest, or another pin began meanwhile."""
         if self._pin is not None:
             await self.wait_unread(self._pin.weights.half)
         numbers = [number for number in self._peers if self._router.serves(number)]

@@ -96,7 +96,7 @@ class SeenTokens:
         # Python and libraries test for special methods of any object. Such a test does not use the mask.
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ConfigError(f"the model reads `{name}` of its attention mask; only models that pass the mask on work")
+        raise ConfigError(f"the model reads `{name}` of its attention mask; it may only pass the mask on")
 
 
 def _attention(
@@ -122,7 +122,7 @@ def _attention(
         raise ConfigError(f"{owner} passes {', '.join(unknown)} to its attention, which asyncrl does not support")
     if value.shape[-1] != query.shape[-1] or query.shape[0] != 1:
         raise ConfigError(
-            f"{owner} has queries {tuple(query.shape)} and values {tuple(value.shape)}; batch 1 and equal head sizes work"
+            f"{owner} has queries {tuple(query.shape)} and values {tuple(value.shape)}; expected batch 1 and equal head sizes"
         )
     if s_aux is None and getattr(module, "sinks", None) is not None:
         raise ConfigError(f"{owner} has `sinks` but does not pass them to its attention; such a model is not supported")

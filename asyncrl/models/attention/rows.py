@@ -1,4 +1,4 @@
-"""Attention over packed prefix trees by batched matrix products. Each span of own tokens is a padded row, after its prefix.
+"""Attention over packed prefix trees by batched matrix products. A padded row holds a prefix and the own tokens after it.
 
 The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products and one softmax are faster
 than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.

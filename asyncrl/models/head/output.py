@@ -122,7 +122,7 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
     if not trial.decoder_outputs or len(trial.head_inputs) != 1:
         raise ConfigError(
             f"model.path: the forward of {name} calls its head {len(trial.head_inputs)} times and its decoder "
-            f"{len(trial.decoder_outputs)} times; supported are models that call the head once, after the decoder"
+            f"{len(trial.decoder_outputs)} times; a supported model calls the head once, after the decoder"
         )
     hidden, head_input, head_output = trial.decoder_outputs[-1], trial.head_inputs[0], trial.head_outputs[0]
     if not (torch.isfinite(head_input).all() and torch.isfinite(head_output).all()):
@@ -133,8 +133,8 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
     # With a bias, a scale before the head is not the same as a scale of the logits.
     if not input_scales or (input_scales[0] != 1 and head.bias is not None):
         raise ConfigError(
-            f"model.path: {name} transforms its last hidden states before the head; supported is only a factor that the "
-            f"configuration of a model without bias in the head has as one of {', '.join(SCALES)}"
+            f"model.path: {name} transforms its last hidden states before the head; only a factor is supported: the "
+            f"configuration must have it as one of {', '.join(SCALES)}, and the head must have no bias"
         )
     test_values = trial.test_values.double()
     matching = [
@@ -143,8 +143,8 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
     if not matching:
         keys = {key: value for key in (*SCALES, *SOFTCAPS) if (value := _number(module, key)) is not None}
         raise ConfigError(
-            f"model.path: {name} transforms its logits after the head; supported are no transform, and a factor or a soft cap "
-            f"from the configuration ({keys or 'which names none'})"
+            f"model.path: {name} transforms its logits after the head by something else than a factor or a soft cap from its "
+            f"configuration ({keys or 'which names none'}); such a model is not supported"
         )
     return replace(matching[0], scale=matching[0].scale * input_scales[0])
 

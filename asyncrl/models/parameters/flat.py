@@ -226,9 +226,9 @@ class FlatParameters(FlatWeights):
 
 
 class ServedParameters(FlatParameters):
-    """All weights in the matmul dtype, without gradients, for modules that only read. The masters are sharded over the ranks.
-
-    The owner of the masters calls `write` for each parameter and then `refresh`.
+    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters,
+    sharded over the ranks. That object calls `write` for each parameter and then `refresh`. Here `master` is the working copy, for
+    the inherited methods.
     """
 
     grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor
