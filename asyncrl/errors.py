@@ -20,7 +20,7 @@
     |  `- VersionAhead              a group claims a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
-    |- RankLost                12   a collective or the shared ledger failed: another rank has ended (also RuntimeError)
+    |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)
     |- StoreForged             14   a process that is no rank of the run wrote into the ranks' store; names the key
     |- FetchFailed              1   the leader of a replica could not read the data for its siblings (also RuntimeError)
     `- TransportError          11   shared memory failed, or the process at its other end

@@ -8,8 +8,8 @@ A blocked event loop or lane does not block this thread. An alarm is raised when
   * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
 
 At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process still
-runs after `abort_grace_s`, the watchdog ends it with exit code 4. With `hard_exit=False`, for a process that embeds the run, it
-never ends the process.
+runs after `abort_grace_s`, the watchdog ends it with exit code 4, or 12 if a rank was lost. With `hard_exit=False`, for a process
+that embeds the run, it never ends the process.
 
 A closure that holds the GIL, such as a runaway regular expression, stops the watchdog's thread too. With `hard_exit` a second
 process handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
@@ -33,7 +33,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..config.schema import WatchdogConfig
-from ..errors import LifecycleError, StallError
+from ..errors import LifecycleError, RankLost, StallError
 from ..telemetry.lag import top_user_frame
 from . import awake, sentry
 from .describe import culprit
@@ -97,7 +97,7 @@ class Watchdog:
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
     silent_ranks: returns a description of each rank that was silent for longer than its argument in seconds. The first description
-        becomes an alarm. With the argument None it describes all other ranks, for the text of another alarm.
+        becomes an alarm with a RankLost. With the argument None it describes all other ranks, for the text of another alarm.
     name: a prefix for all output, such as "rank 1: ".
     """
 
@@ -107,7 +107,7 @@ class Watchdog:
         *,
         recorder: Recorder,
         progress_limit: Callable[[], ProgressLimit | None],
-        on_stall: Callable[[StallError], object],
+        on_stall: Callable[[StallError | RankLost], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
         silent_ranks: Callable[[float | None], list[str]] = lambda longest_s: [],
@@ -133,6 +133,7 @@ class Watchdog:
         self._lane_closures: dict[str, _StandstillTimer] = {}
         self._deadline: float | None = None
         self._ending_reason = ""
+        self._exit_code = StallError.exit_code
         self._lock = threading.Lock()  # guards state, _deadline, _ending_reason
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -226,9 +227,9 @@ class Watchdog:
                 problem = self._find_problem()
             except Exception as exc:
                 # Without this a broken counter would end the thread, and nothing would watch the run.
-                problem = f"the watchdog's check failed: {type(exc).__name__}: {exc}"
+                problem = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}")
             if problem is not None:
-                self._raise_alarm(self._name + "; ".join([problem, *self._silent_ranks(None)]))
+                self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *self._silent_ranks(None)])))
 
     def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:
@@ -237,18 +238,17 @@ class Watchdog:
                 if select.select([], [self._sentry.stdin], [], 0)[1]:
                     self._sentry.stdin.write(b".")
 
-    def _find_problem(self) -> str | None:
+    def _find_problem(self) -> StallError | RankLost | None:
         if self.state is WatchdogState.ENDING:
             if self._deadline is None or awake.now() < self._deadline:
                 return None
-            return f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s"
+            return StallError(f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s")
+        stall = self._check_loop()
         # Ranks are checked before lanes: a lane may only be waiting, in a collective, for a silent rank.
-        return (
-            self._check_loop()
-            or next(iter(self._silent_ranks(self._config.loop_timeout_s)), None)
-            or self._check_lanes()
-            or self._check_progress()
-        )
+        if stall is None and (silent := self._silent_ranks(self._config.loop_timeout_s)):
+            return RankLost(silent[0])
+        stall = stall or self._check_lanes() or self._check_progress()
+        return None if stall is None else StallError(stall)
 
     def _check_loop(self) -> str | None:
         assert self._loop is not None
@@ -296,10 +296,10 @@ class Watchdog:
     def _frame_of(self, thread_id: int | None) -> str:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"
 
-    def _raise_alarm(self, problem: str) -> None:
+    def _raise_alarm(self, problem: StallError | RankLost) -> None:
         deadline_passed = self.state is WatchdogState.ENDING
         must_exit = deadline_passed and self._hard_exit
-        headline = problem + ("; ending the process with exit code 4" if must_exit else "")
+        headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
         dump = Dump(headline, self._recorder, self._lanes, self._loop, self._loop_thread, self._details)
         assert self._writer is not None
         dump.emit(self._writer, _DUMP_LIMIT_S)
@@ -307,14 +307,15 @@ class Watchdog:
             return  # the run has ended in order meanwhile
         if must_exit:
             # The run did not end when asked, so its cleanup code hangs. An exception or sys.exit would wait for that code.
-            os._exit(StallError.exit_code)
+            os._exit(self._exit_code)
         if deadline_passed:
             # The program that embeds the run decides about its process. This alarm is the last.
             self._stop.set()
         with self._lock:
             if self.state is WatchdogState.WATCHING:
-                self._start_countdown(problem)
+                self._exit_code = problem.exit_code
+                self._start_countdown(str(problem))
         assert self._loop is not None
         # Fails if the loop is closed. The deadline then ends the process.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_stall, StallError(problem))
+            self._loop.call_soon_threadsafe(self._on_stall, problem)

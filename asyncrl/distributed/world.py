@@ -1,14 +1,12 @@
-"""The rank of this process, and the three collectives that a replicated trainer needs.
+"""The rank of this process, and its collectives with all other ranks (collectives.py).
 
-All methods block and are for the lane. All ranks must call collectives in the same order, and the lane, as one thread, keeps this
-order. With one rank no process group is opened, and every collective is a no-op.
+All methods block and are for the lane. With one rank no process group is opened, and every collective is a no-op.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LifecycleError, PlatformError, RankLost
+from .collectives import Collectives, LostRank, abort
 from .hosting import RankInfo, RanksStore, open_store
 from .sealed import SealedStore
 
@@ -29,7 +28,7 @@ _NO_TIMEOUT = timedelta(days=30)
 
 
 @dataclass
-class World:
+class World(Collectives):
     """The ranks of a run. `with world.open(device):` creates torch's process group, and its exit destroys the group."""
 
     rank: int = 0
@@ -41,6 +40,7 @@ class World:
     # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
     restart: int = 0
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
+    lost: LostRank = field(default_factory=LostRank, repr=False)
     _ranks: RanksStore | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
@@ -77,6 +77,10 @@ class World:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
+    @property
+    def is_open(self) -> bool:
+        return self._opened and not self._closed
+
     def open(self, device: torch.device, timeout_s: float = 600.0, *, single_rank_group: bool = False) -> World:
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
 
@@ -90,6 +94,8 @@ class World:
                 "a Runtime of this process holds its process group; with several ranks or fsdp close that Runtime first"
             )
         self._opened = True
+        # torch's own handling of a failed nccl collective ends the process by SIGABRT, without a checkpoint.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         timeout = timedelta(seconds=timeout_s)
         if self.world_size == 1:
             # A process group of an embedding program is used if there is one.
@@ -138,7 +144,7 @@ class World:
         Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever.
         """
         failed = failed or self._closed or not dist.is_initialized()
-        self.leave()
+        self.leave(failed=failed)
         ranks, self._ranks = self._ranks, None
         missing = [] if ranks is None else ranks.close(_AFTER_AN_ERROR_S if failed else _AT_THE_END_S)
         if missing and not failed:
@@ -152,8 +158,9 @@ class World:
         """Register a callback of `leave` that deletes references to the process group. Otherwise its connections stay open."""
         self._leave_callbacks.append(callback)
 
-    def leave(self) -> None:
-        """Leave the process group. Ranks that wait for this rank in a collective get an error. The store stays open."""
+    def leave(self, *, failed: bool = True) -> None:
+        """Leave the process group. The store stays open. On gloo, ranks that wait for this rank in a collective get an error.
+        `failed`: on nccl, do not wait for collectives that other ranks may never join."""
         if World._owner is self:
             World._owner = None
             try:
@@ -161,7 +168,9 @@ class World:
                     callback()
             finally:  # other ranks must not wait for this rank
                 self._leave_callbacks.clear()
-                if dist.is_initialized():
+                if failed and dist.is_initialized() and dist.get_backend() == "nccl":
+                    abort()
+                elif dist.is_initialized():
                     dist.destroy_process_group()
         self._closed = True
 
@@ -178,56 +187,3 @@ class World:
         if self._ranks is None:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
         return self._ranks.store.below(name)
-
-    # Collectives: every rank must call them in the same order. Errors: RankLost if another rank has ended.
-
-    def all_reduce_sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small float64 tensor (mask sums, metrics) over the ranks, in place. Returns `values`."""
-        if values.dtype != torch.float64:
-            raise TypeError(f"sums over ranks must be float64, found {values.dtype}")
-        if self._has_other_ranks():
-            with self._collective_errors():
-                dist.all_reduce(values, op=dist.ReduceOp.SUM)
-        return values
-
-    def reduce_gradients_(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`."""
-        if self._has_other_ranks():
-            with self._collective_errors():
-                dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-        return flat
-
-    def all_gather_bytes(self, value: bytes) -> list[bytes]:
-        """The values of all ranks, in rank order; lengths may differ. With nccl the bytes pass through the current CUDA device
-        of the calling thread, which is the rank's device on the lane."""
-        if not self._has_other_ranks():
-            return [value]
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        with self._collective_errors():
-            sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(value)], device=device))
-            lengths = [int(size) for size in sizes]
-            # `frombuffer` needs a writable buffer that is not empty.
-            padded = torch.frombuffer(bytearray(value.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8).to(device)
-            gathered = [torch.empty_like(padded) for _ in lengths]
-            dist.all_gather(gathered, padded)
-        return [tensor[:length].cpu().numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]
-
-    def _has_other_ranks(self) -> bool:
-        """Errors: LifecycleError if there are other ranks and the world is not open."""
-        if self.world_size == 1:
-            return False
-        if not self._opened or self._closed:
-            raise LifecycleError("a collective was called on a world that is not open; use `with world.open(device):`")
-        return True
-
-    @contextlib.contextmanager
-    def _collective_errors(self) -> Iterator[None]:
-        """Errors: RankLost if the collective in the context fails."""
-        try:
-            yield
-        except RuntimeError as error:  # dist.DistError is a RuntimeError
-            raise RankLost(
-                f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has ended or died; "
-                f"see the output of that rank ({error})"
-            ) from error

@@ -271,11 +271,16 @@ class OpenRun:
             try:
                 try:
                     if error is not None and self.world.world_size > 1:
-                        stop_signal = await self.checkpointer.leave(version, state, self.stopped_by)
+                        stop_signal, missing = await self.checkpointer.leave(version, state, self.stopped_by)
                         if stop_signal is not None and isinstance(error, RankLost):
                             # All ranks are being stopped. The signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal
                             stopped = True
+                        elif missing and isinstance(error, RankLost):
+                            names = " and ".join(f"rank {rank}" for rank in missing)
+                            error.add_note(
+                                f"{names} did not say why: killed, stopped or hanging, or its machine is gone"
+                            )
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.ports.book.end_all(outcome)

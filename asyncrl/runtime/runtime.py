@@ -31,7 +31,7 @@ from asyncrl.concurrency.offload import offload, standby_threads
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
-from asyncrl.errors import AsyncrlError, DataError, LifecycleError, StallError
+from asyncrl.errors import AsyncrlError, DataError, LifecycleError, RankLost, StallError
 from asyncrl.ports import Environment
 from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.hooks import Hooks
@@ -62,6 +62,10 @@ class _State(Enum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
+
+
+# Fraction of the grace period in which a stopped run waits for collectives. Then it writes its checkpoint.
+_COLLECTIVE_FRACTION = 0.25
 
 
 class Runtime:
@@ -104,7 +108,7 @@ class Runtime:
         self._stack = AsyncExitStack()
         self._run: OpenRun | None = None  # set at the end of the opening
         self._stages = Stages()
-        self._stall: StallError | None = None  # a stall during the opening
+        self._stall: StallError | RankLost | None = None  # a stall during the opening
         self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(config.watchdog)
 
@@ -194,9 +198,12 @@ class Runtime:
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
 
-    def _fail_on_stall(self, error: StallError) -> None:
+    def _fail_on_stall(self, error: StallError | RankLost) -> None:
         """Fail the run, or cancel its opening. If the run stalls at its end, this has no effect: then the process must be ended."""
         if self._run is not None:
+            if isinstance(error, RankLost):
+                # Else the lane waits for the lost rank, and the pumps wait for the lane.
+                self._run.world.lost.report(str(error))
             self._run.supervisor.fail(error)
         elif self._task is not None:
             self._stall = error
@@ -206,8 +213,15 @@ class Runtime:
         """Call before the block is cancelled because of a signal. The end must then take at most `watchdog.abort_grace_s`.
         `reason`: the name of the signal."""
         if self._run is not None:
+            grace_s = self._run.config.watchdog.abort_grace_s
             self._run.stopped_by = reason
-            self._run.checkpointer.hurry(self._run.config.watchdog.abort_grace_s)
+            self._run.checkpointer.hurry(grace_s)
+            # On nccl a collective does not fail when another rank was stopped first and left.
+            report, text = (
+                self._run.world.lost.report,
+                f"the run was stopped by {reason} in a collective that other ranks left",
+            )
+            asyncio.get_running_loop().call_later(_COLLECTIVE_FRACTION * grace_s, report, text)
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:

@@ -26,7 +26,15 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import CheckpointError, ConfigError, DirectoryLost, DivergenceError, StallError, divergence_of
+from asyncrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DirectoryLost,
+    DivergenceError,
+    RankLost,
+    StallError,
+    divergence_of,
+)
 from asyncrl.pumps.pipeline import Ports
 from asyncrl.telemetry.sinks import each_row
 from asyncrl.training.snapshot import Snapshot, copy_to_host, non_finite_tensor, take_snapshot
@@ -232,12 +240,13 @@ class Checkpointer:
         if self._positions is not None:
             self._positions.hurry(_WAIT_FRACTION * grace_s)
 
-    async def leave(self, version: int, state: RankState, stopped_by: str | None) -> str | None:
+    async def leave(self, version: int, state: RankState, stopped_by: str | None) -> tuple[str | None, list[int]]:
         """Call when a run of several ranks ends early, before this rank closes its connections. Returns the name of the signal that
-        stopped another rank, or None. `stopped_by`: the signal that stopped this rank."""
+        stopped another rank, or None, and the ranks that did not say that they end. `stopped_by`: the signal that stopped this
+        rank."""
         positions = self._positions
         if positions is None:
-            return None
+            return None, []
         departures = await offload(lambda: positions.leave(version, stopped_by), "leave")
         last = max((departure.version for departure in departures.values()), default=version)
         if last > version and self._world.rank != 0:
@@ -247,7 +256,9 @@ class Checkpointer:
             after["turn"] += 1
             after["untrained"] = [group for group in state["untrained"] if group not in trained]
             await offload(lambda: positions.announce_last(last, after), "leave")
-        return next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
+        others = set(range(self._world.world_size)) - {self._world.rank}
+        stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
+        return stop_signal, sorted(others.difference(departures))
 
     async def _committed_elsewhere(self) -> list[Ticket]:
         ledger = self._ports.ledger
@@ -290,6 +301,11 @@ class Checkpointer:
                 (divergence or error).add_note(str(not_finite))
             finally:
                 self._ending = False
+        elif isinstance(error, RankLost) and self._core is not None and self._core.is_sharded:
+            error.add_note(
+                f"version {version} is not saved, because the lost rank held a part of it (distributed.sharding is fsdp): "
+                f"{self.last_good()}"
+            )
         if divergence is not None and self._world.is_first:
             divergence.add_note(self.last_good())
 

@@ -191,17 +191,24 @@ def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def start_two(
-    folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGRAM, own: Sequence[str] = ("", ""), **more: str
+    folder: Path,
+    tree: dict[str, Any],
+    program: Sequence[str] = PROGRAM,
+    own: Sequence[str] = ("", "", ""),
+    *,
+    size: int = 2,
+    **more: str,
 ) -> Iterator[list[Process]]:
-    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own. Neither
-    outlives the block."""
+    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own. None
+    outlives the block. `size`: how many ranks."""
     ranks = list[Process]()
     with reserved_port() as port:
         try:
-            for rank in (0, 1):
+            for rank in range(size):
                 place = folder / str(rank)
                 place.mkdir(exist_ok=True)
-                environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+                environ = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
                 environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
                 settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs", *([own[rank]] if own[rank] else [])
                 ranks.append(Process(place, *settings, program=program, **environ))

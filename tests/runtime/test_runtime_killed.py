@@ -88,3 +88,18 @@ def test_a_run_that_is_killed_before_the_line_of_a_step_writes_each_once(tmp_pat
     assert resumed.wait() == 0, resumed.output
     assert f"restart 1 of this job by SLURM: the run in {run} goes on from its newest checkpoint" in resumed.output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP + 3))
+
+
+@pytest.mark.parametrize("moment", ["during", pytest.param("sums", marks=pytest.mark.slow), "gather"])
+def test_ranks_name_the_one_that_was_killed_in_a_collective_and_save_first(tmp_path: Path, moment: str) -> None:
+    """Of three ranks."""
+    run = tmp_path / "runs/run"
+    tree = ENDLESS | {"checkpoint": {"every": None, "save_final": True}}
+    program = (str(Path(__file__).with_name("runtime_reduced.py")),)
+    with start_two(tmp_path, tree, program, size=3, KILLED=f"1 {STEP} {moment}") as (first, killed, third):
+        assert killed.wait() == -signal.SIGKILL, killed.output
+        for each in (first, third):
+            assert each.wait() == 12, each.output
+            assert "rank 1 did not say why" in each.output, each.output
+    version = json.loads((run / "checkpoints/latest/state/run.json").read_text())["version"]
+    assert version == STEP if moment == "gather" else STEP - 1 if moment == "sums" else version in (STEP - 1, STEP)

@@ -1,0 +1,164 @@
+"""The collectives that the lane calls, over the ranks of one process group. A lost rank ends them.
+
+    process at the other end    gloo                   nccl
+    killed                      the collective fails   the kernel waits for ever
+    stopped, or no network      waits for ever         the kernel waits for ever
+
+So a collective is started, and then the lane waits for its end or for a report that a rank is lost (`LostRank.report`). On nccl
+the report also aborts the process group: a kernel that waits for the lost rank ends then, and so does a lane that waits for this
+kernel anywhere else (FSDP2 starts collectives of its own). What such a kernel has written is garbage.
+
+Methods block and are for the lane. All ranks of the group must call them in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LifecycleError, RankLost
+
+# Time between two looks at the reports while gloo waits. Gloo itself wakes the lane at the end of a collective.
+_LOOK_EVERY = timedelta(seconds=0.1)
+# On nccl nothing wakes the lane, so it asks again after 3 % of the time that it has waited, within these bounds in seconds.
+_ASK_AFTER, _ASK_SHORTEST_S, _ASK_LONGEST_S = 0.03, 20e-6, 0.01
+
+
+@dataclass(slots=True)
+class LostRank:
+    """Why the ranks of a run cannot go on together. `reason`: a sentence that names the lost rank; None while no rank is lost."""
+
+    reason: str | None = None
+    # On nccl, after a report: no collective has a usable result any more.
+    aborted: bool = False
+
+    def report(self, reason: str) -> None:
+        """Another rank is lost: the collectives of this rank end with RankLost. Thread-safe, returns at once. Only the first call
+        has an effect."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            self.aborted = True
+            # The abort may wait for the device.
+            threading.Thread(target=abort, name="asyncrl-abort", daemon=True).start()
+
+    def check(self) -> None:
+        """Errors: RankLost after a report."""
+        if self.reason is not None:
+            raise RankLost(self.reason)
+
+
+def abort() -> None:
+    """End all nccl collectives of this process, and forget all process groups."""
+    # A group that another thread destroys at this moment needs no abort.
+    with contextlib.suppress(AssertionError, ValueError, RuntimeError):
+        # torch has no public name for it. `ProcessGroup.abort` of one group after the other can deadlock (pytorch#119797).
+        dist.distributed_c10d._abort_process_group()
+
+
+class Collectives:
+    """Collectives over the ranks of one process group. Errors: RankLost if another rank has ended or is lost."""
+
+    # The number of this rank among the ranks of the group, and their number.
+    rank: int
+    world_size: int
+    # None: the default group, with all ranks of the world.
+    group: dist.ProcessGroup | None = None
+    # Shared by all groups of a world.
+    lost: LostRank
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the collectives may be called."""
+        raise NotImplementedError
+
+    def all_reduce_sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small float64 tensor (mask sums, metrics) over the ranks, in place. Returns `values`."""
+        if values.dtype != torch.float64:
+            raise TypeError(f"sums over ranks must be float64, found {values.dtype}")
+        return self.reduce_gradients_(values)
+
+    def reduce_gradients_(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`."""
+        if self._has_other_ranks():
+            self._run(lambda: dist.all_reduce(flat, group=self.group, async_op=True))
+        return flat
+
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """The values of all ranks, in rank order; lengths may differ. With nccl the bytes pass through the current CUDA device
+        of the calling thread, which is the rank's device on the lane."""
+        if not self._has_other_ranks():
+            return [value]
+        device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        sizes = self._all_gather(torch.tensor([len(value)], device=device))
+        lengths = [int(size) for size in sizes]
+        # `frombuffer` needs a writable buffer that is not empty.
+        padded = torch.frombuffer(bytearray(value.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8).to(device)
+        gathered = self._all_gather(padded)
+        return [tensor[:length].cpu().numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]
+
+    def _all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        self._run(lambda: dist.all_gather(gathered, values, group=self.group, async_op=True))
+        return gathered
+
+    def _has_other_ranks(self) -> bool:
+        """Errors: LifecycleError if there are other ranks and the world is not open."""
+        if self.world_size == 1:
+            return False
+        if not self.is_open:
+            raise LifecycleError("a collective was called on a world that is not open; use `with world.open(device):`")
+        return True
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        """Run a collective to its end. `start` returns its `dist.Work`."""
+        self.lost.check()
+        with self._collective_errors():
+            self._wait(start())
+
+    def _wait(self, work: Any) -> None:
+        on_nccl, started = dist.get_backend(self.group) == "nccl", time.monotonic()
+        while not work.is_completed():
+            if self.lost.reason is not None:
+                # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group or dist.group.WORLD))
+                self.lost.check()
+            if on_nccl:
+                # `wait` with a timeout would abort the group at the timeout.
+                pause = _ASK_AFTER * (time.monotonic() - started)
+                time.sleep(min(max(pause, _ASK_SHORTEST_S), _ASK_LONGEST_S))
+            else:
+                # Raises at the timeout, too. An error of the collective is raised again below.
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_LOOK_EVERY)
+        work.wait()
+        if self.lost.aborted:
+            self.lost.check()
+        if on_nccl and (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+
+    @contextlib.contextmanager
+    def _collective_errors(self) -> Iterator[None]:
+        """Errors: RankLost if the collective in the context fails."""
+        try:
+            yield
+        except RankLost:
+            raise
+        # dist.DistError is a RuntimeError. A call after an abort is a ValueError.
+        except (RuntimeError, ValueError) as error:
+            # A report that came first names the rank.
+            reason = self.lost.reason or (
+                f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has ended or died; "
+                "see the output of that rank"
+            )
+            raise RankLost(f"{reason} ({error})") from error
