@@ -116,7 +116,7 @@ class RewardError(AsyncrlError):
 
 
 class RewardTimeout(RewardError):
-    """A reward function did not answer before its deadline. Its worker process was killed and replaced."""
+    """A reward function did not answer before its deadline. The call was cancelled, or its worker process killed."""
 
 
 class RewardCrash(RewardError):

@@ -55,7 +55,7 @@ class LossMethod(Method):
     normaliser: ClassVar[Normaliser]
     # If the ratio is always 1, this loss equals the loss of this name, and its own settings have no effect.
     on_policy_is: ClassVar[str] = ""
-    # Whether the loss reads the trainer's log-probs before the first of several updates.
+    # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False  # log-probs with the weights at the start of the run
     needs_entropy: ClassVar[bool] = False  # entropies with gradient

@@ -98,7 +98,7 @@ def compare(directory: Path, *, state: bool = True) -> Comparison:
 
 
 def compare_during_run(directory: Path) -> Comparison | None:
-    """`compare` while a run may save or remove checkpoints. None if the run removed this one. Errors: OSError."""
+    """`compare` while a run may save or remove checkpoints. None if the run removed the checkpoint. Errors: OSError."""
     while (identity := _identity(directory)) is not None:
         comparison = compare(directory)
         # A save of the same version may replace the directory in the middle of a comparison, which then finds false faults.

@@ -166,7 +166,7 @@ class ThreadLane:
             if not job.ended:
                 if self._withdraw(job):
                     raise
-                # The cancellation has cancelled the first future.
+                # The cancellation has cancelled the future that was awaited.
                 job.future = job.loop.create_future()
                 cancelled = await wait_shielded(job.future) or exc
             raise cancelled from job.error

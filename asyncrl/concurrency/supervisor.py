@@ -181,7 +181,7 @@ def _line(error: BaseException) -> str:
 
 
 def _is_closed_edge(error: BaseException) -> bool:
-    """Whether the error only says that the other end of a queue is closed. An error with a message of its own is not one."""
+    """Whether the error only says that the other end of a queue is closed. An error with a message says more."""
     return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 
 

@@ -18,7 +18,7 @@ from .schema import Config
 from .text import dump
 
 # Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`). Settings of
-# methods are not listed: `Setting.fixed` says it for each. distributed.sharding may change, since every rank reads the full state.
+# methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "

@@ -192,7 +192,7 @@ class AlgorithmBase(SettingsSection):
         False, "Centre of the clip: the log-probs of the training forward itself, in every update; the ratio is 1."
     )
     updates_per_batch: int = field(
-        1, "Passes over each batch, with an optimizer step each; old log-probs are those before the first.", ge=1
+        1, "Passes over each batch, one optimizer step per minibatch; old log-probs are from before all passes.", ge=1
     )
     minibatches: int = field(
         1,
@@ -251,7 +251,7 @@ class TrainConfig(SettingsSection):
         "constant",
         "Schedule after the warm-up. One step after the last, the rate would be min_lr_ratio x lr, as in transformers.",
     )
-    warmup_steps: int = field(0, "Steps of linear warm-up; the first of them has rate 0, as in transformers.", ge=0)
+    warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
     weight_decay: float = field(0.0, "AdamW weight decay of matrices, embeddings included.", ge=0)
     decay_norms_and_biases: bool = field(False, "Decay norms and biases, too; by default they are not.")
@@ -270,7 +270,7 @@ class TrainConfig(SettingsSection):
         "are then over the other groups.",
     )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
-    max_steps: int | None = field(None, "Optimizer steps (batches) to train.", ge=1)
+    max_steps: int | None = field(None, "Steps to train: batches, each with one or more optimizer steps.", ge=1)
     max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)
     time_limit_s: float | None = field(
         None, "Stop after the step in progress once this many seconds have passed.", gt=0
@@ -297,7 +297,7 @@ class EvaluateConfig(SettingsSection):
     """Completions of held-out prompts (`data.eval`) that are scored and not trained."""
 
     every: int | None = field(
-        None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1
+        None, "Evaluate on held-out prompts every n versions, before the first step and after the last step.", ge=1
     )
     samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
     temperature: float | None = field(
@@ -316,7 +316,7 @@ class CheckpointConfig(SettingsSection):
     every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
     every_s: float | None = field(
         600.0,
-        "If `every` is left out: write a checkpoint when this many seconds have passed since the last, during the training; null: "
+        "If `every` is left out: during the training, write a checkpoint when this many seconds have passed since the last; null: "
         "write only the last version.",
         gt=0,
     )

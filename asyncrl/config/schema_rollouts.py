@@ -192,7 +192,7 @@ class FilterConfig(SettingsSection):
         "The number that the three filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
     )
     max_refills: int = field(
-        8, "Most groups that the filters drop in a step, in multiples of groups_per_step. Others are kept.", ge=0
+        8, "Most groups that the filters drop in a step, in multiples of groups_per_step; the rest is kept.", ge=0
     )
 
 
@@ -200,7 +200,7 @@ class RolloutConfig(SettingsSection):
     """The groups: number, size, largest age, and how their tokens are sampled."""
 
     group_size: int = field(8, "Completions per prompt.", ge=1)
-    groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
+    groups_per_step: int = field(8, "Groups (prompts) per step, over all ranks.", ge=1)
     max_staleness: int | None = field(
         None,
         "Largest age, in steps, at which a group may be trained. This is also the number of batches that are generated ahead "

@@ -17,7 +17,7 @@ Guarantees
 * a restart loses no state: the next run serves an environment server that registered with an earlier run, if `door.http_key` gives
   both runs the same key;
 * a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
-  too deep, too slow or too many are answered 4xx, and connections leave the run enough descriptors.
+  too deep, too slow or too many are refused (4xx or 503), and connections leave the run enough descriptors.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
 trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer. `min_batch_allocation`

@@ -281,7 +281,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The transformers configuration of the model. `_repair` corrects errors in that of a GGUF file."""
+    """The transformers configuration of the model. `_repair` corrects errors in the configuration of a GGUF file."""
     if is_builder(config):
         return _describe_built(config)[0].config
     path = model_source(config)

@@ -30,7 +30,7 @@ def check_sendable(request: GenerationRequest) -> None:
 
 
 def requests_message(requests: Sequence[tuple[int, GenerationRequest | None]]) -> Message:
-    """Requests by number, in order; None cancels one. The worker begins the requests of a message together."""
+    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together."""
     fields = [[number, None if request is None else _request_fields(request)] for number, request in requests]
     prompts = [request.prompt_ids for _, request in requests if request is not None]
     return {"requests": fields}, b"".join(np.ascontiguousarray(ids, np.int32).tobytes() for ids in prompts)

@@ -141,7 +141,7 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> SeenTokens:
-    """Returns the window alone: the plan applies the causal mask itself."""
+    """Returns only the window: the plan applies the causal mask itself."""
     if kwargs.get("use_vmap") or "allow_is_bidirectional_skip" in kwargs:
         raise ConfigError("the model changes the causal mask or requests a bidirectional mask; only causal masks work")
     window = kwargs.get("local_size")

@@ -48,7 +48,7 @@ class _Saved(NamedTuple):
     middle: Tensor  # [T, E], residual stream after the attention half
     raw: Tensor | None  # [T, (H + K) D], q and k before their norms
     attention_branch: Tensor | None  # [T, E], output of `out` before its norm
-    gate_up: Tensor | None = None  # [T, 2F]; None for the attention half alone
+    gate_up: Tensor | None = None  # [T, 2F]; None: only the attention half was computed
     mlp_branch: Tensor | None = None  # [T, E], output of the MLP before its norm
 
 
@@ -307,7 +307,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _add_branch(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(`x` + multiplier * norm(branch), `branch`). Without a norm the sum overwrites `branch`, and the second is None."""
+    """(`x` + multiplier * norm(branch), `branch`). Without a norm the sum overwrites `branch`, and the second result is None."""
     if norm is None:
         return (branch if layer.multiplier == 1 else branch.mul_(layer.multiplier)).add_(x), None
     normed = norm(branch, torch.empty_like(branch))

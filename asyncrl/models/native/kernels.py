@@ -26,7 +26,7 @@ ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
 
 
 class Scratch:
-    """Named buffers that every call reuses and that grow if needed. A model has one; use it on the model's lane alone."""
+    """Named buffers that every call reuses and that grow if needed. A model has one; use it only on the model's lane."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -84,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
 ) -> None:
-    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
+    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += gradient of the weight, if trained."""
     if native.takes(grad, x, weight, out, size=x.shape[-1]):
         native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
         return

@@ -159,7 +159,7 @@ def row_softmax(scores: Tensor, out: Tensor, prefix_R: Tensor, own_length_R: Ten
 
 
 def row_softmax_backward_(weights: Tensor, slope: Tensor, scale: float) -> None:
-    """Overwrites `slope`, the gradient of `weights` [..., C], with `scale` times that of the scores. Both must be contiguous."""
+    """Overwrites `slope`, the gradient of `weights` [..., C], with `scale` x the gradient of the scores. Both are contiguous."""
     size = weights.shape[-1]
     _call("row_softmax_backward", weights, weights, slope, scale, weights.numel() // size, size)
 
