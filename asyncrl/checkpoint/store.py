@@ -108,7 +108,7 @@ class CheckpointStore:
         return versions[-1] if versions else None
 
     def save(self, version: int, *writers: Writer) -> SaveResult:
-        """Write a checkpoint. Each of `writers` gets a temporary directory and writes its files there. Blocks.
+        """Write a checkpoint. All `writers` get the same temporary directory and write their files there. Blocks.
         An older checkpoint of the same version is replaced. Errors: `CheckpointError`; earlier checkpoints are unchanged."""
         with self._save_lock:
             token = f"{os.getpid()}-{os.urandom(4).hex()}"

@@ -1,7 +1,7 @@
 """Child processes of a run. Each is a new interpreter, not a fork of this process, and has a channel to this process.
 
 A child is run as `python -m MODULE CHANNEL PARENT`. CHANNEL is the descriptor of the child's end of the channel, and PARENT is the
-process number of its parent. The child calls `die_with_parent(PARENT)` before anything else.
+number of this process. The child calls `die_with_parent(PARENT)` before anything else. A child with a guard gets no PARENT.
 
 Guarantees
 * A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only the descriptors in `fds`. Its
@@ -87,7 +87,7 @@ class ChildProcess:
                 if mark is None:
                     command.append(parent)
                 else:
-                    # The guard is the child's parent: it appends its own process number to `command`.
+                    # The guard is the child's parent, and makes the kernel kill the child when the guard dies.
                     command = [sys.executable, "-I", "-S", guard.__file__, parent, mark, *command]
                 self._popen = _start(command, (theirs.fileno(), *fds), environment, output or 2, folder)
             undo.callback(self._popen.wait)

@@ -114,7 +114,7 @@ def raised(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error may be a Ctrl-C of the user. Always False in `asyncrl run`, whose handler of SIGINT raises nothing."""
+    """Whether the error may be a Ctrl-C of the user. Always False while a handler of SIGINT raises nothing, as in a run."""
     handler = signal.getsignal(signal.SIGINT)
     # asyncio.run installs a bound method of its Runner.
     runner = getattr(getattr(handler, "func", None), "__self__", None)

@@ -124,7 +124,7 @@ class EngineConfig(SettingsSection):
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
     )
-    max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
+    max_sequences: int | None = field(None, "Sequences decoded together; derived: the rank's slots x group_size.", ge=1)
     kv_positions: int | None = field(
         None,
         "Most tokens of cache that the running sequences reserve together: their number times the length that the longest can "

@@ -91,7 +91,7 @@ class RewardConfig(SettingsSection):
     model: tuple[RewardModelConfig, ...] = field(
         (), "Reward models, on the run's device: a path or a list. Their scores are added to those of the functions."
     )
-    workers: int = field(1, "Number of processes that run the reward functions.", ge=1)
+    workers: int = field(1, "Number of processes of each rank that run the reward functions.", ge=1)
     concurrency: int = field(64, "Most calls of `async def` functions that one worker runs at the same time.", ge=1)
     timeout_s: float = field(
         30.0,
@@ -192,7 +192,7 @@ class FilterConfig(SettingsSection):
         "The number that the three filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
     )
     max_refills: int = field(
-        8, "Most groups that the filters drop in a step, in multiples of groups_per_step; the rest is kept.", ge=0
+        8, "Most groups that a rank drops in a step, in multiples of groups_per_step; the rest is kept.", ge=0
     )
 
 

@@ -5,8 +5,8 @@ prefilled once. Other requests go to the worker with the fewest reserved tokens 
 `capacity` requests: those that it can run and a small reserve, so that it never waits for the node. The others wait in the router
 by priority, then in the order of arrival.
 
-In `preset: sync` the group of a request decides its worker, and the request is sent at once. So the requests that a worker runs
-together do not depend on timing.
+In `preset: sync` the group of a request decides its worker, and the request is sent at once, whatever the worker has. So the
+requests that a worker runs together do not depend on timing.
 
 One worker may be *pinned*. It keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
 home is the pinned worker get another home.

@@ -2,8 +2,8 @@
 
 Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation. An
 operation over all rows would go through main memory; a block of rows stays in cache. Results have the dtype of the inputs; norms
-and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass. On a GPU a norm is
-torch's fused operator, one launch instead of nine.
+and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass. On a GPU a norm
+without an offset is torch's fused operator, one launch instead of nine.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
