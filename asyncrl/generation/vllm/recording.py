@@ -1,10 +1,10 @@
-"""Copies weights from a flat buffer with transformers' names into a program whose parameters have other names and shapes.
+"""Copies weights from a flat buffer with transformers' names into vLLM's model, whose parameters have other names and shapes.
 
-The program loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
+vLLM loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
 into a parameter. `fill` repeats the copies from later buffers.
 
 `record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once. It
-refuses a weight that the program did not read: the program would compute another model without an error.
+refuses a weight that vLLM did not read: vLLM would compute another model without an error.
 """
 
 from __future__ import annotations

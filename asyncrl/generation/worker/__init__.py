@@ -1,8 +1,8 @@
-"""Engines in worker processes. A worker owns a device and generates while the processes of the node train.
+"""Engines in worker processes. A worker owns a device and generates while the ranks of the machine train.
 
-    node    engine.py    the engine that the run uses: requests, generations, weights, restarts of dead workers
+    rank    engine.py    the engine that the run uses: requests, generations, weights, restarts of dead workers
             router.py    chooses the worker of each request
-            peer.py      the node's side of one worker: process, queue of requests, weights that were sent
+            peer.py      the rank's side of one worker: process, queue of requests, weights that were sent
     worker  main.py      the program; server.py loads the model, binds it to the weight board and serves requests
     both    wire.py      requests and finished sequences as bytes, sent over a channel (concurrency/channel.py)
 

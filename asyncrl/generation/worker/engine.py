@@ -1,4 +1,4 @@
-"""The engine of a node whose workers generate: requests in, generations out, weights moved, deaths outlived.
+"""The engine of a rank whose workers generate: it sends requests, returns generations, moves weights, and replaces dead workers.
 
     generate() --> router --> channel --> worker --> channel --> the caller's future
     update_weights(version, half) --> a message to each worker --> each worker answers between two closures

@@ -1,5 +1,5 @@
-"""The worker's program: `python -m asyncrl.generation.worker.main FD NODE`. FD: descriptor of the channel. NODE: process number of
-the parent, the node's process."""
+"""The worker's program: `python -m asyncrl.generation.worker.main FD PARENT`. FD: descriptor of the channel. PARENT: process number
+of the rank that started the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from asyncrl.concurrency.child import die_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports, so that a worker never outlives its node.
+    # Before the slow imports, so that a worker never outlives its rank.
     die_with_parent(int(sys.argv[2]))
     # Modules create no garbage. Garbage collection would take a sixth of the time of their import.
     gc.disable()

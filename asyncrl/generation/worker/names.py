@@ -1,4 +1,4 @@
-"""Names of the shared memory between a node and its workers. Removes such memory of dead runs."""
+"""Names of the shared memory between a rank and its workers. Removes such memory of dead runs."""
 
 from __future__ import annotations
 

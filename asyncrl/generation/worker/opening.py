@@ -1,4 +1,4 @@
-"""Creates a worker's engine and attaches its weight board, from the setup message of the node."""
+"""Creates a worker's engine and attaches its weight board, from the setup message of the rank."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Requests with the same `prefix_key` go to one worker, their *home*, as long as the home has one of them. So their prompt is
 prefilled once. Other requests go to the worker with the fewest reserved tokens (prompt + max_tokens). A worker gets at most
-`capacity` requests: those that it can run and a small reserve, so that it never waits for the node. The others wait in the router
+`capacity` requests: those that it can run and a small reserve, so that it never waits for the rank. The others wait in the router
 by priority, then in the order of arrival.
 
 In `preset: sync` the group of a request decides its worker, and the request is sent at once, whatever the worker has. So the
@@ -26,7 +26,7 @@ from asyncrl.types import Generation, GenerationRequest
 class RoutedJob:
     """One request, and the future that its caller awaits."""
 
-    number: int  # counts the requests of this node
+    number: int  # counts the requests of this rank
     request: GenerationRequest
     future: asyncio.Future[Generation]
     worker: int | None = None  # None: it waits in the router

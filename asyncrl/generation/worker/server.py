@@ -1,20 +1,20 @@
-"""The program of a generation worker. `node` is the process of the rank that started it.
+"""The program of a generation worker. `rank` is the process that started the worker.
 
 A worker builds the model without its weights, binds the parameters to the weight board, and serves requests with an engine: the
 embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanwhile its event loop only moves messages.
 
-    {"setup": ...}              node -> worker    the first message
-    {"stage": text}             worker -> node    progress of the start
-    {"ready": true}             worker -> node    the model is loaded
+    {"setup": ...}              rank -> worker    the first message
+    {"stage": text}             worker -> rank    progress of the start
+    {"ready": true}             worker -> rank    the model is loaded
     {"weights": v, "half": h, "outputs": o}
-                                node -> worker    move to this version; log-probs that the trainer computes with it, or null
-    {"bound": v}                worker -> node    every later token is sampled with this version
-    {"report": ...}             worker -> node    every `_REPORT_S`: statistics, running closure, telemetry
-    {"requests": ...}           node -> worker    see wire.py
-    {"sequence": n, ...}        worker -> node    see wire.py
-    {"failed": n, "error": e}   worker -> node    request n cannot be served
-    {"refused": text}           worker -> node    the engine cannot run this model, or lacks memory: the node raises ConfigError
-    {"wrong": text}             worker -> node    its weights differ from those of the board: the run ends
+                                rank -> worker    move to this version; log-probs that the trainer computes with it, or null
+    {"bound": v}                worker -> rank    every later token is sampled with this version
+    {"report": ...}             worker -> rank    every `_REPORT_S`: statistics, running closure, telemetry
+    {"requests": ...}           rank -> worker    see wire.py
+    {"sequence": n, ...}        worker -> rank    see wire.py
+    {"failed": n, "error": e}   worker -> rank    request n cannot be served
+    {"refused": text}           worker -> rank    the engine cannot run this model, or lacks memory: the rank raises ConfigError
+    {"wrong": text}             worker -> rank    its weights differ from those of the board: the run ends
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Server:
         self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def receive(self, tasks: TaskGroup) -> None:
-        """Receive until the node closes the channel: start requests, cancel requests, set the target of the weights."""
+        """Receive until the rank closes the channel: start requests, cancel requests, set the target of the weights."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
@@ -99,13 +99,13 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
         closure = None if current is None else [current[0], awake.now() - current[1]]
         statistics = engines[0].statistics() if engines else {}
         control.send({"report": {"statistics": statistics, "closure": closure, "parcel": take_parcel(recorder)}})
-        # Reports must not pile up while the node does not read them, as when it is stopped.
+        # Reports must not pile up while the rank does not read them, as when it is stopped.
         await control.drain()
         await anyio.sleep(_REPORT_S)
 
 
 async def serve(control: Channel) -> None:
-    """Serve from the setup message until the node closes the channel."""
+    """Serve from the setup message until the rank closes the channel."""
     setup = (await control.receive())["setup"]
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     config = schema_of(setup["config"]).model_validate(setup["config"])
@@ -126,7 +126,7 @@ async def serve(control: Channel) -> None:
                 setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
             )
         except (ConfigError, OutOfMemory) as error:
-            traceback.print_exc()  # into the worker's log; the node gets only the message
+            traceback.print_exc()  # into the worker's log; the rank gets only the message
             control.send({"refused": str(error)})
             await control.drain()
             tasks.cancel_scope.cancel()
@@ -141,8 +141,8 @@ async def serve(control: Channel) -> None:
 
 
 async def main(descriptor: int) -> None:
-    """Serve the node behind this socket."""
-    channel = Channel(socket.socket(fileno=descriptor), "the node")
+    """Serve the rank behind this socket."""
+    channel = Channel(socket.socket(fileno=descriptor), "the rank")
     try:
         with awake.on_loop(asyncio.get_running_loop()):  # `report` reads this clock
             await serve(channel)

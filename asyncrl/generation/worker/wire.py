@@ -1,7 +1,7 @@
-"""Requests and finished sequences as messages of the channel between node and worker.
+"""Requests and finished sequences as messages of the channel between rank and worker.
 
-node -> worker    {"requests": [[number, fields], ...]} + prompts int32    `fields` None: that request is cancelled
-worker -> node    {"sequence": number, ...} + [4, C] of 4 bytes: token ids, both log-probs, versions; then the recorded routes
+rank -> worker    {"requests": [[number, fields], ...]} + prompts int32    `fields` None: that request is cancelled
+worker -> rank    {"sequence": number, ...} + [4, C] of 4 bytes: token ids, both log-probs, versions; then the recorded routes
 """
 
 from __future__ import annotations
