@@ -45,9 +45,9 @@ def now() -> float:
 
 @contextlib.contextmanager
 def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second, as long gaps count as
-    suspensions. Contexts of one loop may be nested. uvloop's timers ignore `loop.time`, but anyio reads `loop.time` again when a
-    timer fires, before it cancels anything."""
+    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second, because a long gap
+    between readings counts as a suspension. Contexts of one loop may be nested. uvloop's timers ignore `loop.time`, but anyio
+    reads `loop.time` again when a timer fires, before it cancels anything."""
     before = suspended_s()
     with _lock:
         _loops[loop] += 1

@@ -11,8 +11,8 @@ from typing import Any
 from ..telemetry.lag import top_user_frame, user_frame
 from ..telemetry.records import Wait
 
-# Parts of a run. Each part may wait for the parts before it in this list. Everything else (an environment, one reward worker, a
-# disk) is outside of the run. A wait for something outside explains a standstill best.
+# Parts of a run, as they are named in `Wait.on`. Each may wait for the parts before it in this list. Everything else (an
+# environment, one reward worker, a disk) is outside of the run. A wait for something outside explains a standstill best.
 _RUN_PARTS = ("lane", "engine", "idle reward worker", "reward workers", "pump", " of queue ", "its callers")
 
 

@@ -72,7 +72,7 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
         start_exit_deadline(error)
         raise
     finally:
-        _deadline.unprinted_error = ""  # printed by the command or the interpreter
+        _deadline.unprinted_error = ""  # the command or the interpreter prints it
     start_exit_deadline(code)
     return code
 

@@ -68,7 +68,7 @@ class ModelConfig(SettingsSection):
     )
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
-        "Passes over the head's logits: `torch`, or on a CPU the native kernels; `liger`, Triton kernels (a GPU and the "
+        "Passes over the head's logits: `torch` (on a CPU the native kernels); `liger`, Triton kernels (a GPU and the "
         "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger if it works, else torch.",
     )
     lora: LoraConfig = LoraConfig()
@@ -122,7 +122,7 @@ class EngineConfig(SettingsSection):
     """The sampling engine, and the sizes of its batches and its cache."""
 
     kind: Literal["embedded", "dry_run"] = field(
-        "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
+        "embedded", "`embedded` samples from the trained model; `dry_run` has no model."
     )
     max_sequences: int | None = field(None, "Sequences decoded together; derived: the rank's slots x group_size.", ge=1)
     kv_positions: int | None = field(

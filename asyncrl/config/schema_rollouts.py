@@ -41,7 +41,7 @@ class RewardModelConfig(_Scorer):
     dtype: Literal["float32", "bfloat16", "float64"] | None = field(
         None, "Dtype of the reward model's weights; default: model.dtype."
     )
-    label: int | None = field(None, "Index (from 0) of the output that is the score; required for several.", ge=0)
+    label: int | None = field(None, "Index from 0 of the output that is the score; required for several outputs.", ge=0)
     max_tokens: int | None = field(
         None,
         "Longest text, in tokens of the reward model; default: the limit in the model's configuration. A longer text is not cut: "

@@ -63,7 +63,7 @@ class Kernel(Protocol):
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        """Row n has the `used_N[n]` keys (int32) from `rows.keys.ends[n]` on. The ends need not ascend. Returns [Q, H, D]."""
+        """Row n has `used_N[n]` keys, from `rows.keys.ends[n]` on. `used_N`: int32. The ends need not ascend. Returns [Q, H, D]."""
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
