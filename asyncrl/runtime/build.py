@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
-from asyncrl.concurrency.lane import SimulatedLane
+from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import last_version, row_limit, turns_bound
@@ -54,6 +55,9 @@ async def open_ports(run: OpenRun) -> None:
     run.stages.show(f"starting reward workers: {config.reward.workers}")
     functions = await stack.enter_async_context(_reward_functions(run))
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
+    gather = await _open_gather(run)
+    if isinstance(trainer, DryRunTrainer):
+        trainer.meet_ranks = partial(gather, list[int]())
     reward = _with_models(run, functions, trainer)
     environment = _environment(run, functions)
     hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
@@ -79,7 +83,7 @@ async def open_ports(run: OpenRun) -> None:
         calls_at_once=functions.calls_at_once,
         ranks=run.world.world_size,
         rank=run.world.rank,
-        gather=_gather(run),
+        gather=gather,
         round=run.round,
         score_groups=isinstance(environment, SingleTurn) if batch == "auto" else batch == "group",
         weights=_reward_weights(run, reward),
@@ -117,11 +121,14 @@ def _ledger(run: OpenRun) -> Any:
     )
 
 
-def _gather(run: OpenRun) -> Gather:
+async def _open_gather(run: OpenRun) -> Gather:
     """The collective runs on the trainer's lane: all ranks must run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if world.world_size == 1:
         return gather_alone
+    if isinstance(lane, SimulatedLane):
+        # The lane of a dry run runs its closures on the event loop, which has to serve this rank while others are late.
+        lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
 
     async def gather(part: Any) -> list[Any]:
         mine = encode_part(part)

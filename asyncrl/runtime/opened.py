@@ -143,6 +143,8 @@ class OpenRun:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
         self._ran = True
         await self.graph.run(self.supervisor)
+        await self._wait_for_other_ranks()
+        self.stages.end()
         return self.summary()
 
     def summary(self) -> RunSummary:
@@ -239,14 +241,14 @@ class OpenRun:
     async def drain(self) -> None:
         """End without an error: train all submitted groups, and wait until every rank has released its last step."""
         await self.graph.drain()
-        self.stages.begin("waiting for the other ranks")
         await self._wait_for_other_ranks()
         self.supervisor.cancel()  # the lag monitor never ends by itself
 
     async def _wait_for_other_ranks(self) -> None:
-        """Wait until every rank has released its last step, so that the shared books can be checked.
+        """Wait until every rank has released its last step, so that every group is counted and the shared books can be checked.
         If a rank dies, torchrun sends a signal to this rank, which cancels the wait."""
         ledger = self.ports.ledger
+        self.stages.begin("waiting for the other ranks")
         while self.world.world_size > 1:
             books = ledger.statistics()
             if not books.held + books.live + books.claimed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +32,8 @@ class DryRunTrainer:
         self._finish_s = finish_s
         self._version = version
         self._open: list[Microbatch] | None = None  # the microbatches of the open step
+        # Waits for the other ranks before the optimizer step, as a real trainer's reduction of gradients does.
+        self.meet_ranks: Callable[[], Awaitable[object]] | None = None
 
     @property
     def version(self) -> int:
@@ -67,6 +69,9 @@ class DryRunTrainer:
             return self._result(step, age)
 
         with self._recorder.span("finish", track=TRACK):
+            self._step()
+            if self.meet_ranks is not None:
+                await self.meet_ranks()
             return await self._lane.run(finish, name="train/finish", priority=PRIORITY, cost=self._finish_s)
 
     async def abort_train_step(self) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ports import reserved_port
-from runtime_helpers import REAL, Process, config_of, equal_weights, lines_at_least, start_two, weights_of, write_yaml
+from runtime_helpers import (
+    DRY,
+    REAL,
+    Process,
+    config_of,
+    equal_weights,
+    lines_at_least,
+    metrics_of,
+    start_two,
+    weights_of,
+    write_yaml,
+)
 
 from asyncrl import Runtime
 
@@ -42,6 +54,20 @@ async def test_two_ranks_train_their_ordinals_of_each_step_and_the_weights_of_on
     for name, weight in weights_of(tmp_path / "first/runs/run", 3).items():
         assert weight.dtype == torch.float64
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: Path) -> None:
+    """The ranks meet at each optimizer step: a rank that came late would find no group of its step and end without a word."""
+    tree = DRY | {"train": DRY["train"] | {"max_steps": 12}, "data": REAL["data"], "reward": REAL["reward"]}
+    with start_two(tmp_path, tree) as ranks:
+        assert [each.wait(120) for each in ranks] == [0, 0], [each.output for each in ranks]
+    found = re.search(
+        r"done: version 12 in .*: (\d+) admitted, (\d+) trained, (\d+) dropped, 0 failed", ranks[0].output
+    )
+    assert found is not None, ranks[0].output
+    admitted, trained, dropped = map(int, found.groups())
+    assert (admitted - dropped, trained) == (48, 48)
+    assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == list(range(1, 13))
 
 
 ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
