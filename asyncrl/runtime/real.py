@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,34 +14,26 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
-from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError
-from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
-from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
-from asyncrl.generation.worker.names import segment_name
-from asyncrl.generation.worker.peer import Setup
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_ids_fit, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.reading import describe_extras
 from asyncrl.models.reward_model import RewardModel, load_reward_model
-from asyncrl.models.routing import RoutesShape, has_experts, require_routing
+from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, Trainer, WeightSink
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.transport.memory.board import Board, SlabHalves
-from asyncrl.weights.sync import SharedWeights, WeightPublisher
+from asyncrl.weights.sync import SharedWeights
 
 from .gate import check_run_model
 from .inputs import measure_prompts
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
-from .placement import Placement, longest_row, place
-
-_THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+from .placement import place
+from .workers import open_workers
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
@@ -144,101 +134,3 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
     second_buffer = needs_second_buffer(config.algorithm)
     return policy, tokenizer, TorchTrainer(policy, config.train, world, second_buffer=second_buffer, **options)
-
-
-async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
-    """The engine, once every worker computes with the trainer's weights, and the sink that sends later versions to the workers.
-    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError
-    for a model that the engine cannot run."""
-    config, world, policy, stack = run.config, run.world, _policy(run), run.stack
-    board = await offload(lambda: _create_board(policy), "weight-board")
-    stack.push_async_callback(offload, board.close, "weight-board")
-    assert config.engine.max_sequences is not None
-    context = row_limit(config)
-    routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
-    limits = WorkerLimits(
-        workers=placement.workers,
-        max_sequences=placement.share(config.engine.max_sequences),
-        max_context=context,
-        vocabulary=int(policy.config.get_text_config().vocab_size),
-        has_tokenizer=run.tokenizer is not None,
-        start_s=config.watchdog.stage_timeout_s,
-        silent_s=config.watchdog.loop_timeout_s,
-        closure_s=config.watchdog.lane_timeout_s,
-        ranks=world.world_size if config.preset == "sync" else None,
-    )
-    vllm = config.generation.engine == "vllm"
-    message: dict[str, Any] = {
-        "config": config.model_dump(mode="json"),
-        "path": asdict(policy.path),
-        "board": board.description,
-        "board_fd": board.fd,
-        "max_sequences": limits.max_sequences,
-        "max_context": context,
-        "kv_positions": max(placement.share(kv_positions), context),
-        "threads": placement.threads,
-        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
-    }
-    logs = None if run.directory is None else run.directory.workers
-    if logs is not None and world.world_size > 1:
-        logs = logs / f"rank_{world.rank}"
-
-    def setup(number: int) -> Setup:
-        return Setup(
-            message | {"device": str(placement.devices[number]), "copies": placement.on_other_device(number)},
-            (board.fd,),
-            dict.fromkeys(_THREADS, str(placement.threads)),
-            None if logs is None else logs / f"worker-{number}.log",
-        )
-
-    engine = WorkerEngine(limits, setup, run.recorder, show_stage=run.stages.show)
-    publisher = WeightPublisher(policy, board, engine, run.lanes[0])
-    # The workers read the board. They end before the board is closed, because `engine` is entered later.
-    stack.callback(publisher.close)
-    engine.begin_with(*await publisher.post_first())
-    await stack.enter_async_context(engine)
-    with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
-        await engine.all_serve()
-    return engine, publisher
-
-
-def _embedded_form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
-    """The description of the model, without its weights, that the embedded engine needs, in JSON types."""
-    return {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
-
-
-def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
-    """The description of the model, without its weights, that vLLM needs, in JSON types. `context`: tokens of the longest row.
-    `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
-    if policy.path.name == "plain":
-        raise ConfigError(
-            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
-            "not been compared with vLLM's; use generation.engine=embedded"
-        )
-    text = policy.config.get_text_config()
-    longest = longest_row(text)
-    if longest is not None and context > longest:
-        raise ConfigError(
-            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens), but "
-            f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
-            "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
-        )
-    config = json.loads(policy.config.to_json_string(use_diff=False))
-    return {
-        "config": config | {"architectures": [type(policy.module).__name__]},
-        "layout": asdict(policy.weights.layout()),
-        "vocabulary": int(text.vocab_size),
-        "stop_ids": eos_token_ids(policy.module, tokenizer),
-        "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
-        "routes": None if routes is None else asdict(routes),
-        "routed": has_experts(policy.module),
-    }
-
-
-def _create_board(policy: PolicyModel) -> Board:
-    """The board, on the trainer's device: the trainer writes it without a copy. Errors: OutOfMemory, PlatformError."""
-    weights = policy.weights
-    slab: SlabHalves | None = None
-    if policy.device.type != "cpu":
-        slab = SlabHalves.create(segment_name(), weights.size, policy.dtype, policy.device)
-    return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)

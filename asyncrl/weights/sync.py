@@ -113,8 +113,44 @@ class BoardWorkers(Protocol):
         ...
 
 
-class WeightPublisher:
-    """A `WeightSink`. `post_first` comes before the first worker starts."""
+class BoardOwner:
+    """Moves workers to the versions that lie on a board of this process. A subclass writes the versions into the free half."""
+
+    def __init__(self, board: Board, workers: BoardWorkers) -> None:
+        self._board, self._workers = board, workers
+        self._current: PostedVersion | None = None
+        # Sent to the workers, but not yet answered by all of them.
+        self._announced: PostedVersion | None = None
+
+    @property
+    def current(self) -> PostedVersion:
+        """The version that all workers have; a new worker starts with it. Errors: LifecycleError before the first version."""
+        if self._current is None:
+            raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
+        return self._current
+
+    async def _wait_for_half(self) -> int:
+        """Returns the half that is not current, once no pinned worker reads it."""
+        half = 1 - self.current.half
+        if self._workers.reads(half):
+            await self._workers.wait_unread(half)
+            self._set_free(half)
+        return half
+
+    async def _move(self, to: PostedVersion) -> None:
+        self._announced = to
+        await self._workers.update_weights(*to)
+        self._current, self._announced = to, None
+        if not self._workers.reads(1 - to.half):
+            self._set_free(1 - to.half)
+
+    def _set_free(self, half: int) -> None:
+        """Clear a half that nobody reads."""
+        self._board.clear(half)
+
+
+class WeightPublisher(BoardOwner):
+    """A `WeightSink`: writes the versions of a policy. `post_first` comes before the first worker starts."""
 
     def __init__(self, policy: PolicyModel, board: Board, workers: BoardWorkers, lane: Lane) -> None:
         """`board`: of the layout of `policy.weights`. Errors: LifecycleError for another layout."""
@@ -123,20 +159,11 @@ class WeightPublisher:
                 f"the weight board has layout {board.layout}, the policy's weights have "
                 f"{policy.weights.layout_digest()}: create it from `policy.weights`"
             )
-        self._policy, self._board, self._workers, self._lane = policy, board, workers, lane
+        super().__init__(board, workers)
+        self._policy, self._lane = policy, lane
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
-        self._current: PostedVersion | None = None
-        # Sent to the workers, but not yet answered by all of them.
-        self._announced: PostedVersion | None = None
         self._one_at_a_time = asyncio.Lock()
         self._computed_at, self._cost = -math.inf, 0.0
-
-    @property
-    def current(self) -> PostedVersion:
-        """The version that all workers have; a new worker starts with it. Errors: LifecycleError before `post_first`."""
-        if self._current is None:
-            raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
-        return self._current
 
     async def post_first(self) -> PostedVersion:
         """Write the policy's present version for workers that start afterwards. Errors: DivergenceError; LifecycleError if it was
@@ -164,14 +191,6 @@ class WeightPublisher:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
 
-    async def _wait_for_half(self) -> int:
-        """Returns the half that is not current, once no pinned worker reads it."""
-        half = 1 - self.current.half
-        if self._workers.reads(half):
-            await self._workers.wait_unread(half)
-            self._set_free(half)
-        return half
-
     def _write(self, version: int, half: int) -> PostedVersion:
         """Write the policy's version, which may be later than `version`, to the half. Call it on the lane."""
         policy, board = self._policy, self._board
@@ -197,16 +216,9 @@ class WeightPublisher:
         self._computed_at, self._cost = began, time.monotonic() - began
         return logprobs
 
-    async def _move(self, to: PostedVersion) -> None:
-        self._announced = to
-        await self._workers.update_weights(*to)
-        self._current, self._announced = to, None
-        if not self._workers.reads(1 - to.half):
-            self._set_free(1 - to.half)
-
     def _set_free(self, half: int) -> None:
-        """Clear a half that nobody reads. The next optimizer step may cast into it."""
-        self._board.clear(half)
+        """The next optimizer step may cast into the half."""
+        super()._set_free(half)
         if self._casts_into_halves:
             self._policy.flat.target = self._board.half(half)
 

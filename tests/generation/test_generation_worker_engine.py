@@ -33,13 +33,13 @@ from asyncrl.generation.worker.peer import Peer
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import Engine
-from asyncrl.runtime import real as runtime_real
+from asyncrl.runtime import workers as runtime_workers
 from asyncrl.runtime.decided import Decided
 from asyncrl.runtime.directory import RunDirectory
 from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.progress import Listeners, Stages
-from asyncrl.runtime.real import open_workers
+from asyncrl.runtime.workers import open_workers
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -417,12 +417,10 @@ def load_plain(policy: PolicyModel) -> Any:
 def on_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """The board lies where that of a GPU would lie, in memory of the CPU."""
 
-    def create(policy: PolicyModel) -> Board:
-        weights = policy.weights
-        slab = SlabHalves.create(segment_name(), weights.size, policy.dtype, policy.device)
-        return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
+    def create(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
+        return Board.create(elements, dtype, layout, SlabHalves.create(segment_name(), elements, dtype, device))
 
-    monkeypatch.setattr(runtime_real, "_create_board", create)
+    monkeypatch.setattr(runtime_workers, "create_board", create)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["there", "copies"])

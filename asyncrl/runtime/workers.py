@@ -1,0 +1,155 @@
+"""Opens the workers of a rank: the weight board, the engine, and the sink that sends new weights to the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from asyncrl.concurrency.offload import offload
+from asyncrl.config.resolve import row_limit
+from asyncrl.data.texts import eos_token_ids
+from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded.engine import cache_shape
+from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
+from asyncrl.generation.worker.names import segment_name
+from asyncrl.generation.worker.peer import Setup
+from asyncrl.models.policy import DTYPES, PolicyModel
+from asyncrl.models.reading import describe_extras
+from asyncrl.models.routing import RoutesShape, has_experts
+from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.weights.sync import WeightPublisher
+
+from .opened import OpenRun
+from .placement import Placement, longest_row
+
+_THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+
+
+async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
+    """The engine, once every worker computes with the trainer's weights, and the sink that sends later versions to the workers.
+    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError
+    for a model that the engine cannot run."""
+    assert run.policy is not None
+    model = describe_model(run, run.policy)
+    board = await _open_board(run, model)
+    engine = _make_engine(run, placement, kv_positions, board, model)
+    publisher = WeightPublisher(run.policy, board, engine, run.lanes[0])
+    # The workers read the board. They end before the board is closed, because `engine` is entered later.
+    run.stack.callback(publisher.close)
+    engine.begin_with(*await publisher.post_first())
+    await _open_engine(run, engine)
+    return engine, publisher
+
+
+def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
+    """What a process needs beside the weights, in JSON types. Errors: ConfigError for a model that the engine cannot run."""
+    config, context = run.config, row_limit(run.config)
+    routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
+    vllm = config.generation.engine == "vllm"
+    return {
+        "path": asdict(policy.path),
+        "elements": policy.weights.size,
+        "layout": policy.weights.layout_digest(),
+        "vocabulary": int(policy.config.get_text_config().vocab_size),
+        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
+    }
+
+
+async def _open_board(run: OpenRun, model: Mapping[str, Any]) -> Board:
+    dtype, device = DTYPES[run.config.model.dtype], run.decided.device
+    board = await offload(lambda: create_board(model["elements"], dtype, model["layout"], device), "weight-board")
+    run.stack.push_async_callback(offload, board.close, "weight-board")
+    return board
+
+
+def create_board(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
+    """The board, on the rank's device: a trainer writes it without a copy. Errors: OutOfMemory, PlatformError."""
+    slab: SlabHalves | None = None
+    if device.type != "cpu":
+        slab = SlabHalves.create(segment_name(), elements, dtype, device)
+    return Board.create(elements, dtype, layout, slab)
+
+
+def _make_engine(
+    run: OpenRun, placement: Placement, kv_positions: int, board: Board, model: Mapping[str, Any]
+) -> WorkerEngine:
+    config, world, context = run.config, run.world, row_limit(run.config)
+    assert config.engine.max_sequences is not None
+    limits = WorkerLimits(
+        workers=placement.workers,
+        max_sequences=placement.share(config.engine.max_sequences),
+        max_context=context,
+        vocabulary=model["vocabulary"],
+        has_tokenizer=run.tokenizer is not None,
+        start_s=config.watchdog.stage_timeout_s,
+        silent_s=config.watchdog.loop_timeout_s,
+        closure_s=config.watchdog.lane_timeout_s,
+        ranks=world.world_size if config.preset == "sync" else None,
+    )
+    message: dict[str, Any] = {
+        "config": config.model_dump(mode="json"),
+        "path": model["path"],
+        "board": board.description,
+        "board_fd": board.fd,
+        "max_sequences": limits.max_sequences,
+        "max_context": context,
+        "kv_positions": max(placement.share(kv_positions), context),
+        "threads": placement.threads,
+        "form": model["form"],
+    }
+    logs = None if run.directory is None else run.directory.workers
+    if logs is not None and world.world_size > 1:
+        logs = logs / f"rank_{world.rank}"
+
+    def setup(number: int) -> Setup:
+        return Setup(
+            message | {"device": str(placement.devices[number]), "copies": placement.on_other_device(number)},
+            (board.fd,),
+            dict.fromkeys(_THREADS, str(placement.threads)),
+            None if logs is None else logs / f"worker-{number}.log",
+        )
+
+    return WorkerEngine(limits, setup, run.recorder, show_stage=run.stages.show)
+
+
+async def _open_engine(run: OpenRun, engine: WorkerEngine) -> None:
+    await run.stack.enter_async_context(engine)
+    with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
+        await engine.all_serve()
+
+
+def _embedded_form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
+    """The description of the model, without its weights, that the embedded engine needs, in JSON types."""
+    return {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
+
+
+def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
+    """The description of the model, without its weights, that vLLM needs, in JSON types. `context`: tokens of the longest row.
+    `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
+    if policy.path.name == "plain":
+        raise ConfigError(
+            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
+            "not been compared with vLLM's; use generation.engine=embedded"
+        )
+    text = policy.config.get_text_config()
+    longest = longest_row(text)
+    if longest is not None and context > longest:
+        raise ConfigError(
+            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens), but "
+            f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
+            "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
+        )
+    config = json.loads(policy.config.to_json_string(use_diff=False))
+    return {
+        "config": config | {"architectures": [type(policy.module).__name__]},
+        "layout": asdict(policy.weights.layout()),
+        "vocabulary": int(text.vocab_size),
+        "stop_ids": eos_token_ids(policy.module, tokenizer),
+        "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
+        "routes": None if routes is None else asdict(routes),
+        "routed": has_experts(policy.module),
+    }
