@@ -22,7 +22,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml --dry-run                         print the plan of a run: resolved settings, memory, bounds
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
   asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
-  asyncrl check-model PATH                                  compare every way of computing a model with eager transformers
+  asyncrl check-model PATH                                  check every way to compute a model against eager transformers
   asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
   asyncrl report RUN                                        write report.html of a run, running or ended

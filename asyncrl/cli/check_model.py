@@ -1,4 +1,4 @@
-"""`asyncrl check-model PATH`: compares every path on which this runtime can compute a model with eager transformers.
+"""`asyncrl check-model PATH`: compares each path of this runtime (fused, packed, plain) with the model in eager transformers.
 
 A run makes the same comparison at its start, but stops at the first path that agrees (runtime/gate.py). If the model's rotary
 frequencies depend on the length of a row, rows within the original context and longer rows are compared separately.

@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-# The beginning of the assistant's turn is searched in so many last tokens of a prompt.
+# So many of a prompt's last tokens are searched for the beginning of the assistant's turn.
 _TAIL_TOKENS = 512
 _THINKING_TAG = r"<(?:think|thinking|thought|reasoning)>"
 # Texts that no template writes.
@@ -85,8 +85,8 @@ def _behind_question(text: str, bare: str) -> str:
 class CompletionText:
     """Makes the text of a completion for rewards, rollouts and `Runtime.generate`. The options are those of `reward.text`.
 
-    The text has all sampled ids except a special token that ended the completion. The recorder counts, under `text/`, all
-    other ids and texts that the options leave out.
+    By default the text has all sampled ids except a special token that ended the completion. The recorder counts, under `text/`,
+    the ids and texts that the options leave out besides that token.
     """
 
     def __init__(

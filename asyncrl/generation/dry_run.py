@@ -1,8 +1,8 @@
 """An engine without a model, for tests and dry runs: continuous batching with made-up tokens.
 
-Length, tokens and log-probs of a request depend on its seed and the engine's seed alone, never on the order of arrival. A decode
-step occupies the lane for `decode_step_s`, whatever its number of sequences: a real step spends its time on reading weights.
-The lane decides whether this time is virtual, real or none.
+A completion depends only on its request and the engine's seed, never on the order of arrival. A decode step occupies the lane for
+`decode_step_s`, whatever its number of sequences: a real step spends its time on reading weights. The lane decides whether this
+time is virtual, real or none.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from .rotary import hold_frequencies, length_dependent_message
 
 logger = logging.getLogger("asyncrl.models")
 
-# Chooses the path of a model that was just loaded. A run passes its gate (runtime/gate.py).
+# Chooses the path of a model that was just loaded. In a run this is the gate (runtime/gate.py).
 Choose = Callable[[PreTrainedModel], ModelPath]
 # transformers and its model classes raise many types of errors for a configuration that they cannot read.
 LOADING_ERRORS = (Exception,)

@@ -9,7 +9,7 @@ Guarantees
   another worker or to the worker's successor, with the same random keys. A successor starts with the current weights, but the
   successor of a pinned worker starts with the pinned weights.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
-  A worker that is starting is not killed while it uses a processor.
+  While the worker starts, both limits are `watchdog.stage_timeout_s`, if it sends or computes something every `loop_timeout_s`.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
   last lines of its output), wrong weights, and a first start that fails.
 """

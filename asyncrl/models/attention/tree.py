@@ -12,8 +12,8 @@ Plain attention has four implementations:
 * GPU: a kernel for ragged rows (ragged.py), with one call for all blocks of a kind.
 * GPU, a dtype without such a kernel (float32): one masked `scaled_dot_product_attention` over padded rows.
 
-A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention` on every device. A window
-alone uses the ragged kernel if there is one. Indices are computed once per microbatch.
+A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`. If a window is its only term, and
+there is a ragged kernel, the layer uses that kernel. Indices are computed once per microbatch.
 
 Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
 query and key lengths.
