@@ -60,6 +60,7 @@ class Decided:
     environment: Environment | None = None
     hooks: Hooks | None = None
     rows: PromptRows | None = None
+    engine_is_auto: bool = False  # whether `generation.engine` was chosen here
 
 
 async def decide(
@@ -80,6 +81,7 @@ async def decide(
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
+    engine_is_auto = config.generation.engine == "auto"
     config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
@@ -96,9 +98,9 @@ async def decide(
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
-    return Decided(
-        resolved, world, device, (*lines, *card_lines, *engine_lines), directory, rewards, environment, hooks, rows
-    )
+    lines = (*lines, *card_lines, *engine_lines)
+    objects = rewards, environment, hooks, rows
+    return Decided(resolved, world, device, lines, directory, *objects, engine_is_auto)
 
 
 def choose_dtype(

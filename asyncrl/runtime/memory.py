@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,12 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import LESS_MEMORY, ConfigError
 from asyncrl.generation.vllm.versions import BLOCK, GPU_WORKSPACE
-from asyncrl.models.loading import parameter_count
+from asyncrl.models.loading import describe_module, parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
 from asyncrl.training.memory import Lengths, predict_memory, route_bytes
+from asyncrl.training.sharded import blocks_of
 
 from .cards import GIB, Cards
 from .inputs import PromptLengths
@@ -92,13 +92,18 @@ def fit_card(
     state = _STATE * parameter_count(config.model)
     if world.world_size > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
         sharded = with_values(config, {"distributed.sharding": "fsdp"})
-        # `resolve` refuses settings that do not work with FSDP.
-        with contextlib.suppress(ConfigError):
+        holds = f"replicate would hold {state / GIB:.0f} GiB of state on each {name}"
+        # Both calls refuse what does not work with FSDP.
+        try:
             resolve(sharded)
-            config = sharded
+            blocks_of(describe_module(config.model))
+        except ConfigError as error:
             lines.append(
-                f"distributed.sharding: fsdp (left out; replicate would hold {state / GIB:.0f} GiB of state on each {name})"
+                f"distributed.sharding: replicate (left out; {holds.replace('would hold', 'holds')}, but {error})"
             )
+        else:
+            config = sharded
+            lines.append(f"distributed.sharding: fsdp (left out; {holds})")
     if "tokens_per_microbatch" in config.train.model_fields_set:
         return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):

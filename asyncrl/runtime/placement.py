@@ -23,6 +23,7 @@ from .cards import Cards
 # each other longer than they compute, above all if another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
+PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been compared with vLLM's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,15 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
         return f"{type(module).__name__} has not been compared with vLLM's"
     longest = longest_row(module.config.get_text_config())
     return None if longest is None or row_limit(config) <= longest else f"rows may be longer than {longest} tokens"
+
+
+def avoid_plain_path(config: Config, path: str) -> tuple[Config, list[str]]:
+    """The configuration with the embedded engine instead of vLLM, and a line for the user, if the gate chose the plain path. Call
+    it only if `choose_engine` chose the engine. `path`: name of the model's path."""
+    if config.generation.engine != "vllm" or path != "plain":
+        return config, []
+    line = f"generation.engine: embedded (auto: the model {PLAIN_MESSAGE})"
+    return with_values(config, {"generation.engine": "embedded"}), [line]
 
 
 def longest_row(text: Any) -> int | None:

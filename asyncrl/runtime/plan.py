@@ -21,7 +21,7 @@ from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts
 from .memory import cache_line, fit_card, memory_warnings, predicted, table, worker_parts
-from .placement import choose_engine, place
+from .placement import avoid_plain_path, choose_engine, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -35,8 +35,13 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         ranks = assumed.ranks(config)
         world = World(0, assumed.nodes * ranks, 0, ranks)
     config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
+    by_auto = config.generation.engine == "auto"
     config, engine_lines = choose_engine(config, device)
     config, card_lines = fit_card(config, device, world, partial(resolve, world_size=world.world_size), cards)
+    verdict = _verdict(config) if config.train.kind == "torch" else None
+    if by_auto and verdict is not None:
+        config, plain_lines = avoid_plain_path(config, verdict.path.name)
+        engine_lines = plain_lines or engine_lines
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
@@ -45,10 +50,9 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
-    if config.train.kind == "torch":
+    if verdict is not None:
         from asyncrl.models.loading import parameter_count
 
-        verdict = _verdict(config)
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
         placement = place(config, device, world, weights, cards)

@@ -32,7 +32,7 @@ from .inputs import measure_prompts
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
-from .placement import place
+from .placement import avoid_plain_path, place
 from .workers import open_workers
 
 
@@ -63,6 +63,15 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         core = await lane.run(lambda: _load(run), name="start/load")
         run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+    if decided.engine_is_auto:
+        run.config, lines = avoid_plain_path(config, _policy(run).path.name)
+        if lines:
+            run.journal.live.note(lines[0])
+            placement = await offload(
+                lambda: place(run.config, device, world, parameter_count(config.model)), "placement"
+            )
+            run.placed = placement.line
+            await lane.run(lambda: torch.set_num_threads(placement.trainer_threads), name="start/threads")
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer):
         run.round = trainer.train_round

@@ -24,7 +24,7 @@ from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.weights.sync import WeightPublisher
 
 from .opened import OpenRun
-from .placement import Placement, longest_row
+from .placement import PLAIN_MESSAGE, Placement, longest_row
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
@@ -132,8 +132,7 @@ def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: Routes
     `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
-            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
-            "not been compared with vLLM's; use generation.engine=embedded"
+            f"generation.engine is vllm, and {type(policy.module).__name__} {PLAIN_MESSAGE}; use generation.engine=embedded"
         )
     text = policy.config.get_text_config()
     longest = longest_row(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm import versions
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
-from asyncrl.runtime.cards import AssumedCards
+from asyncrl.runtime.cards import AssumedCards, Cards
 from asyncrl.runtime.decided import decide
-from asyncrl.runtime.memory import predicted
+from asyncrl.runtime.memory import fit_card, predicted
 from asyncrl.runtime.placement import Placement, choose_engine, place
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.progress import Stages
+from asyncrl.runtime.runtime import Runtime
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ONE = World(0, 1, 0, 1, "", 0, 0)
@@ -319,3 +321,74 @@ async def test_on_a_cpu_the_engine_stays_the_embedded_one(tmp_path: Path, monkey
     decided = await decide(config_of(tmp_path, "model.device=cpu"), Stages(), write=False)
     assert decided.config.generation.engine == "embedded"
     assert not any("generation.engine" in line for line in decided.lines)
+
+
+@pytest.fixture
+def plain_for_vllm(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Settings of a model on the plain path, which `generation.engine: auto` gives to vLLM before the gate."""
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr("asyncrl.runtime.placement.SERVED", ("Lfm2ForCausalLM",))
+    return f"model.path={VLLM_MODEL}:build_stateful", "model.dtype=bfloat16"
+
+
+PLAIN = "generation.engine: embedded (auto: the model runs on the plain path, whose states and caches have not"
+
+
+def test_a_dry_run_generates_with_the_embedded_engine_on_the_plain_path(
+    tmp_path: Path, plain_for_vllm: tuple[str, ...]
+) -> None:
+    config = config_of(tmp_path, *plain_for_vllm)
+    assert choose_engine(config, GPU)[0].generation.engine == "vllm"
+    text = plan(config, AssumedCards.parse("1xH100"))
+    assert PLAIN in text and "\n  engine: embedded" in text and "generation: shared, on the trainer's cuda:0" in text
+    assert "engine: vllm" not in text
+
+
+async def test_a_run_generates_with_the_embedded_engine_on_the_plain_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_for_vllm: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("asyncrl.runtime.placement._reason_for_embedded", lambda config, device: None)
+    settings = (*plain_for_vllm, "model.dtype=float32", "train.max_steps=2", "telemetry.live=plain")
+    async with Runtime(config_of(tmp_path, *settings, base=REAL)) as runtime:
+        assert "generation: shared, on the trainer's cpu (auto: no second device)" in runtime.built.placed
+        assert (await runtime.run()).version == 2
+    assert PLAIN in "".join(capfd.readouterr())
+
+
+EXPERT_MODULES = """
+from torch import nn
+from runtime_model import build_wide_experts
+
+def build(seed):
+    model, tokenizer = build_wide_experts(seed)
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList([nn.Linear(4, 4)])
+    return model, tokenizer
+"""
+
+
+class SmallCards(Cards):
+    """Two GPUs whose memory is smaller than any model."""
+
+    count = 2
+
+    def describe(self, device: torch.device) -> tuple[str, tuple[int, int]]:
+        return "small card", (9, 0)
+
+    def memory(self, device: torch.device) -> int:
+        return 1 << 10
+
+
+def test_fsdp_is_not_chosen_for_a_model_that_cannot_be_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(VLLM_MODEL.parent))
+    file = tmp_path / "experts.py"
+    file.write_text(EXPERT_MODULES)
+    two = World(0, 2, 0, 2, "", 0, 0)
+    for path, sharding, why in (
+        (f"{VLLM_MODEL}:build_wide_experts", "fsdp", "left out; replicate would hold"),
+        (f"{file}:build", "replicate", "left out; replicate holds 0 GiB of state on each small card, but"),
+    ):
+        config = config_of(tmp_path, f"model.path={path}", "model.dtype=bfloat16", base=REAL)
+        chosen, lines = fit_card(config, GPU, two, partial(resolve, world_size=2), SmallCards())
+        assert chosen.distributed.sharding == sharding and f"distributed.sharding: {sharding} ({why}" in lines[0]
+    assert "Qwen3MoeForCausalLM has a module for each expert (model.layers.0.mlp.experts)" in lines[0]
