@@ -81,6 +81,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         monkeypatch.setattr(f"asyncrl.models.native.{place}.fuses", lambda x, weight, offset: not offset)
     monkeypatch.setattr("asyncrl.models.native.library.takes", lambda *tensors, **sizes: False)
     monkeypatch.setattr("asyncrl.models.native.kernels._BLOCK_BYTES", 1 << 40)  # a GPU takes all rows at once
+    monkeypatch.setattr("asyncrl.models.parameters.packed.add_wider_", Tensor.add_)
+    for place in ("policy", "fused.decoder"):
+        monkeypatch.setattr(f"asyncrl.models.{place}.packing_works", lambda *case: False)
     yield counted
 
 
@@ -111,22 +114,25 @@ def test_decode(launches: Launches) -> None:
         return Counter(launches.found)
 
     found = a_layer(count)
-    assert found["flash cached"] == 1 and found.total() <= 25, found
+    assert found["flash cached"] == 1 and found.total() <= 22, found
 
 
-def test_training(launches: Launches) -> None:
+@pytest.mark.parametrize(("trees", "most"), [(1, 91), (3, 100)])
+def test_training(launches: Launches, trees: int, most: int) -> None:
+    """The suffixes of several trees are gathered: of queries, keys, values, output and log-sum-exp, forward and backward."""
+
     def count(layers: int) -> Counter[str]:
         model = policy(layers)
-        plan = TreePlan([0], [6], [6, 11], [5, 9], [0, 0])
-        positions = torch.cat([torch.arange(6), 6 + torch.arange(5), 6 + torch.arange(9)])
+        starts = np.arange(trees)[:, None] * 20 + [0, 6, 11]
+        plan = TreePlan(starts[:, 0], [6] * trees, starts[:, 1:], [5, 9] * trees, np.arange(trees).repeat(2))
+        positions = torch.cat([torch.arange(6), 6 + torch.arange(5), 6 + torch.arange(9)] * trees)
         launches.found.clear()
         with launches:
-            model.hidden(torch.arange(20), positions, plan).sum().backward()
+            model.hidden(torch.arange(20 * trees), positions, plan).sum().backward()
         return Counter(launches.found)
 
-    # 100 was the goal. Above it are rotary (five each way, which torch has not fused) and the sums over microbatches in float32.
     found = a_layer(count)
-    assert found["flash forward"] == 2 and found["flash backward"] == 6 and found.total() <= 110, found
+    assert found["flash forward"] == 2 and found["flash backward"] == 6 and found.total() <= most, found
 
 
 def test_the_norm_of_a_gpu_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +141,13 @@ def test_the_norm_of_a_gpu_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 
     def compute() -> list[Tensor]:
         out, of_weight = torch.full_like(x, 0.5), torch.full_like(weight, 0.25)
-        normed = kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x))
+        normed, scale = kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x))
         kernels.rms_norm_backward(grad, x, weight, 1e-5, of_weight, out)
-        return [normed, out, of_weight]
+        if scale is None:
+            alone = kernels.rms_norm_backward(grad, x, weight, 1e-5, of_weight)
+        else:
+            alone = kernels.fused_norm_backward(grad, x, weight, scale, of_weight, None)
+        return [normed, out, of_weight, alone]
 
     expected = compute()
     monkeypatch.setattr("asyncrl.models.native.library.takes", lambda *tensors, **sizes: False)

@@ -67,11 +67,11 @@ def test_norms(dtype: torch.dtype, rows: int, offset: float, monkeypatch: pytest
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rotary(dtype: torch.dtype, inverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, angle = values(5, 4 * 32, dtype=dtype), torch.rand(5, 16)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos().to(dtype), torch.stack((-angle.sin(), angle.sin())).to(dtype)
 
     def compute() -> tuple[Tensor, ...]:
         own = qkv.clone()
-        kernels.rotate_(own[:, : 3 * 32].unflatten(1, (3, 32)), cos, sin, Scratch(), inverse)
+        kernels.rotate_(own[:, : 3 * 32].unflatten(1, (3, 32)), cos, sin, inverse)
         assert torch.equal(own[:, 3 * 32 :], qkv[:, 3 * 32 :])
         return (own,)
 
@@ -244,15 +244,16 @@ def test_decode_attention_refuses_what_does_not_fit_its_cache() -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_rotary_table_of_another_layout_is_torchs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, table = values(rows, 2, 64, dtype=torch.float32), torch.rand(rows, 64)
+    sin = torch.stack((-table[:, 32:], table[:, 32:]))
 
     def compute() -> tuple[Tensor, ...]:
         own = heads.clone()
-        kernels.rotate_(own, table[:, :32], table[:, 32:], Scratch())
+        kernels.rotate_(own, table[:, :32], sin)
         return (own,)
 
     close(*both(monkeypatch, compute), torch.float32)
     with pytest.raises(RuntimeError, match="must match"):  # of half a head: the kernel would read behind it
-        kernels.rotate_(heads, table[:, :16], table[:, 16:32], Scratch())
+        kernels.rotate_(heads, table[:, :16], sin[..., :16])
 
 
 def test_what_the_kernels_do_not_know_is_refused() -> None:

@@ -205,10 +205,9 @@ class RaggedTree:
         suffix, prefix = self.suffixes, self.prefixes
         part, part_lse = self.kernel.forward((query[suffix], key[prefix], value[prefix]), self.suffix_rows, scaling)
         own_lse = lse[:, suffix]
-        joint = torch.logaddexp(own_lse, part_lse)
-        merged = out[suffix] * (own_lse - joint).exp_().t().unsqueeze(-1)
-        out[suffix] = merged.addcmul_(part, (part_lse - joint).exp_().t().unsqueeze(-1)).to(out.dtype)
-        lse[:, suffix] = joint
+        share = (part_lse - own_lse).sigmoid_().t().unsqueeze(-1)  # of the prefix in the joint softmax
+        out[suffix] = (out[suffix] * (1 - share)).addcmul_(part, share).to(out.dtype)
+        lse[:, suffix] = torch.logaddexp(own_lse, part_lse)
         return out, lse
 
     def backward(
@@ -225,11 +224,11 @@ class RaggedTree:
         qkv, suffix_lse = (query[suffix], key[prefix], value[prefix]), lse[:, suffix].contiguous()
         parts = self.kernel.backward(grad[suffix], qkv, out[suffix], suffix_lse, self.suffix_rows, scaling)
         for target, part, rows in zip(gradients, parts, (suffix, prefix, prefix), strict=True):
-            # For 16-bit tensors torch adds in float32, and rounds once.
+            # For 16-bit tensors torch adds in float32, and rounds once. No index is there twice, so the order cannot matter.
             if isinstance(rows, slice):
                 target[rows].add_(part)
             else:
-                target[rows] = target[rows] + part
+                target.index_add_(0, rows, part)
 
 
 class RaggedWindow:

@@ -46,7 +46,8 @@ class _Saved(NamedTuple):
     attended: Tensor  # [T, H, D], output of attention
     lse: Tensor  # second result of `TreePlan.forward`
     middle: Tensor  # [T, E], residual stream after the attention half
-    raw: Tensor | None  # [T, (H + K) D], q and k before their norms
+    raw_query: Tensor | None  # [T * H, D] or [T, H D], q before its norm
+    raw_key: Tensor | None
     attention_branch: Tensor | None  # [T, E], output of `out` before its norm
     gate_up: Tensor | None = None  # [T, 2F]; None: only the attention half was computed
     mlp_branch: Tensor | None = None  # [T, E], output of the MLP before its norm
@@ -129,7 +130,7 @@ class FusedDecoder:
         if isinstance(layer.mlp, Mlp):
             return self.forward(layer, x, plan, rotation, keep=False)[0]
         middle, _ = self.attend(layer, x, plan, rotation, keep=False)
-        return self._add_experts(layer, middle, self._normed(layer.mlp_norm, middle), plan)
+        return self._add_experts(layer, middle, self._normed(layer.mlp_norm, middle)[0], plan)
 
     def _expert_layer(self, x: Tensor, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
         middle, normed = _FusedAttention.apply(x, self, layer, plan, rotation)
@@ -156,7 +157,7 @@ class FusedDecoder:
         mlp = layer.mlp
         assert isinstance(mlp, Mlp)
         middle, saved = self.attend(layer, x, plan, rotation, keep)
-        gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle))
+        gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle)[0])
         active = self.scratch.take("active", x.shape[0], gate_up.shape[1] // 2, x)
         kernels.gated(gate_up, active, mlp.activation)
         out, branch = _add_branch(layer, layer.output_norm, mlp.down(active), middle)
@@ -166,32 +167,34 @@ class FusedDecoder:
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
     ) -> tuple[Tensor, _Saved | None]:
         """The attention half of a layer: [T, E] -> [T, E]. With `keep` also the tensors for its backward."""
-        qkv = layer.qkv(self._normed(layer.input_norm, x))
-        raw = self._rotate(layer, qkv, rotation, keep)
+        qkv = layer.qkv(self._normed(layer.input_norm, x)[0])
+        raw = self._rotate(layer, qkv, rotation)
         q, k, v = _split(layer, qkv)
         if keep:
             attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
             attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
         middle, branch = _add_branch(layer, layer.attention_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
-        return middle, _Saved(qkv, attended, lse, middle, raw, branch) if keep else None
+        return middle, _Saved(qkv, attended, lse, middle, *raw, branch) if keep else None
 
-    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
-        return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
+    def _normed(self, norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return (x, None) if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
 
-    def _rotate(self, layer: Layer, qkv: Tensor, rotation: Rotation, keep: bool) -> Tensor | None:
-        """Normalises and rotates queries and keys in place. With `keep`, returns a copy from before the norms, if any."""
-        raw = None
+    def _rotate(self, layer: Layer, qkv: Tensor, rotation: Rotation) -> tuple[Tensor | None, Tensor | None]:
+        """Normalises and rotates queries and keys in place. Returns copies of both from before the norms, if any."""
+        raw: list[Tensor | None] = [None, None]
         queries = layer.heads * layer.head_size
         qk = qkv[:, : queries + layer.kv_heads * layer.head_size]
         if layer.query_norm is not None and layer.key_norm is not None:
-            raw = qk.clone() if keep else None
-            for part, norm in ((qk[:, :queries], layer.query_norm), (qk[:, queries:], layer.key_norm)):
-                rows = part.reshape(-1, norm.weight.shape[0])
-                normed = self.scratch.take("heads", rows.shape[0], rows.shape[1], rows)
-                part.copy_(norm(rows, normed).view(part.shape))
+            parts = (qk[:, :queries], layer.query_norm), (qk[:, queries:], layer.key_norm)
+            for number, (part, norm) in enumerate(parts):
+                # A copy also where a reshape would be a view, because the result overwrites `part`.
+                rows = part.clone(memory_format=torch.contiguous_format).view(-1, norm.weight.shape[0])
+                normed, _ = norm(rows, self.scratch.take("heads", rows.shape[0], rows.shape[1], rows))
+                part.copy_(normed.view(part.shape))
+                raw[number] = rows
         self._rotate_qk_(layer, qk, rotation)
-        return raw
+        return raw[0], raw[1]
 
     def _rotate_qk_(self, layer: Layer, qk: Tensor, rotation: Rotation, inverse: bool = False) -> None:
         """Rotates `qk` [T, (H + K) D] and scales its queries, in place. `inverse` applies the transposed map, for gradients."""
@@ -200,7 +203,7 @@ class FusedDecoder:
             # Some models rotate the first part of each head only.
             rotated_size = 2 * rotation.cos.shape[1]
             rotated = heads if rotated_size == layer.head_size else heads[..., :rotated_size]
-            kernels.rotate_(rotated, rotation.cos, rotation.sin, self.scratch, inverse)
+            kernels.rotate_(rotated, rotation.cos, rotation.sin, inverse)
         if rotation.query_scale is not None:
             heads[:, : layer.heads].mul_(rotation.query_scale[:, None, None])
 
@@ -218,9 +221,10 @@ class FusedDecoder:
         kernels.gated_backward_(gate_up, grad_active, active, scratch, mlp.activation)
         mlp.down.add_gradient(grad_branch, active)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
-        mlp.gate_up.backward(gate_up, self._normed(layer.mlp_norm, saved.middle), grad_normed)
+        normed, scale = self._normed(layer.mlp_norm, saved.middle)
+        mlp.gate_up.backward(gate_up, normed, grad_normed)
         grad_middle = grad.clone()
-        _add_norm_gradient(layer.mlp_norm, grad_normed, saved.middle, grad_middle)
+        _add_norm_gradient(layer.mlp_norm, grad_normed, saved.middle, grad_middle, scale)
         return self.attend_backward(layer, x, saved, grad_middle, plan, rotation)
 
     def attend_backward(
@@ -236,10 +240,11 @@ class FusedDecoder:
         inputs = (*_split(layer, saved.qkv), saved.attended, saved.lse)
         grad, gradients = grad_attended.view(saved.attended.shape), _split(layer, grad_qkv)
         plan.backward(grad, inputs, layer.scaling, gradients, layer.terms, layer.sinks_gradient)
-        self._rotate_backward(layer, grad_qkv, saved.raw, rotation)
+        self._rotate_backward(layer, grad_qkv, saved, rotation)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
-        layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), grad_normed)
-        _add_norm_gradient(layer.input_norm, grad_normed, x, grad_middle)
+        normed, scale = self._normed(layer.input_norm, x)
+        layer.qkv.backward(grad_qkv, normed, grad_normed)
+        _add_norm_gradient(layer.input_norm, grad_normed, x, grad_middle, scale)
         return grad_middle
 
     def _branch_gradient(self, layer: Layer, norm: Norm | None, grad: Tensor, branch: Tensor | None) -> Tensor:
@@ -254,17 +259,18 @@ class FusedDecoder:
         norm.backward(scaled, branch, before_norm)
         return before_norm
 
-    def _rotate_backward(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, rotation: Rotation) -> None:
+    def _rotate_backward(self, layer: Layer, grad_qkv: Tensor, saved: _Saved, rotation: Rotation) -> None:
         queries = layer.heads * layer.head_size
         grad_qk = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
         self._rotate_qk_(layer, grad_qk, rotation, inverse=True)
-        if raw is None or layer.query_norm is None or layer.key_norm is None:
-            return
-        for columns, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
-            part, width = grad_qk[:, columns], norm.weight.shape[0]
-            before_norm = torch.zeros(part.numel() // width, width, dtype=part.dtype, device=part.device)
-            norm.backward(part.reshape(-1, width), raw[:, columns].reshape(-1, width), before_norm)
-            part.copy_(before_norm.view(part.shape))
+        parts = (
+            (slice(0, queries), layer.query_norm, saved.raw_query),
+            (slice(queries, None), layer.key_norm, saved.raw_key),
+        )
+        for columns, norm, raw in parts:
+            if norm is not None and raw is not None:
+                part = grad_qk[:, columns]
+                part.copy_(norm.backward(part.reshape(raw.shape), raw).view(part.shape))
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -292,7 +298,7 @@ class _FusedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         middle, saved = decoder.attend(layer, x, plan, rotation, keep=True)
         norm = layer.mlp_norm
-        normed = middle.clone() if norm is None else norm(middle, torch.empty_like(middle))
+        normed = middle.clone() if norm is None else norm(middle, torch.empty_like(middle))[0]
         ctx.save_for_backward(x, *(saved or ()))
         ctx.arguments = decoder, layer, plan, rotation
         return middle, normed
@@ -310,16 +316,18 @@ def _add_branch(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> t
     """(`x` + multiplier * norm(branch), `branch`). Without a norm the sum overwrites `branch`, and the second result is None."""
     if norm is None:
         return (branch if layer.multiplier == 1 else branch.mul_(layer.multiplier)).add_(x), None
-    normed = norm(branch, torch.empty_like(branch))
+    normed, _ = norm(branch, torch.empty_like(branch))
     return (normed if layer.multiplier == 1 else normed.mul_(layer.multiplier)).add_(x), branch
 
 
-def _add_norm_gradient(norm: Norm | None, grad_normed: Tensor, x: Tensor, grad_x: Tensor) -> None:
-    """Adds to `grad_x` the gradient of `x` through `norm(x)`, whose own gradient is `grad_normed`."""
+def _add_norm_gradient(
+    norm: Norm | None, grad_normed: Tensor, x: Tensor, grad_x: Tensor, scale: Tensor | None = None
+) -> None:
+    """Adds to `grad_x` the gradient of `x` through `norm(x)`, whose own gradient is `grad_normed`. `scale`: see `Norm`."""
     if norm is None:
         grad_x.add_(grad_normed)
     else:
-        norm.backward(grad_normed, x, grad_x)
+        norm.backward(grad_normed, x, grad_x, scale)
 
 
 def _split(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -63,13 +63,17 @@ class Norm:
     offset: float
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
-    def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
-        """Returns `out_NE` with the result, or a new tensor."""
+    def __call__(self, x_NE: Tensor, out_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns `out_NE` with the result, or a new tensor; and a tensor for `backward`."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
-    def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
-        """Adds the gradient of the input to `out_NE` and the gradient of the weight to `gradient`."""
-        kernels.rms_norm_backward(grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset)
+    def backward(
+        self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """See `kernels.rms_norm_backward`. Adds the gradient of the weight to `gradient`."""
+        if scale is not None:
+            return kernels.fused_norm_backward(grad_NE, x_NE, self.weight, scale, self.gradient, out_NE)
+        return kernels.rms_norm_backward(grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset)
 
 
 class RotaryCall(NamedTuple):
@@ -99,7 +103,7 @@ class Rotation(NamedTuple):
     """A `RotationKind` at the positions of some tokens."""
 
     cos: Tensor | None  # [T, R / 2], for the first R entries of each head
-    sin: Tensor | None  # the same shape
+    sin: Tensor | None  # [2, T, R / 2]: its negative, then itself
     query_scale: Tensor | None  # [T]
 
 
@@ -111,6 +115,7 @@ def make_rotation(
     if rotary is not None and kind.rotary is not None:
         angles = rotary[0].shape[-1] // (2 if kind.rotary.doubled else 1)
         cos, sin = (part[0, :, :angles].contiguous() for part in rotary)
+        sin = torch.stack((-sin, sin))
     if kind.query_scaling is not None:
         beta, length = kind.query_scaling
         scale = (1 + beta * torch.log(1 + torch.floor(positions_T / length))).to(like.dtype)

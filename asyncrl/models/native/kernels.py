@@ -60,14 +60,14 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
-    in a fresh tensor. An offset of 1 is Gemma's."""
+    in a fresh tensor. An offset of 1 is Gemma's. The second result is for `rms_norm_backward`."""
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
-        return out
+        return out, None
     if fuses(x, weight, offset):
-        fused: Tensor = _norm(x, [x.shape[-1]], weight, eps)[0]
+        fused: tuple[Tensor, Tensor] = _norm(x, [x.shape[-1]], weight, eps)
         return fused
     dtype = wide(x.dtype)
     weight = add_offset(weight, offset, dtype)
@@ -78,25 +78,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
             torch.mul(values, scale, out=out[rows]).mul_(weight)
         else:
             out[rows].copy_(values.mul_(scale).mul_(weight))
-    return out
+    return out, None
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
-) -> None:
-    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += gradient of the weight, if trained."""
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor | None = None,
+    offset: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Adds the gradient of the input to `out` [N, E], or to new zeros, and returns the sum. `grad_weight` [E] (accumulation dtype)
+    += gradient of the weight, if trained."""
+    if fuses(x, weight, offset):
+        return fused_norm_backward(grad, x, weight, _norm(x, [x.shape[-1]], weight, eps)[1], grad_weight, out)
+    out = torch.zeros_like(x) if out is None else out
     if native.takes(grad, x, weight, out, size=x.shape[-1]):
         native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
-        return
-    if fuses(x, weight, offset):
-        shape = [x.shape[-1]]
-        scale = _norm(x, shape, weight, eps)[1]
-        wanted = [True, grad_weight is not None]
-        of_input, of_weight = _norm_backward(grad, x, shape, scale, weight, wanted)
-        out.add_(of_input)
-        if grad_weight is not None:
-            grad_weight.add_(of_weight)
-        return
+        return out
     dtype = wide(x.dtype)
     total = torch.zeros_like(weight, dtype=dtype)
     wide_weight = add_offset(weight.to(dtype), offset, dtype)
@@ -112,10 +108,23 @@ def rms_norm_backward(
         out[rows].add_(inner.sub_(normed.mul_(mean)).mul_(scale))
     if grad_weight is not None:
         grad_weight.add_(total)
+    return out
 
 
-def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: bool = False) -> None:
-    """Rotary embedding in place: heads [N, X, D], cos and sin [N, D / 2]. `inverse` applies the transpose (backward).
+def fused_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_weight: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """`rms_norm_backward` by torch's fused operator. `scale`: the second result of `rms_norm`."""
+    wanted = [True, grad_weight is not None]
+    of_input, of_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, wanted)
+    if grad_weight is not None:
+        grad_weight.add_(of_weight)
+    return of_input if out is None else out.add_(of_input)
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    """Rotary embedding in place: heads [N, X, D], cos [N, D / 2], sin [2, N, D / 2], where sin[0] is -sin[1]. `inverse` applies the
+    transpose (backward).
 
     Su et al., "RoFormer" (arXiv:2104.09864), in the layout of the two halves: (a, b) -> (a cos - b sin, b cos + a sin).
     """
@@ -124,19 +133,16 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
     if (
         native.takes(heads, cos, sin, size=half)
         and heads.stride(1) == heads.shape[-1]
-        and cos.shape == sin.shape == (heads.shape[0], half)  # torch raises for other shapes
+        and cos.shape == sin.shape[1:] == (heads.shape[0], half)  # torch raises for other shapes
         and cos.is_contiguous()
         and sin.is_contiguous()
     ):
-        native.rotate_(heads, cos, sin, sign)
+        native.rotate_(heads, cos, sin[1], sign)
         return
     for rows in blocks(heads):
-        first, second = heads[rows, :, :half], heads[rows, :, half:]
-        c, s = cos[rows].unsqueeze(1), sin[rows].unsqueeze(1)
-        turned = scratch.take("rotate", first.shape[0], first.shape[1] * half, heads).view(first.shape)
-        torch.mul(first, c, out=turned).addcmul_(second, s, value=-sign)
-        second.mul_(c).addcmul_(first, s, value=sign)
-        first.copy_(turned)
+        halves = heads[rows].unflatten(-1, (2, half))
+        swapped = halves.flip(2)
+        halves.mul_(cos[rows, None, None]).addcmul_(swapped, sin[:, rows].transpose(0, 1).unsqueeze(1), value=sign)
 
 
 def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
@@ -162,10 +168,8 @@ def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scr
         active = scratch.take("active gate", grad_rows.shape[0], size, grad_rows)
         torch.ops.aten.gelu.out(gate, approximate=approximate, out=active)
         torch.mul(active, up, out=product[rows])
-        active.mul_(grad_rows)
-        grad_rows.mul_(up)
-        torch.ops.aten.gelu_backward.grad_input(grad_rows, gate, approximate=approximate, grad_input=gate)
-        up.copy_(active)
+        torch.ops.aten.gelu_backward.grad_input(up.mul_(grad_rows), gate, approximate=approximate, grad_input=gate)
+        torch.mul(active, grad_rows, out=up)
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
@@ -192,7 +196,5 @@ def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Sc
         active = scratch.take("silu", grad_rows.shape[0], size, grad_rows)
         torch.ops.aten.silu.out(gate, out=active)
         torch.mul(active, up, out=product[rows])
-        active.mul_(grad_rows)
-        grad_rows.mul_(up)
-        torch.ops.aten.silu_backward.grad_input(grad_rows, gate, grad_input=gate)
-        up.copy_(active)
+        torch.ops.aten.silu_backward.grad_input(up.mul_(grad_rows), gate, grad_input=gate)
+        torch.mul(active, grad_rows, out=up)
