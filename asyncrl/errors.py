@@ -21,7 +21,6 @@
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
     |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)
-    |- StoreForged             14   a process that is no rank of the run wrote into the ranks' store; names the key
     |- FetchFailed              1   the leader of a replica could not read the data for its siblings (also RuntimeError)
     `- TransportError          11   shared memory failed, or the process at its other end
        |- ArenaOwned                a live process owns the segment
@@ -218,12 +217,6 @@ class RankLost(AsyncrlError, RuntimeError):
     exit_code = 12
     # The name of the signal that stopped the other rank, if any. This rank then counts as stopped by the same signal.
     stopped_by: str | None = None
-
-
-class StoreForged(AsyncrlError):
-    """A process outside the run wrote into the store. No RuntimeError, because RuntimeError means a lost store."""
-
-    exit_code = 14
 
 
 class FetchFailed(AsyncrlError, RuntimeError):

@@ -227,7 +227,7 @@ class Ledger(Protocol):
         ...
 
     def last_step(self, rank: int) -> list[int]:
-        """Ids of the groups of `rank` in the newest step that any rank has committed. `rank` may have died."""
+        """Ids of the groups of `rank` in the newest step that any rank has committed. `rank` may have died. Only rank 0 may ask."""
         ...
 
     async def commit(self) -> int:

@@ -45,7 +45,7 @@ LOADED = (
     "asyncrl.client",
     "asyncrl.config.describe",
     "asyncrl.config.load",
-    "asyncrl.distributed.store_ledger",
+    "asyncrl.distributed.line_ledger",
     "asyncrl.generation.embedded.engine",
     "asyncrl.generation.worker.server",
     "asyncrl.runtime.door",

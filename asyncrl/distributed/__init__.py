@@ -1,6 +1,7 @@
-"""Many ranks: the ledger that admits groups, the store that ranks share, and collectives.
+"""Many ranks: the ledger that admits groups, the line between ranks, and collectives.
 
-Start reading in `reservation.py`: it has the rule that bounds the age of every group, with a proof. `ledger.py` keeps the books of
-one rank, and `store_ledger.py` those of many ranks, with `shared_books.py` and `watch.py`. `hosting.py` opens the ranks' store, and
-`sealed.py` authenticates its values. `world.py` has the collectives. `fsdp.py` shards a model over the ranks.
+Start reading in `reservation.py`: it has the rule that bounds the age of every group, with a proof. `ledger.py` keeps the books in
+one process, and `line_ledger.py` asks them for many ranks. `line.py` carries messages between processes, and `exchange.py` keeps
+them until they are answered. `ranks_store.py` opens the ranks' store. `world.py` has the collectives. `fsdp.py` shards a model over
+the ranks.
 """

@@ -11,7 +11,7 @@ import threading
 
 from ..concurrency import awake
 from ..errors import AsyncrlError
-from .sealed import SealedStore
+from .ranks_store import RankStore
 
 _BYE = b"bye"
 
@@ -19,7 +19,7 @@ _BYE = b"bye"
 class Heartbeat:
     """`with Heartbeat(...)` runs the thread. The exit waits at most a second for a call of the store."""
 
-    def __init__(self, store: SealedStore, rank: int, ranks: int, every_s: float = 2.0) -> None:
+    def __init__(self, store: RankStore, rank: int, ranks: int, every_s: float = 2.0) -> None:
         """`store`: a connection that nobody else uses (`World.store`)."""
         self._store = store
         self._rank = rank

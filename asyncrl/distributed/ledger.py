@@ -1,18 +1,19 @@
-"""The ledger of one rank: admission and places of steps, in this process. The rule and its proof: `reservation.py`.
+"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. With several ranks rank 0 has
+one, and `line_ledger.py` asks it for each rank.
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
 
 Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order. If a waiting caller is cancelled at the moment when it gets a slot,
-the next caller gets the slot.
+served strictly in order, so prompts enter in their order. Where ranks have shares, each rank has an order of its own. If a waiting
+caller is cancelled at the moment when it gets a slot, the next caller gets the slot.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 class _Applicant:
     group_id: int
     oldest: int | None
+    rank: int
     answer: asyncio.Future[Ticket | None]
 
 
@@ -54,9 +56,23 @@ class LocalLedger:
         self._recorder = recorder
         self.first_turn = turn
         self._changes = Changes()
-        self._applicants: deque[_Applicant] = deque()
+        # By rank if ranks have shares: a rank whose share is admitted must not block another rank. Else all are in queue 0.
+        self._queues: dict[int, deque[_Applicant]] = {}
+        self.on_change: Callable[[], None] | None = None
         self._entered = False
         self._closed = False
+
+    @classmethod
+    def over(cls, books: Reservation) -> LocalLedger:
+        """A ledger for the ranks of `books`, whose methods take the number of a rank."""
+        ledger = cls(books.groups_per_step, books.max_staleness, books.late, books.turn)
+        ledger._books = books
+        return ledger
+
+    @property
+    def books(self) -> Reservation:
+        """The books, to be read only."""
+        return self._books
 
     async def __aenter__(self) -> LocalLedger:
         if self._entered or self._closed:
@@ -73,10 +89,11 @@ class LocalLedger:
             return
         self._closed = True
         closed = LifecycleError("the ledger was closed while somebody waited for it")
-        for applicant in self._applicants:
-            if not applicant.answer.done():
-                applicant.answer.set_exception(closed)
-        self._applicants.clear()
+        for queue in self._queues.values():
+            for applicant in queue:
+                if not applicant.answer.done():
+                    applicant.answer.set_exception(closed)
+            queue.clear()
         self._changes.wake(closed)
 
     @property
@@ -92,39 +109,46 @@ class LocalLedger:
         """`exhaust` was called and no group is left to train."""
         return self._books.finished()
 
-    async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
+    async def admit(self, group_id: int, oldest: int | None = None, rank: int = 0) -> Ticket | None:
         """See `ports.Ledger.admit`. Errors: LedgerError for a group that is in the pipeline already, LifecycleError."""
         self._check_open("admit")
-        if not self._applicants:
-            decided, ticket = self._books.admit(group_id, oldest)
+        queue = self._queues.setdefault(rank if self._books.by_rank else 0, deque())
+        if not queue:
+            decided, ticket = self._books.admit(group_id, oldest, rank)
             if decided:
                 self._changed()
                 return ticket
-        applicant = _Applicant(group_id, oldest, asyncio.get_running_loop().create_future())
-        self._applicants.append(applicant)
+        applicant = _Applicant(group_id, oldest, rank, asyncio.get_running_loop().create_future())
+        queue.append(applicant)
         with waiting_for_slot(self._recorder):
             try:
                 return await applicant.answer
             except asyncio.CancelledError:
                 if applicant.answer.cancelled():
-                    if applicant in self._applicants:
-                        self._applicants.remove(applicant)
-                        self._changed()  # the next applicant may be admissible
+                    if applicant in queue:
+                        queue.remove(applicant)
+                        self._settle()  # the next applicant may be admissible
                 # The slot was granted before this task could run.
-                elif applicant.answer.exception() is None and (ticket := applicant.answer.result()) is not None:
-                    self._books.withdraw(ticket)
-                    self._changed()
+                elif applicant.answer.exception() is None and applicant.answer.result() is not None:
+                    self.withdraw(group_id, rank)
                 raise
 
-    async def exhaust(self) -> None:
+    def withdraw(self, group_id: int, rank: int = 0) -> None:
+        """Undo an admission whose caller was cancelled, if there was one."""
+        entry = self._books.entries.get(group_id)
+        if entry is not None and entry.rank == rank and not entry.claimed:
+            self._books.withdraw(entry.ticket)
+            self._changed()
+
+    async def exhaust(self, rank: int = 0) -> None:
         """No more groups will be admitted: a step whose last live group was claimed counts as full."""
-        self._books.exhausted[0] = True
+        self._books.exhausted[rank] = True
         self._changed()
 
-    async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
+    async def claim(self, ready: Sequence[Ticket], rank: int = 0) -> tuple[ClaimState, Ticket | None]:
         """See `ports.Ledger.claim`. Also FULL once prompts are exhausted and every remaining group has a place."""
         self._check_open("claim")
-        ticket = self._books.claim(ready)
+        ticket = self._books.claim(ready, rank)
         if ticket is not None:
             self._changed()
             return ClaimState.GRANTED, ticket
@@ -149,15 +173,23 @@ class LocalLedger:
         self._changed()
         return turn
 
-    async def rollback(self) -> list[Ticket]:
-        tickets = self._books.rollback()
+    def unclaim(self, tickets: Sequence[Ticket], rank: int) -> None:
+        """Undo a claim whose caller was cancelled, if one of `tickets` got a place."""
+        for ticket in tickets:
+            entry = self._books.entries.get(ticket.group_id)
+            if entry is not None and entry.claimed and entry.rank == rank and entry.ticket == ticket:
+                self._books.unclaim(ticket)
+                self._changed()
+
+    async def rollback(self, rank: int | None = None) -> list[Ticket]:
+        tickets = self._books.rollback(rank)
         if tickets:
             self._changed()
         return tickets
 
-    async def release(self, turn: int) -> None:
+    async def release(self, turn: int, rank: int = 0) -> None:
         """See `ports.Ledger.release`. The release of a turn releases all earlier turns, too."""
-        self._books.release(turn)
+        self._books.release(turn, rank)
         self._changed()
 
     def expired(self) -> list[Ticket]:
@@ -184,7 +216,7 @@ class LocalLedger:
 
     def describe(self) -> str:
         """One sentence for error messages: the open step and what it waits for."""
-        return f"{self._books.describe()}; {len(self._applicants)} groups wait for a slot"
+        return f"{self._books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:
         """None: there is no other rank."""
@@ -192,26 +224,32 @@ class LocalLedger:
 
     def _changed(self) -> None:
         self._changes.number += 1
+        self._settle()
+
+    def _settle(self) -> None:
         if not self._closed:
             self._serve_applicants()
         self._changes.wake()
+        if self.on_change is not None:
+            self.on_change()
         if self._recorder is not None:
             self._recorder.gauge("queue/slots/depth", self._books.slots.held)
 
     def _serve_applicants(self) -> None:
-        while self._applicants:
-            applicant = self._applicants[0]
-            if not applicant.answer.done():
-                try:
-                    decided, ticket = self._books.admit(applicant.group_id, applicant.oldest)
-                except LedgerError as exc:
-                    applicant.answer.set_exception(exc)
-                else:
-                    if not decided:
-                        return
-                    applicant.answer.set_result(ticket)
-                    self._changes.number += 1
-            self._applicants.popleft()
+        for queue in self._queues.values():
+            while queue:
+                applicant = queue[0]
+                if not applicant.answer.done():
+                    try:
+                        decided, ticket = self._books.admit(applicant.group_id, applicant.oldest, applicant.rank)
+                    except LedgerError as exc:
+                        applicant.answer.set_exception(exc)
+                    else:
+                        if not decided:
+                            break
+                        applicant.answer.set_result(ticket)
+                        self._changes.number += 1
+                queue.popleft()
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ..concurrency.slots import Slots
 from ..errors import LedgerError, VersionAhead
@@ -56,7 +56,7 @@ Late = Literal["wait", "drop"]
 
 @dataclass(slots=True)
 class ReservedGroup:
-    """A group that holds a slot and is not trained yet. `rank` is the one that admitted it."""
+    """A group that holds a slot and is not trained yet. `rank` has the group: it claimed the group, or it admitted the group."""
 
     ticket: Ticket
     rank: int = 0
@@ -222,8 +222,9 @@ class Reservation:
         self.slots.give()
         self.admitted -= 1
 
-    def claim(self, ready: Iterable[Ticket]) -> Ticket | None:
-        """Give a place to the first ticket that may have one; None if none may. Unknown tickets raise LedgerError."""
+    def claim(self, ready: Iterable[Ticket], rank: int | None = None) -> Ticket | None:
+        """Give a place to the first ticket that may have one; None if none may. Unknown tickets raise LedgerError.
+        `rank`: the rank that trains the group, if another rank may have admitted it."""
         if self.claimed >= self.groups_per_step:
             return None
         for ticket in ready:
@@ -232,6 +233,7 @@ class Reservation:
                 continue
             if self.late == "drop" or self.fits(ticket.deadline, claim=True):
                 entry.claimed = True
+                entry.rank = entry.rank if rank is None else rank
                 self.claimed += 1
                 return ticket
         return None
@@ -310,51 +312,3 @@ class Reservation:
         if entry.claimed:
             raise LedgerError(f"group {ticket.group_id} already has a place in the open step of turn {self.turn}")
         return entry
-
-    # -- saving ---------------------------------------------------------------------------------------------------
-
-    def to_state(self) -> dict[str, Any]:
-        """The whole state in JSON types, without tuples, so that `==` with a state read from JSON finds every change."""
-        return {
-            "k": self.groups_per_step,
-            "m": self.max_staleness,
-            "late": self.late,
-            "turn": self.turn,
-            "ranks": self.ranks,
-            "warmup": self.warmup,
-            "by_rank": self.by_rank,
-            "entries": [
-                [e.ticket.group_id, e.ticket.admitted, e.ticket.deadline, e.rank, int(e.claimed)]
-                for e in self.entries.values()
-            ],
-            "held": [[turn, count] for turn, count in self.held.items()],
-            "acknowledged": self.acknowledged,
-            "exhausted": self.exhausted,
-            "last_step": [[group_id, rank] for group_id, rank in self.last_step.items()],
-            "counts": [self.admitted, self.trained, self.dropped, self.failed],
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Reservation:
-        """The inverse of `to_state`."""
-        entries = {g: ReservedGroup(Ticket(g, a, d), rank, bool(c)) for g, a, d, rank, c in state["entries"]}
-        admitted, trained, dropped, failed = state["counts"]
-        return cls(
-            groups_per_step=state["k"],
-            max_staleness=state["m"],
-            late=state["late"],
-            turn=state["turn"],
-            ranks=state["ranks"],
-            warmup=state["warmup"],
-            by_rank=state["by_rank"],
-            entries=entries,
-            held={turn: count for turn, count in state["held"]},
-            acknowledged=list(state["acknowledged"]),
-            exhausted=list(state["exhausted"]),
-            last_step=dict(state["last_step"]),
-            claimed=sum(e.claimed for e in entries.values()),
-            admitted=admitted,
-            trained=trained,
-            dropped=dropped,
-            failed=failed,
-        )

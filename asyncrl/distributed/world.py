@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ..errors import LifecycleError, PlatformError, RankLost
 from .collectives import Collectives, LostRank, abort
-from .hosting import RankInfo, RanksStore, open_store
-from .sealed import SealedStore
+from .line import SILENCE_S, LineClient, LineServer
+from .ranks_store import RankInfo, RanksStore, RankStore, advertised, open_store
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long rank 0 waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
@@ -81,8 +81,16 @@ class World(Collectives):
     def is_open(self) -> bool:
         return self._opened and not self._closed
 
-    def open(self, device: torch.device, timeout_s: float = 600.0, *, single_rank_group: bool = False) -> World:
+    def open(
+        self,
+        device: torch.device,
+        timeout_s: float = 600.0,
+        *,
+        single_rank_group: bool = False,
+        silence_s: float = SILENCE_S,
+    ) -> World:
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
+        A rank that was disconnected for `silence_s` is lost.
 
         No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
         Errors: LifecycleError if the world or the process group is open already. PlatformError if other ranks do not join.
@@ -113,15 +121,15 @@ class World(Collectives):
             return self
         World._owner = self
         try:
-            self._ranks = open_store(self._rank_info(), timeout)
+            self._ranks = open_store(self._rank_info(), timeout, silence_s)
             self.notes += self._ranks.notes
             self._ranks.wait_for_ranks(timeout_s)
-            self._ranks.store.set_timeout(_NO_TIMEOUT)
+            self._ranks.launcher_store.set_timeout(_NO_TIMEOUT)
             if self._closed:  # by another thread
                 raise RuntimeError("this rank was stopped while it waited for the others")
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("group", self._ranks.plain),
+                store=dist.PrefixStore(f"asyncrl/{self.restart}/group", self._ranks.launcher_store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=_NO_TIMEOUT,
@@ -140,7 +148,7 @@ class World(Collectives):
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group and the store. A second call does nothing.
 
-        Rank 0 hosts the store, so it first waits until the other ranks have left: 30 s, or 5 s if this rank `failed`.
+        Rank 0 has the store, so it first waits until the other ranks have left: 30 s, or 5 s if this rank `failed`.
         Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever.
         """
         failed = failed or self._closed or not dist.is_initialized()
@@ -182,8 +190,27 @@ class World(Collectives):
     def __exit__(self, kind: object, *exc: object) -> None:
         self.close(failed=kind is not None)
 
-    def store(self, name: str) -> SealedStore:
-        """A new connection to the ranks' store, for keys below `name`."""
+    def store(self, name: str) -> RankStore:
+        """The ranks' store, for keys below `name`."""
+        return self._joined().store.below(name)
+
+    def serve_line(self) -> tuple[LineServer, str]:
+        """For rank 0: a server for the event loop, not open yet, and the host where it must listen."""
+        ranks = self._joined()
+        return LineServer(ranks.secret, silence_s=ranks.silence_s), ranks.host
+
+    def announce_line(self, server: LineServer) -> None:
+        """For rank 0: tell the other ranks the address of the open server. Blocks."""
+        ranks = self._joined()
+        ranks.store.set("line/address", advertised(server.address, ranks.host, self.master_addr))
+
+    def join_line(self) -> LineClient:
+        """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server."""
+        ranks = self._joined()
+        address, name = ranks.store.get("line/address").decode(), f"rank {self.rank}"
+        return LineClient(address, ranks.secret, name, silence_s=ranks.silence_s)
+
+    def _joined(self) -> RanksStore:
         if self._ranks is None:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
-        return self._ranks.store.below(name)
+        return self._ranks

@@ -22,7 +22,7 @@ from asyncrl.algorithms.base import reduction_of
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
-COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "ledger/", "text/", "own/")
+COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "own/")
 
 
 class Row(NamedTuple):

@@ -17,7 +17,8 @@ from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
 from asyncrl.data.texts import CompletionText
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
@@ -49,7 +50,7 @@ async def open_ports(run: OpenRun) -> None:
         raise ConfigError(
             f"engine.kind={config.engine.kind} with train.kind={config.train.kind}: both are dry_run or none is"
         )
-    ledger = await stack.enter_async_context(_ledger(run))
+    ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
     # Before the model, which may take minutes to load: a failed import ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
     run.stages.show(f"starting reward workers: {config.reward.workers}")
@@ -101,7 +102,8 @@ def _first_group(run: OpenRun) -> int:
     return EMBEDDED_GROUPS + rank if run.saved is None else run.saved.next_group(rank)
 
 
-def _ledger(run: OpenRun) -> Any:
+def make_ledger(run: OpenRun) -> Any:
+    """The ledger of this rank, not open yet. With several ranks `run.line` must be there, and on rank 0 not open yet."""
     config, world, rollout = run.config, run.world, run.config.rollout
     turn = run.saved.turn if run.saved else 0
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
@@ -110,15 +112,9 @@ def _ledger(run: OpenRun) -> Any:
     has_prompts = run.decided.rows is not None or config.data.train is not None
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
     shares_per_rank = config.preset == "sync" and has_prompts
-    return StoreLedger.over(
-        world.store("ledger"),
-        *bounds,
-        rank=world.rank,
-        ranks=world.world_size,
-        warmup=rollout.sync_warmup_steps,
-        by_rank=shares_per_rank,
-        recorder=run.recorder,
-    )
+    assert run.line is not None
+    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank)
+    return LineLedger(run.line, books, world.rank, recorder=run.recorder)
 
 
 async def _open_gather(run: OpenRun) -> Gather:

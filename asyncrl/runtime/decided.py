@@ -179,7 +179,8 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
 def open_world(world: World, config: Config, device: torch.device) -> None:
     """Open `world`, the connections of the ranks. Blocks until all ranks have called this function.
     Errors: ConfigError if automatic settings differ between ranks, or ranks have the same GPU; the errors of `World.open`."""
-    world.open(device, single_rank_group=config.distributed.sharding == "fsdp")
+    silence_s = config.watchdog.loop_timeout_s
+    world.open(device, single_rank_group=config.distributed.sharding == "fsdp", silence_s=silence_s)
     if world.world_size == 1:
         return
     store = world.store("chosen")

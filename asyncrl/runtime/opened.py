@@ -35,6 +35,8 @@ from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
     # These modules import transformers, which takes seconds, and which a dry run does not need.
+    from asyncrl.distributed.line import LineClient, LineServer
+    from asyncrl.distributed.line_ledger import LineLedger
     from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
 
@@ -71,6 +73,8 @@ class OpenRun:
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
     placed: str = ""  # a sentence: device and threads of the engine
+    line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
+    ledger: LineLedger | None = None  # made with the line
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler

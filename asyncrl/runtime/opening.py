@@ -13,11 +13,12 @@ from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.world import World
+from asyncrl.errors import RankLost
 from asyncrl.generation.requests import sampling_params
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
 
-from .build import open_ports
+from .build import make_ledger, open_ports
 from .decided import Decided, open_world
 from .directory import RunDirectory
 from .inputs import load_prompts
@@ -88,7 +89,14 @@ async def _meet_ranks(run: OpenRun) -> None:
 
     async def close(kind: object, *_: object) -> None:
         # In a thread: closing waits for the other ranks.
-        await offload(lambda: world.close(failed=kind is not None), "farewell")
+        try:
+            await offload(lambda: world.close(failed=kind is not None), "farewell")
+        finally:
+            # Other ranks may ask rank 0 until they have left.
+            if run.line is not None:
+                await run.line.aclose()
+            if run.ledger is not None:
+                await run.ledger.end_desk()
 
     run.stack.push_async_exit(close)
     run.stages.begin("meeting the other ranks")
@@ -100,6 +108,29 @@ async def _meet_ranks(run: OpenRun) -> None:
         run.saved = await offload(lambda: _agree_on_checkpoint(world, directory, run.saved), "find-checkpoint")
         heartbeat = Heartbeat(world.store("alive"), world.rank, world.world_size)
         run.stages.heartbeat = run.stack.enter_context(heartbeat)
+        await _open_line(run)
+
+
+async def _open_line(run: OpenRun) -> None:
+    """Open the line between rank 0 and the other ranks, for the ledger. A rank that is lost ends the run."""
+    world = run.world
+
+    def lose(lost: RankLost) -> None:
+        world.lost.report(str(lost))
+        if run.ledger is not None:
+            run.ledger.lose(lost)
+
+    if world.is_first:
+        run.line, host = world.serve_line()
+        run.line.on_end = lambda peer, lost: None if lost is None else lose(lost)
+        run.ledger = make_ledger(run)
+        server = await run.line.open(host)
+        await offload(lambda: world.announce_line(server), "rendezvous")
+    else:
+        run.line = await offload(world.join_line, "rendezvous", abandon=True)
+        run.line.on_end = lose
+        run.ledger = make_ledger(run)
+        await run.line.__aenter__()
 
 
 def _agree_on_checkpoint(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:

@@ -25,7 +25,7 @@ import orjson
 
 from asyncrl.concurrency import awake
 from asyncrl.data.prompts import is_prompt, state_after
-from asyncrl.distributed.sealed import SealedStore
+from asyncrl.distributed.ranks_store import RankStore
 from asyncrl.errors import CheckpointError
 
 # `Checkpointer.rank_state` makes it: turn, prompts (the cursor), untrained (group ids), next_group, replay.
@@ -49,7 +49,7 @@ PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts firs
 class Positions:
     """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone."""
 
-    def __init__(self, store: SealedStore, rank: int, ranks: int) -> None:
+    def __init__(self, store: RankStore, rank: int, ranks: int) -> None:
         self._store = store
         self._rank = rank
         self._ranks = range(ranks)

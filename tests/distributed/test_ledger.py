@@ -1,4 +1,4 @@
-"""The contract of `ports.Ledger`, on the local ledger and on one over a store; then waiting, cancellation, closing."""
+"""The contract of `ports.Ledger`, on the local ledger, at rank 0 and over a line; then waiting, cancellation, closing."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any, TypeAlias
 
 import anyio
 import pytest
-import torch.distributed as dist
 from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.distributed.reservation import Late
-from asyncrl.distributed.sealed import SealedStore
-from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.distributed.reservation import Late, Reservation
 from asyncrl.errors import LedgerError, LifecycleError
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import ClaimState, Ticket
 
-AnyLedger: TypeAlias = LocalLedger | StoreLedger
+AnyLedger: TypeAlias = LocalLedger | LineLedger
 Make: TypeAlias = Callable[..., Awaitable[AnyLedger]]
 FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
 
 
-@pytest.fixture(params=["local", "hash store", "tcp store"])
+@pytest.fixture(params=["local", "rank 0", "line"])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     """Opens a ledger, with the arguments of `LocalLedger`."""
     async with AsyncExitStack() as stack:
@@ -34,12 +33,15 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
         async def open_one(*args: int, late: Late = "wait", turn: int = 0, warmup: int = 0) -> AnyLedger:
             if request.param == "local":
                 return await stack.enter_async_context(LocalLedger(*args, late=late, turn=turn, warmup=warmup))
-            store: dist.Store = dist.HashStore()
-            if request.param == "tcp store":
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return await stack.enter_async_context(
-                StoreLedger.over(SealedStore(store), *args, late=late, turn=turn, warmup=warmup)
-            )
+            server = await LineServer("a secret of the test").open()
+            stack.push_async_callback(server.aclose)
+            books = Reservation(*args, late, turn, warmup=warmup)  # type: ignore[misc]  # two numbers
+            ledger = LineLedger(server, books, 0)
+            stack.push_async_callback(ledger.end_desk)
+            if request.param == "line":
+                client = await stack.enter_async_context(LineClient(server.address, "a secret of the test", "rank 1"))
+                ledger = LineLedger(client, books, 0)
+            return await stack.enter_async_context(ledger)
 
         yield open_one
 

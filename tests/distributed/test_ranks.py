@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,12 +22,12 @@ import torch.distributed as dist
 import warm
 from ports import reserved_port
 
-from asyncrl.distributed import hosting, world
+from asyncrl.distributed import ranks_store, world
 from asyncrl.distributed.heartbeat import Heartbeat
-from asyncrl.distributed.hosting import RankInfo, RanksStore, open_store
-from asyncrl.distributed.sealed import SealedStore
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.distributed.ranks_store import LineThread, RankInfo, RanksStore, RankStore, open_store
 from asyncrl.distributed.world import World
-from asyncrl.errors import LifecycleError, PlatformError, RankLost, StoreForged
+from asyncrl.errors import LifecycleError, PlatformError, RankLost
 
 # -- the environment, one rank, and two real ranks over gloo ---------------------------------------------------------
 
@@ -132,7 +133,7 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert store.get(f"hello{1 - world.rank}") == b"x"
     # torch counts time in which the job was suspended, and the watchdog does not
     group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert min(store._store.timeout, group.options._timeout).days >= 1, (store._store.timeout, group.options._timeout)
+    assert min(world._ranks.launcher_store.timeout, group.options._timeout).days >= 1
     world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
 assert not torch.distributed.is_initialized()
 print(f"rank {world.rank} ok", flush=True)
@@ -243,15 +244,15 @@ def test_under_torchrun_too(tmp_path: Path) -> None:
 
 
 def opened(
-    *given: dict[str, str], one_machine: bool = True, address: str = "127.0.0.1"
+    *given: dict[str, str], ranks: int = 0, one_machine: bool = True, address: str = "127.0.0.1"
 ) -> list[RanksStore | BaseException]:
     """What `open_store` returned or raised for each rank; `given`: their environments."""
     results = dict[int, RanksStore | BaseException]()
 
     def rank_main(rank: int, port: int) -> None:
         try:
-            place = RankInfo(rank, len(given), one_machine, address, port, 0)
-            results[rank] = made = open_store(place, PATIENCE, given[rank])
+            place = RankInfo(rank, ranks or len(given), one_machine, address, port, 0)
+            results[rank] = made = open_store(place, PATIENCE, environ=given[rank])
             made.wait_for_ranks(3.0)
         except BaseException as error:
             if rank or rank not in results:
@@ -269,14 +270,14 @@ def opened(
 @pytest.fixture(autouse=True)
 def _port_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's rendezvous reads its address from the environment; both ranks are threads of this process."""
-    real = hosting._launcher_store
+    real = ranks_store._launcher_store
 
     def launchers_store(place: RankInfo, timeout: timedelta) -> dist.Store:
         monkeypatch.setenv("MASTER_ADDR", place.address)
         monkeypatch.setenv("MASTER_PORT", str(place.port))
         return real(place, timeout)
 
-    monkeypatch.setattr(hosting, "_launcher_store", launchers_store)
+    monkeypatch.setattr(ranks_store, "_launcher_store", launchers_store)
 
 
 def both(*given: dict[str, str], **rest: object) -> tuple[RanksStore, RanksStore]:
@@ -289,62 +290,66 @@ def test_without_a_secret_of_the_user_ranks_of_one_machine_draw_one() -> None:
     first, other = both({}, {})
     first.store.set("a", "1")
     assert other.store.get("a") == b"1"
-    raw = bytes(first.plain.get("ranks/0/a"))
-    assert raw[32:] == b"1" and len(raw) == 33
-    assert first.notes == []
+    other.store.below("b").set("c", b"2")
+    assert first.store.multi_get(["a", "b/c"]) == [b"1", b"2"] and first.store.check(["a", "b/c"])
+    other.store.delete_key("a")
+    assert not first.store.check(["a"]) and not other.store.poll(["a", "b/c"], 0.05)
+    assert first.notes == [] and first.secret == other.secret and len(first.secret) == 64
     assert first.secret_file is not None and not first.secret_file.exists()  # both have read it
 
 
-def test_a_value_of_somebody_else_ends_whoever_reads_it_with_the_name_of_its_key() -> None:
-    first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})
-    attacker = dist.TCPStore(first.plain.host, first.plain.port, is_master=False)  # type: ignore[attr-defined]
-    first.store.below("checkpoint").set("3/save", "true")
-    assert other.store.below("checkpoint").get("3/save") == b"true"
-    attacker.set("ranks/0/checkpoint/3/save", "0" * 32 + "true")
-    with pytest.raises(StoreForged, match="ranks/0/checkpoint/3/save in the ranks' store was not written by a rank"):
-        other.store.below("checkpoint").get("3/save")
+def test_whoever_reads_torchruns_store_cannot_reach_a_value() -> None:
+    """It has the address of the line there, and no secret."""
+    first, _ = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})
+    first.store.set("3/save", "false")
+    launchers = dist.PrefixStore("asyncrl/0", first.launcher_store)
+    address = launchers.get("line").decode()
+    assert launchers.get("secret") == b"environment"
+    # A rank of an earlier attempt has another secret, too.
+    for guess in (SECRET, SECRET + "/1", "another secret of many letters"):
+        with pytest.raises(RankLost, match="could not connect to rank 0"):
+            LineThread(LineClient(address, guess, "rank 1", silence_s=0.5))
+    assert first.store.get("3/save") == b"false"
 
 
-def test_what_an_earlier_run_with_the_same_secret_wrote_is_not_believed() -> None:
-    runs = [both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})[0] for _ in range(2)]
-    runs[0].store.set("a", "1")
-    runs[1].plain.set("ranks/0/a", runs[0].plain.get("ranks/0/a").decode())
-    with pytest.raises(StoreForged):
-        runs[1].store.get("a")
-
-
-def test_several_machines_without_a_secret_are_told() -> None:
-    first, other = both({}, {}, one_machine=False, address=own_address())
-    assert len(first.notes) == 1 and "not authenticated" in first.notes[0] and "ASYNCRL_SECRET" in first.notes[0]
-    first.store.set("a", "1")
-    assert bytes(other.plain.get("ranks/0/a")) == b"1"
-
-
-def test_an_address_that_others_cannot_reach_leaves_the_launchers_store() -> None:
-    first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET}, one_machine=False)
-    assert len(first.notes) == 1 and "MASTER_ADDR=127.0.0.1 alone (its address is 127.0.0.1, which no" in first.notes[0]
+def test_ranks_of_several_machines_listen_at_the_launchers_address() -> None:
+    address = own_address()
+    first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET}, one_machine=False, address=address)
+    assert first.thread.end.address.startswith(f"tcp://{address}:") and first.notes == []
     first.store.set("a", "1")
     assert other.store.get("a") == b"1"
 
 
+def test_an_address_that_others_cannot_reach_is_refused() -> None:
+    first = opened({"ASYNCRL_SECRET": SECRET}, ranks=2, one_machine=False)[0]
+    assert isinstance(first, PlatformError) and "127.0.0.1, which no other machine can reach" in str(first)
+
+
 @pytest.mark.parametrize(
-    ("first", "other", "kind", "nodes"),
+    ("first", "other", "kind", "text"),
     [
-        (SECRET, None, PlatformError, "every node"),
-        (None, SECRET, PlatformError, "every node"),
-        (SECRET, SECRET + "s", StoreForged, "all nodes"),
+        (SECRET, None, PlatformError, "for every rank, or for none"),
+        (None, SECRET, PlatformError, "for every rank, or for none"),
+        (SECRET, SECRET + "s", RankLost, "has another ASYNCRL_SECRET"),
     ],
 )
-def test_a_secret_that_is_not_the_same_on_every_node_is_told(
-    first: str | None, other: str | None, kind: type[Exception], nodes: str
+def test_a_secret_that_is_not_the_same_for_every_rank_is_an_error(
+    first: str | None, other: str | None, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranks_store, "LineClient", partial(LineClient, silence_s=1.0))
     error = opened(*({"ASYNCRL_SECRET": each} if each else {} for each in (first, other)))[1]
-    assert isinstance(error, kind) and f"set ASYNCRL_SECRET to the same value on {nodes}" in str(error)
+    assert isinstance(error, kind) and text in str(error)
+
+
+def test_several_machines_need_a_secret() -> None:
+    for rank in (0, 1):
+        with pytest.raises(PlatformError, match=f"ASYNCRL_SECRET is not set on the machine of rank {rank}; set it to"):
+            open_store(RankInfo(rank, 2, False, "127.0.0.1", 0, 0), PATIENCE, environ={})
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
-        open_store(RankInfo(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, {"ASYNCRL_SECRET": "secret"})
+        open_store(RankInfo(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, environ={"ASYNCRL_SECRET": "secret"})
 
 
 @pytest.mark.parametrize("kind", ["other name", "readable by others", "link", "absent"])
@@ -356,8 +361,8 @@ def test_a_file_that_somebody_else_names_is_no_secret(tmp_path: Path, kind: str)
         (target if kind == "link" else path).chmod(0o644 if kind == "readable by others" else 0o600)
     if kind == "link":
         path.symlink_to(target)
-    with pytest.raises(StoreForged, match="no such file of this user"):
-        hosting._read_secret(path)
+    with pytest.raises(PlatformError, match="no such file of this user"):
+        ranks_store._read_secret(path)
 
 
 def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
@@ -369,29 +374,40 @@ def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
     other.close(30.0)
     closing.join(10)
     assert not closing.is_alive()
+    with pytest.raises(RuntimeError):
+        other.store.get("late")
+
+
+def test_a_call_that_waits_for_a_key_ends_with_the_store() -> None:
+    first, other = both({}, {})
+    errors: list[BaseException] = []
+
+    def waits(store: RankStore) -> None:
+        try:
+            store.get("never")
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=waits, args=(each.store,)) for each in (first, other)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)  # until both wait, most likely: it holds in any case
+    first.close(0.0)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(type(error).__name__ for error in errors) == ["RankLost", "RuntimeError"]
+    other.close(0.0)
 
 
 def test_a_rank_that_never_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be stopped; if this one ended with success, the launcher would wait for it for ever."""
     first, other = both({}, {})
-    assert first.close(0.0) == [1]
     monkeypatch.setattr(world, "_AT_THE_END_S", 0.0)
     left = World().open(torch.device("cpu"), single_rank_group=True)
     left._ranks = first
     with pytest.raises(RankLost, match="rank 1 did not end within 0 s of rank 0"):
         left.close()
     other.close(30.0)
-    assert first.close(30.0) == []
-
-
-def test_no_value_is_taken_for_that_of_another_key() -> None:
-    store = SealedStore(dist.HashStore(), "a/", b"key")
-    store.set("b", "c")
-    raw = store._store.get("a/b")
-    for key in ("a/", "a/bc", "a/c"):
-        store._store.set(key, raw.decode())
-        with pytest.raises(StoreForged):
-            store.get(key.removeprefix("a/"))
 
 
 def own_address() -> str:
@@ -441,28 +457,28 @@ def one_each(*found: list[str]) -> list[str]:
 
 
 def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-
-    def connect() -> SealedStore:
-        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
-        return SealedStore(store, "alive/", b"secret")
-
-    first, second = Heartbeat(connect(), 0, 3, EVERY_S), Heartbeat(connect(), 1, 3, EVERY_S)
+    address = "127.0.0.1"
+    threads = [LineThread(LineServer(SECRET), address)]
+    threads += [LineThread(LineClient(threads[0].end.address, SECRET, f"rank {rank}")) for rank in (1, 2)]
+    stores = [RankStore(thread, "alive/") for thread in threads]
+    first, second = (Heartbeat(store, rank, 3, EVERY_S) for rank, store in enumerate(stores[:2]))
     with first, second:
         time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
-        connect().set("2", "1")  # and never again
+        stores[2].set("2", "1")  # and never again
         until(lambda: first._values.keys() == {1, 2} and second._values.keys() == {0, 2})
         for said in until(lambda: one_each(first.silent(), second.silent())):
             assert said.startswith("rank 2 has given no sign of life for ")
         assert until(lambda: first.silent(1.0))[0].startswith("rank 2 has given no sign of life for ")
         assert first.silent(100.0) == []
-        with Heartbeat(connect(), 2, 3, EVERY_S):
+        with Heartbeat(stores[2], 2, 3, EVERY_S):
             until(lambda: first.silent() == second.silent() == first.silent(1.0) == [])
         until(lambda: first._values[2] == b"bye")
         time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
         assert first.silent() == second.silent() == first.silent(EVERY_S) == []
     assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others
+    for thread in reversed(threads):
+        thread.close()
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

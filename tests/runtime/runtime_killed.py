@@ -15,13 +15,13 @@ from typing import Any
 
 import anyio
 
-from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.runtime import positions
 from asyncrl.telemetry.sinks import JsonlSink
 
 rank, step, moment = os.environ.get("KILLED", "no 0 never").split()
 dies = os.environ.get("RANK", "0") == rank
-claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.announce, JsonlSink.write
+claim, commit, say, write = LineLedger.claim, LineLedger.commit, positions.Positions.announce, JsonlSink.write
 
 
 def reached(now: str, number: int) -> None:
@@ -29,13 +29,13 @@ def reached(now: str, number: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def claiming(ledger: StoreLedger, ready: Any) -> Any:
+async def claiming(ledger: LineLedger, ready: Any) -> Any:
     if moment == "say" and not dies and ledger.turn >= int(step):
         await anyio.sleep_forever()  # else it may hear of the death in a collective, before its signal or after it
     return await claim(ledger, ready)
 
 
-async def committing(ledger: StoreLedger) -> int:
+async def committing(ledger: LineLedger) -> int:
     reached("commit", ledger.turn + 1)
     while moment == "committed" and not dies and ledger.turn + 1 == int(step) and ledger.statistics().turn < int(step):
         await ledger.wait_changed(ledger.changes)
@@ -55,8 +55,8 @@ def writing(sink: JsonlSink, version: int, *line: Any) -> None:
 
 
 JsonlSink.write = writing  # type: ignore[method-assign]
-StoreLedger.claim = claiming  # type: ignore[method-assign]
-StoreLedger.commit = committing  # type: ignore[method-assign]
+LineLedger.claim = claiming  # type: ignore[method-assign]
+LineLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.announce = saying  # type: ignore[assignment,method-assign]
 positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more
 runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)

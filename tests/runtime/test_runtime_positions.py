@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
-from asyncrl.distributed.sealed import SealedStore
+from asyncrl.distributed.line import LineServer
+from asyncrl.distributed.ranks_store import LineThread, RankStore
 from asyncrl.errors import CheckpointError
 from asyncrl.runtime.positions import Departure, Positions, after_step
 
+_opened: list[LineThread] = []
 
-def two() -> tuple[Positions, Positions, dist.Store]:
-    store = dist.HashStore()
-    sealed = SealedStore(store)
-    return Positions(sealed, 0, 2), Positions(sealed, 1, 2), store
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def a_store() -> RankStore:
+    _opened.append(LineThread(LineServer("a secret of the test"), "127.0.0.1"))
+    return RankStore(_opened[-1])
+
+
+def two() -> tuple[Positions, Positions, RankStore]:
+    store = a_store()
+    return Positions(store, 0, 2), Positions(store, 1, 2), store
 
 
 def at(position: int, **more: Any) -> dict[str, Any]:
@@ -105,7 +119,7 @@ def test_the_store_does_not_grow() -> None:
         for rank in (other, first):
             rank.announce(version, at(version))
             rank.gather(version, whole(version), sharded=False)
-    assert store.num_keys() <= 2 * 2 * 2
+    assert len(store._thread._values) <= 2 * 2 * 2
 
 
 def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -> None:
@@ -181,9 +195,7 @@ def test_where_a_rank_stands_after_a_step_that_it_did_not_tell_of() -> None:
 
 
 def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
-    """On a store as ranks have it: torch's own wait prints a line when its time is up."""
-    store = SealedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    first, other = Positions(store.clone(), 0, 2), Positions(store.clone(), 1, 2)
+    first, other, _ = two()
     for version in (1, 2):
         other.announce(1, at(11))
         first.announce(version, at(10))

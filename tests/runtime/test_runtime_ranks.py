@@ -1,14 +1,17 @@
-"""Two ranks: `preset: sync` trains the weights of one rank bit by bit; what a stranger writes into their store ends a run."""
+"""Two ranks: `preset: sync` trains the weights of one rank bit by bit; a stranger cannot reach what they exchange."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+import zmq
 from ports import reserved_port
 from runtime_helpers import (
     DRY,
@@ -73,29 +76,41 @@ def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: 
 ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
 
 
-def store_of_the_ranks(port: int) -> dist.TCPStore:
-    """As anybody finds it who can reach torchrun's."""
-    launchers = dist.TCPStore("127.0.0.1", port, is_master=False)
-    [key] = [key for key in launchers.list_keys() if key.endswith("asyncrl/0/store")]  # type: ignore[attr-defined]
-    said = json.loads(launchers.get(key)[32:])
-    assert said["address"] == "127.0.0.1"
-    return dist.TCPStore(said["address"], said["port"], is_master=False)
-
-
-def test_a_ledger_that_somebody_overwrites_ends_the_run_with_the_name_of_the_key(tmp_path: Path) -> None:
+def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_there(tmp_path: Path) -> None:
+    """It asks every port at which the ranks listen to commit a step and to say who is alive, with another secret and with none."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
-    with reserved_port() as port:
+    run = tmp_path / "runs/run"
+    with reserved_port() as port, zmq.Context() as context:
         program = (*torchrun, str(port), "-m", "asyncrl.main")
         process = Process(tmp_path, str(write_yaml(tmp_path, ENDLESS)), program=program)
         try:
-            process.wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
-            attacker = store_of_the_ranks(port)
-            [books] = [key for key in attacker.list_keys() if key.endswith("ledger/books")]  # type: ignore[attr-defined]
-            there = attacker.get(books)
-            attacker.set(books, (there[:32] + there[32:].replace(b'"turn":', b'"turn":1')).decode())
-            assert process.wait(60) != 0
+            process.wait_until(lines_at_least(run, 2), "second step")
+            launchers = dist.TCPStore("127.0.0.1", port, is_master=False)
+            keys = [key for key in launchers.list_keys() if "asyncrl/" in key]  # type: ignore[attr-defined]
+            assert any(key.endswith("asyncrl/0/line") for key in keys), keys
+            ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if "main" in each.name()]
+            ports = {c.laddr.port for rank in ranks for c in rank.net_connections("tcp") if c.status == "LISTEN"}
+            strangers = []
+            for number in sorted(ports):
+                for secret in (True, False):
+                    stranger = context.socket(zmq.DEALER)
+                    stranger.linger, stranger.routing_id = 0, b"rank 1"
+                    if secret:
+                        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                        stranger.curve_serverkey = zmq.curve_keypair()[0]
+                    stranger.connect(f"tcp://127.0.0.1:{number}")
+                    for kind, request in (("ledger", ["commit", 1, 2]), ("store", ["get", ["alive/0"]])):
+                        stranger.send(json.dumps([2, "a", 0, 0, kind, request]).encode())
+                    strangers.append(stranger)
+            assert len(ports) >= 2
+            done = len(metrics_of(run))
+            process.wait_until(lines_at_least(run, done + 3), "third step beside the strangers")
+            assert not any(stranger.poll(0) for stranger in strangers), "somebody answered"
+            process.send(signal.SIGTERM)
+            process.wait(60)
         finally:
+            for stranger in strangers:
+                stranger.close()
             process.kill()
-    assert (
-        "StoreForged: the value of ranks/0/ledger/books in the ranks' store was not written by a rank" in process.output
-    )
+    assert "rank 0 refused a connection from 127.0.0.1, which does not know the secret of this run" in process.output
+    assert [line["step"] for line in metrics_of(run)] == [*range(1, len(metrics_of(run)) + 1)]

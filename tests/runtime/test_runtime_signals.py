@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -288,13 +289,15 @@ def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped:
         ranks[stopped].send(signal.SIGSTOP)
         assert ranks[1 - stopped].wait(60) == 12, ranks[1 - stopped].output
     output = ranks[1 - stopped].output
-    [headline] = [line for line in output.splitlines() if line.startswith("=== asyncrl watchdog: rank ")][:1]
-    assert f"watchdog: rank {1 - stopped}: " in headline
-    silent = ("the ranks' store, which rank 0 holds, has not answered for", "rank 1 has given no sign of life for")
-    assert silent[stopped] in headline
+    # By the watchdog, or by the line to that rank.
+    silent = (
+        "the ranks' store, which rank 0 holds, has not answered for|which has given no sign of life for",
+        "rank 1 has given no sign of life for",
+    )
+    assert re.search(silent[stopped], output), output
     run = tmp_path / "runs/run"
     if stopped:
-        assert f"RankLost: rank 0: {silent[1]}" in output
+        assert re.search(f"RankLost: (rank 0: )?{silent[1]}", output), output
         assert last_checkpoint(run, ranks[0]) >= metrics_of(run)[-1]["step"] >= 3
 
 

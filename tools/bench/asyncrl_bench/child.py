@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[type[jobs.Job], str, str]] = {
     "sweep": (jobs.SweepJob, "child_generate", "run_sweep"),
     "head": (jobs.HeadJob, "child_head", "run_head"),
     "handover": (jobs.HandoverJob, "child_handover", "run_handover"),
+    "ledger": (jobs.LedgerJob, "child_ledger", "run_ledger"),
     "costs": (jobs.HandoverJob, "child_costs", "run_costs"),
 }
 

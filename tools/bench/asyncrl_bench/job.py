@@ -233,3 +233,13 @@ def new_loop(name: str = "uvloop") -> asyncio.AbstractEventLoop:
         loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         return loop
     return asyncio.new_event_loop()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerJob(Job):
+    """The ledger over the line. `ranks`: without rank 0. `live`: groups that are in the books all the time."""
+
+    ranks: int
+    live: int
+    seconds: float
+    threads: int = 1

@@ -1,8 +1,9 @@
-"""The ledger over a store: two ranks on one set of books, cancellation, closing, a store that goes away."""
+"""The ledger over the line: ranks on one set of books, cancellation, closing, connections that break, rank 0 that dies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -11,42 +12,63 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
-import torch.distributed as dist
 import warm
-from ports import reserved_port
 
-from asyncrl.distributed.sealed import SealedStore
-from asyncrl.distributed.store_ledger import StoreLedger
-from asyncrl.errors import LedgerError, LifecycleError
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.distributed.reservation import Reservation
+from asyncrl.errors import LedgerError, LifecycleError, RankLost
 from asyncrl.types import ClaimState, Ticket
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET = "a secret of the test"
 FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
 
 
 @asynccontextmanager
-async def two_ranks(*numbers: int, by_rank: bool = False) -> AsyncIterator[tuple[StoreLedger, StoreLedger]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+async def many_ranks(ranks: int, *numbers: int, by_rank: bool = False) -> AsyncIterator[list[LineLedger]]:
+    """The ledgers of all ranks, each with a line of its own to rank 0. `numbers`: groups per step, and the largest age."""
+
+    def books() -> Reservation:
+        return Reservation(*numbers, ranks=ranks, by_rank=by_rank)
+
     async with AsyncExitStack() as stack:
-        a, b = [
-            await stack.enter_async_context(
-                StoreLedger.over(SealedStore(store.clone()), *numbers, rank=rank, ranks=2, by_rank=by_rank)  # type: ignore[misc]
-            )
-            for rank in range(2)
-        ]
+        server = LineServer(SECRET)
+        ledgers = [LineLedger(server, books(), 0)]
+        stack.push_async_callback(ledgers[0].end_desk)
+        await stack.enter_async_context(await server.open())
+        for rank in range(1, ranks):
+            client = await stack.enter_async_context(LineClient(server.address, SECRET, f"rank {rank}"))
+            ledgers.append(LineLedger(client, books(), rank))
+        for ledger in ledgers:
+            await stack.enter_async_context(ledger)
+        yield ledgers
+
+
+@asynccontextmanager
+async def two_ranks(*numbers: int, by_rank: bool = False) -> AsyncIterator[tuple[LineLedger, LineLedger]]:
+    async with many_ranks(2, *numbers, by_rank=by_rank) as (a, b):
         yield a, b
 
 
-async def fresh(ledger: StoreLedger, group_id: int) -> Ticket:
+async def until_known(ledger: LineLedger, number: int) -> None:
+    """Wait until the ledger knows this change."""
+    with anyio.fail_after(30):
+        while ledger.changes < number:
+            await ledger.wait_changed(ledger.changes)
+
+
+async def fresh(ledger: LineLedger, group_id: int) -> Ticket:
     ticket = await ledger.admit(group_id)
     assert ticket is not None
     return ticket
 
 
-async def waits(ledger: StoreLedger, group_id: int) -> bool:
+async def waits(ledger: LineLedger, group_id: int) -> bool:
     """Whether the group gets no slot. It is asked for once more behind a change of the other rank, if there is one."""
     with anyio.move_on_after(0.05) as scope:
         await ledger.admit(group_id)
@@ -138,28 +160,6 @@ async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
         assert a.changes == b.changes == seen
 
 
-async def unannounced(ledger: StoreLedger) -> None:
-    """Group 0 is admitted, and no rank hears of it."""
-    announce, ledger._shared._announce = ledger._shared._announce, lambda *states: None  # type: ignore[method-assign]
-    await fresh(ledger, 0)
-    ledger._shared._announce = announce  # type: ignore[method-assign]
-
-
-async def test_closing_waits_for_no_announcement_of_a_rank_that_died_before_it() -> None:
-    """Between the writing of the books and that: the watching threads of the others wait for a key that nobody sets."""
-    async with two_ranks(2, 0) as (a, b):
-        await unannounced(b)
-        assert a._watch is not None
-        await a.aclose()
-        assert not a._watch._thread.is_alive()  # closing goes on without one that does not end in time
-    async with two_ranks(2, 0) as (a, b):
-        await unannounced(b)
-        await fresh(b, 1)  # the next change says so too
-        with anyio.fail_after(30):
-            while a.statistics().live < 2:
-                await a.wait_changed(a.changes)
-
-
 async def test_rollback_and_live_groups_concern_the_own_rank() -> None:
     async with two_ranks(2, 0) as (a, b):
         x, y = await fresh(a, 0), await fresh(b, 1)
@@ -188,10 +188,11 @@ async def test_the_last_partial_step_needs_every_rank_to_be_exhausted() -> None:
 
 
 async def test_ranks_that_disagree_are_told() -> None:
-    store = dist.HashStore()
-    async with StoreLedger.over(SealedStore(store), 2, 1, rank=0, ranks=2):
-        with pytest.raises(LedgerError, match="max_staleness"):
-            await StoreLedger.over(SealedStore(store), 2, 2, rank=1, ranks=2).__aenter__()
+    async with await LineServer(SECRET).open() as server:
+        LineLedger(server, Reservation(2, 1, ranks=2), 0)
+        async with LineClient(server.address, SECRET, "rank 1") as client:
+            with pytest.raises(LedgerError, match="rank 1: max_staleness is 2, but 1 on rank 0"):
+                await LineLedger(client, Reservation(2, 2, ranks=2), 1).__aenter__()
 
 
 @pytest.mark.parametrize("what", ["admit", "claim"])
@@ -223,35 +224,36 @@ async def test_closing_wakes_waiters_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     heard: list[str] = []
 
-    async def hears(ledger: StoreLedger) -> None:
+    async def hears(ledger: LineLedger) -> None:
         with pytest.raises(LifecycleError):
             await ledger.admit(1)
         heard.append("admit")
 
-    ledger = StoreLedger.over(SealedStore(dist.HashStore()), 1, 0)
-    with pytest.raises(LifecycleError, match="not open"):
-        await ledger.admit(0)
-    async with anyio.create_task_group() as group:
-        async with ledger:
-            await fresh(ledger, 0)
-            group.start_soon(hears, ledger)
+    async with two_ranks(1, 0) as (a, b):
+        # Each of both: at rank 0, and over the line.
+        await fresh(a, 0)
+        async with anyio.create_task_group() as group:
+            for ledger in (a, b):
+                group.start_soon(hears, ledger)
             await anyio.sleep(0.05)
-        await ledger.aclose()
-    assert heard == ["admit"]
-    assert set(threading.enumerate()) <= before
-    with pytest.raises(LifecycleError, match="closed"):
-        await ledger.claim([])
-    with pytest.raises(LifecycleError):
-        await ledger.__aenter__()
+            for ledger in (a, b):
+                ledger.close()
+                ledger.close()
+        for ledger in (a, b):
+            with pytest.raises(LifecycleError, match="closed"):
+                await ledger.claim([])
+            with pytest.raises(LifecycleError):
+                await ledger.__aenter__()
+    assert heard == ["admit", "admit"]
+    assert {thread for thread in threading.enumerate() if thread.name != "asyncrl-standing"} <= before
 
 
 async def test_many_ranks_race_for_the_same_places() -> None:
     """Four ranks, each with a connection of its own, all at once: every place is given once and the counts agree."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks, k, steps = 4, 3, 5
     trained: Counter[int] = Counter()
 
-    async def rank_main(rank: int, barrier: asyncio.Barrier, ledger: StoreLedger) -> None:
+    async def rank_main(rank: int, barrier: asyncio.Barrier, ledger: LineLedger) -> None:
         async def rollout() -> None:
             for i in range(steps * k):
                 if i % ranks == rank:
@@ -277,11 +279,7 @@ async def test_many_ranks_race_for_the_same_places() -> None:
                 else:
                     await ledger.wait_changed(seen)
 
-    async with AsyncExitStack() as stack:
-        ledgers = [
-            await stack.enter_async_context(StoreLedger.over(SealedStore(store.clone()), k, 1, rank=rank, ranks=ranks))  # type: ignore[attr-defined]
-            for rank in range(ranks)
-        ]
+    async with many_ranks(ranks, k, 1) as ledgers:
         barrier = asyncio.Barrier(ranks)
         with anyio.fail_after(60):
             async with anyio.create_task_group() as group:
@@ -293,58 +291,93 @@ async def test_many_ranks_race_for_the_same_places() -> None:
     assert (s.trained, s.live, s.claimed, s.held) == (steps * k, 0, 0, 0)
 
 
-STORE_DIES = """
+async def test_a_rank_that_is_lost_ends_all_waits() -> None:
+    async with two_ranks(1, 0) as (a, b):
+        await fresh(a, 0)
+        for ledger in (a, b):
+            waiting = [asyncio.ensure_future(each) for each in (ledger.admit(1), ledger.wait_changed(ledger.changes))]
+            await asyncio.sleep(0.05)
+            ledger.lose(RankLost("rank 7 has given no sign of life"))
+            for error in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(error, RankLost) and "rank 7" in str(error)
+            with pytest.raises(RankLost, match="rank 7"):
+                await ledger.claim([])
+
+
+async def test_a_rank_that_handles_nothing_gets_one_state_for_all_changes_of_that_time() -> None:
+    async with two_ranks(8, 3) as (a, b):
+        gate, states = asyncio.Event(), list[int]()
+        on_books = b._on_books
+
+        async def slow(peer: str, state: Any, buffers: object) -> None:
+            states.append(state[0])
+            await gate.wait()
+            await on_books(peer, state, buffers)
+
+        b._line.on("books", slow)
+        for number in range(300):
+            await a.end(await fresh(a, number), "dropped", "test")
+        assert len(states) <= 2 and b.changes < a.changes == 600
+        gate.set()
+        await until_known(b, a.changes)
+        assert len(states) <= 4
+
+
+def test_connections_that_are_cut_and_callers_that_give_up_lose_no_place() -> None:
+    """A short form of `tools/chaos ledger`."""
+    command = [sys.executable, str(ROOT / "tools/chaos"), "ledger", "--ranks", "6", "--seconds", "2", "--every", "0.3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["right"] and found["cuts"] > 5 and found["cancelled"] > 5
+
+
+RANK_0 = """
 import asyncio, sys
-import torch.distributed as dist
-from asyncrl.distributed.sealed import SealedStore
-from asyncrl.distributed.store_ledger import StoreLedger
-from asyncrl.errors import RankLost
+from asyncrl.distributed.line import LineServer
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.distributed.reservation import Reservation
 
 async def main():
-    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-    async with StoreLedger.over(SealedStore(store), 1, 0, rank=0, ranks=2) as ledger:
-        await ledger.admit(0)
-        print("waiting", flush=True)
-        try:
-            await ledger.admit(1)
-        except RankLost as error:
-            print("heard:", error, flush=True)
+    server = LineServer(sys.argv[1])
+    async with LineLedger(server, Reservation(1, 0, ranks=2), 0) as ledger:
+        await server.open()
+        print(server.address, flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
-HOST = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("up", flush=True)
-sys.stdin.read()
-"""
 
-
-def start(program: str, *args: object) -> subprocess.Popen[str]:
-    return warm.Popen(
-        [sys.executable, "-c", program, *map(str, args)],
+async def test_who_waits_for_rank_0_hears_that_it_died() -> None:
+    process = warm.Popen(
+        [sys.executable, "-c", RANK_0, SECRET],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
-    with reserved_port() as port:
-        host = start(HOST, port)
-        assert host.stdout is not None and host.stdout.readline() == "up\n"
-        rank = start(STORE_DIES, port)
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "waiting\n", rank.communicate()
-        host.kill()
-        host.communicate()
-        out, err = rank.communicate(timeout=60)
-        assert "heard: rank 0 lost the shared ledger" in out, err
-        assert rank.returncode == 0, err
+    try:
+        assert process.stdout is not None
+        address = (await asyncio.to_thread(process.stdout.readline)).strip()
+        async with LineClient(address, SECRET, "rank 1") as client:
+            async with LineLedger(client, Reservation(1, 0, ranks=2), 1) as ledger:
+                client.on_end = ledger.lose
+                await fresh(ledger, 0)
+                waiting = [
+                    asyncio.ensure_future(each) for each in (ledger.admit(1), ledger.wait_changed(ledger.changes))
+                ]
+                await asyncio.sleep(0.1)
+                process.kill()
+                with anyio.fail_after(30):
+                    errors = await asyncio.gather(*waiting, return_exceptions=True)
+                for error in errors:
+                    assert isinstance(error, RankLost) and "rank 1 lost rank 0 at" in str(error)
+                with pytest.raises(RankLost, match="rank 1 lost rank 0"):
+                    await ledger.claim([])
+    finally:
+        process.kill()
+        process.communicate()
 
 
 async def test_what_another_rank_has_committed_is_not_trained_here_before_this_one_commits() -> None:
@@ -365,7 +398,7 @@ async def test_what_another_rank_has_committed_is_not_trained_here_before_this_o
         assert b.live_groups() == [waiting]
 
 
-async def test_whose_groups_were_in_the_last_step_is_known_to_all_whoever_committed_it_first() -> None:
+async def test_whose_groups_were_in_the_last_step_is_known_to_rank_0_whoever_committed_it_first() -> None:
     async with two_ranks(2, 3) as (a, b):
         for first, second in ((a, b), (b, a)):
             turn = a.turn
@@ -378,7 +411,9 @@ async def test_whose_groups_were_in_the_last_step_is_known_to_all_whoever_commit
             for each in (a, b):
                 while each.statistics().turn == turn:
                     await each.wait_changed(each.changes)
-                assert each.last_step(0) == [ids[a]] and each.last_step(1) == [ids[b]]
+            assert a.last_step(0) == [ids[a]] and a.last_step(1) == [ids[b]]
+            with pytest.raises(LifecycleError, match="only rank 0"):
+                b.last_step(0)
             await second.commit()
             assert a.last_step(1) == [ids[b]]
             for each in (a, b):

@@ -1,0 +1,217 @@
+"""What one end of the line knows of its peer: messages that were sent and not answered, and messages that were received.
+
+An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps it until the answer, and sends it
+again after a reconnection. The receiver starts handlers in the order of the numbers, ignores a number that it has had, and keeps an
+answer until the sender confirms the receipt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import orjson
+
+from .. import errors
+from ..errors import AsyncrlError, LifecycleError, RankLost, WorkerDied
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Answer: TypeAlias = tuple[Any, Sequence[Buffer]]
+# (peer, header, buffers) -> (header, buffers), or None for (None, ()). The buffers are memoryviews of the received frames.
+Handler: TypeAlias = Callable[[str, Any, Sequence[Buffer]], Awaitable[Answer | None]]
+
+HELLO, WELCOME, ASK, TELL, ANSWER, ERROR, CANCEL, CONFIRM, BYE = range(9)
+
+logger = logging.getLogger("asyncrl.distributed")
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    frames: list[Buffer]
+    answer: asyncio.Future[Answer]
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """The exchange with one peer, over any number of connections."""
+
+    here: str
+    peer: str
+    session: str
+    handlers: dict[str, Handler]
+    transmit: Callable[[Sequence[Buffer]], None]
+    window: int
+    down_since: float | None = None
+    error: RankLost | LifecycleError | None = None  # the exchange has ended
+    connection: int = -1  # descriptor of the server's connection
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _next: int = 0
+    _waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
+    _expected: int = 0  # number of the next message to handle
+    _early: dict[int, tuple[int, str, Any, Sequence[Buffer]]] = field(default_factory=dict)
+    _running: dict[int, asyncio.Task[tuple[bytes, Sequence[Buffer]]]] = field(default_factory=dict)
+    _answers: dict[int, list[Buffer]] = field(default_factory=dict)  # whose receipt is not confirmed
+    _confirmed: int = 0
+
+    async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> Answer:
+        number, sent = await self._post(ASK, kind, header, buffers)
+        try:
+            return await sent.answer
+        except asyncio.CancelledError:
+            if number in self._sent:
+                self.send(CANCEL, number)
+            raise
+
+    async def tell(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> None:
+        await self._post(TELL, kind, header, buffers)
+
+    async def _post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[int, _Sent]:
+        """Wait for a place in the window and send. A cancelled call has sent nothing."""
+        while self.error is None and len(self._sent) >= self.window:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                else:
+                    # The place is free for the next call.
+                    self._wake_one()
+                raise
+        return self.post(operation, kind, header, buffers)
+
+    def post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer] = ()) -> tuple[int, _Sent]:
+        """Send, also if the window is full."""
+        if self.error is not None:
+            raise self.error
+        number = self._next
+        frames: list[Buffer] = [self._pack(operation, number, kind, header), *buffers]
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        # Nobody may wait for the answer any more when an error arrives.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._next += 1
+        sent = self._sent[number] = _Sent(frames, answer)
+        self.transmit(frames)
+        return number, sent
+
+    def _pack(self, operation: int, number: int, kind: str = "", header: Any = None) -> bytes:
+        lowest = next(iter(self._sent), self._next)
+        return orjson.dumps((operation, self.session, number, lowest, kind, header))
+
+    def send(self, operation: int, number: int = 0, kind: str = "", header: Any = None) -> None:
+        self.transmit([self._pack(operation, number, kind, header)])
+
+    def _wake_one(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                return waiter.set_result(None)
+
+    def resend(self) -> None:
+        """Send every unanswered message again, after a reconnection."""
+        for number, sent in self._sent.items():
+            self.transmit(sent.frames)
+            if sent.answer.cancelled():
+                self.send(CANCEL, number)
+
+    def receive(self, message: Sequence[Any], buffers: Sequence[Buffer]) -> None:
+        operation, _, number, lowest, kind, header = message
+        if lowest > self._confirmed:
+            self._confirmed = lowest
+            self._answers = {number: frames for number, frames in self._answers.items() if number >= lowest}
+        if operation in (ASK, TELL):
+            if number < self._expected:
+                if number in self._answers:
+                    self.transmit(self._answers[number])
+                return
+            self._early[number] = operation, kind, header, buffers
+            while (next_message := self._early.pop(self._expected, None)) is not None:
+                self._start(self._expected, *next_message)
+                self._expected += 1
+        elif operation in (ANSWER, ERROR):
+            sent = self._sent.pop(number, None)
+            if sent is None:
+                return
+            self._wake_one()
+            if buffers:
+                # The other end need not keep a large answer until the next message.
+                self.send(CONFIRM)
+            if not sent.answer.done():
+                if operation == ANSWER:
+                    sent.answer.set_result((header, buffers))
+                else:
+                    sent.answer.set_exception(_error_of(kind, header))
+        elif operation == CANCEL and number in self._running:
+            self._running[number].cancel()
+
+    def _start(self, number: int, operation: int, kind: str, header: Any, buffers: Sequence[Buffer]) -> None:
+        task = self._running[number] = asyncio.get_running_loop().create_task(self._handle(kind, header, buffers))
+        # A task that is cancelled before its first step runs none of its code, so the task cannot answer by itself.
+        task.add_done_callback(lambda done: self._answer(number, operation, kind, done))
+
+    async def _handle(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
+        if kind not in self.handlers:
+            raise LifecycleError(f"{self.here} has no handler for {kind!r}, which {self.peer} sent")
+        reply, sent = await self.handlers[kind](self.peer, header, buffers) or (None, ())
+        return orjson.dumps(reply), sent
+
+    def _answer(
+        self, number: int, operation: int, kind: str, done: asyncio.Task[tuple[bytes, Sequence[Buffer]]]
+    ) -> None:
+        del self._running[number]
+        error = None if done.cancelled() else done.exception()
+        frames: list[Buffer]
+        if done.cancelled():
+            frames = [self._pack(ERROR, number, "LifecycleError", f"{kind!r} was cancelled")]
+        elif error is None:
+            reply, sent = done.result()
+            frames = [self._pack(ANSWER, number, "", orjson.Fragment(reply)), *sent]
+        elif isinstance(error, AsyncrlError):
+            frames = [self._pack(ERROR, number, type(error).__name__, str(error))]
+            if operation == TELL:
+                logger.warning("%s could not handle %r of %s: %s", self.here, kind, self.peer, errors.first_line(error))
+        else:
+            logger.error("%s could not handle %r of %s", self.here, kind, self.peer, exc_info=error)
+            text = f"{self.here} could not handle {kind!r}; see its output ({errors.first_line(error)})"
+            frames = [self._pack(ERROR, number, "AsyncrlError", text)]
+        if self.error is None:
+            if number >= self._confirmed:
+                self._answers[number] = frames
+            self.transmit(frames)
+
+    def end(self, error: RankLost | LifecycleError, *, cancel: bool = True) -> None:
+        """Fail every call that waits, and cancel the handlers of the peer's messages unless `cancel` is false."""
+        if self.error is not None:
+            return
+        self.error, self.down_since = error, None
+        for sent in self._sent.values():
+            if not sent.answer.done():
+                sent.answer.set_exception(error)
+        self._sent.clear()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if cancel:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the handlers of the peer's messages."""
+        for task in self._running.values():
+            task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until no handler of the peer's messages runs."""
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+
+def _error_of(kind: str, text: str) -> AsyncrlError:
+    """The error of a handler, of the same class. WorkerDied has a constructor with other arguments."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, AsyncrlError) and found is not WorkerDied:
+        return found(text)
+    return AsyncrlError(text)

@@ -1,0 +1,498 @@
+"""The line between processes of a run, over TCP: requests with one answer, and messages without an answer.
+
+    LineClient (DEALER)  --ask, tell-->  LineServer (ROUTER)  --handlers, each in a task of its own
+                         <--ask, tell--                       (both ends may ask, tell and have handlers)
+
+Encryption and authentication: CURVE. The key pair of the server is derived from the run's secret, and the public key is never sent.
+So only a client with the secret can connect, and only a server with the secret can answer.
+
+A connection may break and come back: no message is lost, handled twice or out of order (`exchange.py`). An end that was
+disconnected for `silence_s` is lost: every call that waits for it raises RankLost. Time in which this process was suspended does
+not count (`concurrency/awake.py`).
+
+A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. At most
+`window` messages of one end are unanswered; further calls wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from ..concurrency import awake
+from ..concurrency.offload import offload
+from ..concurrency.shield import wait_shielded
+from ..errors import LifecycleError, RankLost
+from .exchange import BYE, HELLO, TELL, WELCOME, Answer, Buffer, Exchange, Handler
+
+SILENCE_S = 20.0
+WINDOW = 256
+_PROTOCOL = 1
+_LINGER_MS = 1000  # for the last messages of an end that closes
+_TICK_S = 0.25
+# Messages that are read before other callbacks of the event loop run.
+_AT_ONCE = 200
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+logger = logging.getLogger("asyncrl.distributed")
+
+
+class _End:
+    """The socket of a server or client. For the thread of one event loop."""
+
+    def __init__(self, secret: str, name: str, silence_s: float, window: int) -> None:
+        if not secret:
+            raise LifecycleError("the line needs the secret of the run, found an empty one")
+        self.name, self.silence_s, self._window = name, silence_s, window
+        private = z85.encode(blake2b(secret.encode(), digest_size=32, person=b"asyncrl line").digest())
+        self._server_keys = zmq.curve_public(private), private
+        self._handlers: dict[str, Handler] = {}
+        self._socket: zmq.Socket[bytes] | None = None
+        self._events: deque[Any] = deque()
+        self._read_again = False
+        self._watch: asyncio.Task[None] | None = None
+        self._ended: dict[Exchange, asyncio.Task[None]] = {}  # whose handlers still run
+        self._closed = False
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """Register the handler of messages of this kind. Each message is handled in its own task."""
+        self._handlers[kind] = handler
+
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
+        if self._socket is not None or self._closed:
+            raise LifecycleError("the line was opened twice; create a new one")
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = opened = self._context.socket(kind)
+        # The I/O thread of zmq sends and answers these: neither a busy event loop nor the GIL delays them.
+        opened.heartbeat_ivl = opened.heartbeat_timeout = round(100 * self.silence_s)
+        # The window bounds the queues. A full queue of zmq would drop messages.
+        opened.sndhwm = opened.rcvhwm = 0
+        opened.linger = _LINGER_MS
+        self._monitor = opened.get_monitor_socket(_EVENTS)
+        self._loop.add_reader(opened.FD, self._read)
+        self._loop.add_reader(self._monitor.FD, self._read_events)
+        # zmq signals only what arrives after a first look.
+        self._loop.call_soon(self._read_events)
+        self._read_soon()
+        return opened
+
+    async def aclose(self) -> None:
+        """Tell the other ends, cancel the handlers and close the socket. A second call does nothing."""
+        if self._closed or self._socket is None:
+            self._closed = True
+            return
+        for link in self._links():
+            if link.error is None:
+                link.send(BYE)
+            link.end(LifecycleError(f"{self.name} closed the line while a call waited for {link.peer}"))
+        for link in self._ended:
+            link.cancel()
+        self._closed = True
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        if self._watch is not None:
+            self._watch.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        if (cancelled := await wait_shielded(self._loop.create_task(self._wait_closed()))) is not None:
+            raise cancelled
+
+    async def _wait_closed(self) -> None:
+        await asyncio.gather(*(link.ended() for link in self._links()), *self._ended.values())
+        # In a thread: `term` waits for the last messages, at most for the linger time.
+        await offload(self._context.term, "close the line")
+
+    def _links(self) -> Iterable[Exchange]:
+        raise NotImplementedError
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        raise NotImplementedError
+
+    def _on_event(self, event: int, value: int) -> None:
+        raise NotImplementedError
+
+    def _lose(self, link: Exchange, reason: str) -> None:
+        raise NotImplementedError
+
+    def _read(self) -> None:
+        self._read_again = False
+        for _ in range(_AT_ONCE):
+            if self._closed or self._socket is None:
+                return
+            try:
+                frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frames.append(self._socket.recv(copy=False))
+            self._receive(frames)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        """zmq signals once for several messages, and a call of `send` may take the signal."""
+        if not self._read_again:
+            self._read_again = True
+            self._loop.call_soon(self._read)
+
+    def _read_events(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while not self._closed:
+                self._events.append(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+        while self._events and not self._closed:
+            event = self._events.popleft()
+            self._on_event(event["event"], event["value"])
+        self._on_event(0, 0)
+
+    def _send(self, frames: Sequence[Buffer]) -> None:
+        if self._closed or self._socket is None:
+            return
+        # Again, EHOSTUNREACH: the peer is disconnected. The message is sent again after its return.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self._read_soon()
+
+    def _set_down(self, link: Exchange) -> None:
+        if link.error is None and link.down_since is None:
+            link.down_since = awake.now()
+        if self._watch is None or self._watch.done():
+            self._watch = self._loop.create_task(self._watch_links())
+
+    async def _watch_links(self) -> None:
+        while any(link.down_since is not None for link in self._links()):
+            await asyncio.sleep(_TICK_S)
+            now = awake.now()
+            for link in list(self._links()):
+                if link.down_since is not None and now - link.down_since > self.silence_s:
+                    self._lose(link, f"has given no sign of life for {now - link.down_since:.0f} s")
+
+
+class LineServer(_End):
+    """Listens at one address. `async with` closes it.
+
+    name: for messages ("rank 0"). on_end: called for each peer that ended, with RankLost, or with None after a goodbye.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        name: str = "rank 0",
+        *,
+        silence_s: float = SILENCE_S,
+        window: int = WINDOW,
+        on_end: Callable[[str, RankLost | None], None] | None = None,
+    ) -> None:
+        super().__init__(secret, name, silence_s, window)
+        self.address = ""
+        self.on_end = on_end
+        self._session = secrets.token_hex(8)
+        self._peers: dict[str, Exchange] = {}
+        self._connections: dict[int, str] = {}  # descriptor -> address of the peer, or "" until it is known
+        self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
+        self._refused: set[str] = set()
+        self._refusing = False  # the next event tells which connection was refused
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the clients that have connected and have not ended."""
+        return [*self._peers]
+
+    async def open(self, host: str = "127.0.0.1", port: int = 0) -> LineServer:
+        """Listen; `address` is set afterwards. Errors: OSError if the address is not of this machine, or is in use."""
+        opened = self._open(zmq.ROUTER)
+        try:
+            opened.ipv6 = ":" in host
+            opened.router_mandatory = opened.router_handover = True
+            opened.curve_server, opened.curve_secretkey = True, self._server_keys[1]
+            bracketed = f"[{host}]" if ":" in host else host
+            opened.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as error:
+            await self.aclose()
+            raise OSError(error.errno, f"cannot listen at {host}:{port}: {error}") from error
+        self.address = str(opened.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        return self
+
+    async def __aenter__(self) -> LineServer:
+        return self if self.address else await self.open()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def ask(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
+        """As `LineClient.ask`, to one client."""
+        return await self._link(peer).ask(kind, header, buffers)
+
+    async def tell(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
+        """As `LineClient.tell`, to one client."""
+        await self._link(peer).tell(kind, header, buffers)
+
+    async def tell_all(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
+        """`tell` to every client. A client that ends meanwhile is skipped."""
+        tells = [link.tell(kind, header, buffers) for link in self._peers.values()]
+        for result in await asyncio.gather(*tells, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, RankLost):
+                raise result
+
+    def _link(self, peer: str) -> Exchange:
+        link = self._peers.get(peer)
+        if link is None:
+            raise RankLost(f"{peer} is not connected to {self.name}: it never came, or has ended; see its output")
+        return link
+
+    def _links(self) -> Iterable[Exchange]:
+        return self._peers.values()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        identity, head = bytes(frames[0].buffer), frames[1]
+        peer, message = identity.decode(), orjson.loads(head.buffer)
+        operation, session = message[:2]
+        if operation == HELLO:
+            return self._on_hello(identity, int(head.get(zmq.SRCFD)), session, message[5])
+        link = self._peers.get(peer)
+        if link is None or link.session != session:
+            return
+        if operation == BYE:
+            self._end(link, None)
+        else:
+            link.receive(message, [frame.buffer for frame in frames[2:]])
+
+    def _on_hello(self, identity: bytes, connection: int, session: str, hello: dict[str, Any]) -> None:
+        # The events before this message belong to an earlier connection with the same descriptor.
+        self._read_events()
+        peer = identity.decode()
+        link = self._peers.get(peer)
+        if hello["protocol"] != _PROTOCOL:
+            return self._dismiss(identity, session, f"{self.name} has another version of asyncrl; install one version")
+        if link is None or link.session != session:
+            if hello["again"]:
+                return self._dismiss(
+                    identity, session, f"{self.name} has given up {peer}, or another process has its name"
+                )
+            if link is not None:
+                self._lose(link, "was replaced by another process of this name")
+            link = Exchange(
+                self.name, peer, session, self._handlers, lambda frames: self._send([identity, *frames]), self._window
+            )
+            self._peers[peer] = link
+        link.connection, link.down_since = connection, None
+        before = self._greeted.get(connection)
+        self._greeted[connection] = peer
+        if before not in (None, peer) and before in self._peers:
+            self._set_down(self._peers[before])
+        link.send(WELCOME, header=self._session)
+        link.resend()
+        if connection not in self._connections:
+            self._set_down(link)
+
+    def _dismiss(self, identity: bytes, session: str, reason: str) -> None:
+        self._send([identity, orjson.dumps((BYE, session, 0, 0, "", reason))])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connections[value] = ""
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refusing = True
+        elif event == zmq.EVENT_DISCONNECTED:
+            address = self._connections.pop(value, "")
+            # A connection that only broke in its handshake may be that of a rank.
+            refused, self._refusing = self._refusing, False
+            # A peer that is gone already may have said hello.
+            self._read()
+            peer = self._greeted.pop(value, None)
+            if peer is not None:
+                link = self._peers.get(peer)
+                if link is not None and link.connection == value:
+                    self._set_down(link)
+            elif refused and address and address not in self._refused:
+                self._refused.add(address)
+                logger.warning(
+                    "%s refused a connection from %s, which does not know the secret of this run; if it is a node of this run, "
+                    "set ASYNCRL_SECRET to the same value there",
+                    self.name,
+                    address,
+                )
+        elif event == 0:
+            # Only now: every descriptor that is still in the table was open after its event.
+            for descriptor, address in self._connections.items():
+                if not address:
+                    self._connections[descriptor] = _peer_address(descriptor)
+
+    def _lose(self, link: Exchange, reason: str) -> None:
+        self._end(
+            link, RankLost(f"{link.peer} {reason}: it was killed, stopped, or its machine is gone; see its output")
+        )
+
+    def _end(self, link: Exchange, lost: RankLost | None) -> None:
+        # Handlers of a peer that said goodbye end by themselves.
+        link.end(lost or RankLost(f"{link.peer} has left {self.name}"), cancel=lost is not None)
+        self._ended[link] = self._loop.create_task(link.ended())
+        self._ended[link].add_done_callback(lambda _: self._ended.pop(link))
+        if self._peers.get(link.peer) is link:
+            del self._peers[link.peer]
+        if self.on_end is not None:
+            self.on_end(link.peer, lost)
+        elif lost is not None:
+            logger.warning("%s", lost)
+
+
+class LineClient(_End):
+    """Connects to a `LineServer`. `async with` waits for the connection, and closes it.
+
+    name: unique over the clients of a server ("rank 3"). server: name of the server, for messages. on_end: called once if the
+    server is lost or has ended.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        name: str,
+        *,
+        server: str = "rank 0",
+        silence_s: float = SILENCE_S,
+        window: int = WINDOW,
+        on_end: Callable[[RankLost], None] | None = None,
+    ) -> None:
+        super().__init__(secret, name, silence_s, window)
+        self.address = address if "://" in address else f"tcp://{address}"
+        self._server, self.on_end = server, on_end
+        self._link = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send, window)
+        self._server_session: str | None = None
+        self._welcomed: asyncio.Future[None] | None = None
+        self._probe: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LineClient:
+        """Errors: RankLost after `silence_s` without a connection."""
+        opened = self._open(zmq.DEALER)
+        self._welcomed = self._loop.create_future()
+        opened.ipv6 = "[" in self.address
+        opened.routing_id = self.name.encode()
+        opened.curve_publickey, opened.curve_secretkey = zmq.curve_keypair()
+        opened.curve_serverkey = self._server_keys[0]
+        try:
+            opened.connect(self.address)
+            self._set_down(self._link)
+            await self._welcomed
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+        await super().aclose()
+
+    async def ask(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
+        """Send a request and wait for its answer. A cancelled call cancels the handler, too. The buffers must not change before the
+        answer. Errors: the AsyncrlError of the handler, RankLost, LifecycleError after `aclose`."""
+        self._check_open(kind)
+        return await self._link.ask(kind, header, buffers)
+
+    async def tell(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
+        """Send a message without an answer. Waits only while `window` messages are not handled. The buffers must never change.
+        Errors: RankLost, LifecycleError."""
+        self._check_open(kind)
+        await self._link.tell(kind, header, buffers)
+
+    def post(self, kind: str, header: Any = None) -> None:
+        """As `tell`, without a wait: for the undoing of a cancelled call. Does nothing if the server is lost."""
+        with contextlib.suppress(RankLost, LifecycleError):
+            self._link.post(TELL, kind, header)
+
+    def _check_open(self, kind: str) -> None:
+        if self._server_session is None and self._link.error is None:
+            raise LifecycleError(f"{self.name} is not connected: send {kind!r} inside `async with`")
+
+    def _links(self) -> Iterable[Exchange]:
+        return (self._link,)
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        message = orjson.loads(frames[0].buffer)
+        operation, session, header = message[0], message[1], message[5]
+        link = self._link
+        if session != link.session:
+            return
+        if operation == BYE:
+            self._lose(link, f"has ended ({header})" if header else "has ended")
+        elif operation == WELCOME:
+            if self._server_session not in (None, header):
+                return self._lose(link, "was started anew")
+            self._server_session = header
+            link.down_since = None
+            if self._welcomed is not None and not self._welcomed.done():
+                self._welcomed.set_result(None)
+        else:
+            link.receive(message, [frame.buffer for frame in frames[1:]])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if self._link.error is not None:
+            return
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            hello = {"protocol": _PROTOCOL, "again": self._server_session is not None}
+            self._link.send(HELLO, header=hello)
+            self._link.resend()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._set_down(self._link)
+        elif event == zmq.EVENT_CLOSED and self._server_session is not None and self._probe is None:
+            self._probe = self._loop.create_task(self._check_ended())
+
+    async def _check_ended(self) -> None:
+        """A machine that refuses a connection is there, but its server has ended: no reason to wait for `silence_s`."""
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)
+            writer.close()
+        except ConnectionRefusedError:
+            self._lose(self._link, "has ended or died: nothing listens at its address any more")
+        except (OSError, TimeoutError):
+            return
+        finally:
+            self._probe = None
+
+    def _lose(self, link: Exchange, reason: str) -> None:
+        if link.error is not None:
+            return
+        lost = RankLost(f"{self.name} lost {self._server} at {self.address}, which {reason}; see its output")
+        if self._server_session is None:
+            lost = RankLost(
+                f"{self.name} could not connect to {self._server} at {self.address}: {self._server} does not run there, or "
+                "has another ASYNCRL_SECRET"
+            )
+        link.end(lost)
+        if self._welcomed is not None and not self._welcomed.done():
+            self._welcomed.set_exception(lost)
+        if self.on_end is not None:
+            self.on_end(lost)
+
+
+def _peer_address(descriptor: int) -> str:
+    """The address at the other end, without the port. Empty if zmq has closed the descriptor."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return ""

@@ -1,0 +1,424 @@
+"""The ledger of many ranks. The books are at rank 0 (`ledger.py`), and the other ranks ask for every transition over the line.
+
+    rank 0          [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
+    other ranks     the same request, as a message "ledger" of the line
+    after a change  rank 0 sends the new state to each rank as a message "books", and never two at once to one rank
+
+A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
+
+Operations that a rank has begun are completed, even if the calling task is cancelled. Only `admit` and `claim` are undone then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ..concurrency.shield import wait_shielded
+from ..errors import LedgerError, LifecycleError, RankLost
+from ..types import ClaimState, LedgerStatistics, Ticket
+from .changes import Changes, waiting_for_slot
+from .ledger import LocalLedger
+from .line import LineClient, LineServer
+from .reservation import Reservation
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+_SETTINGS = ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank")
+# Pause between two rounds of messages to the ranks, per rank: so requests of many ranks are answered in between.
+_PAUSE_S = 50e-6
+# [number of the change, statistics, finished, due, rank and ticket of the group that the open step waits for]
+State: TypeAlias = Sequence[Any]
+
+
+class Desk:
+    """The books at rank 0, and the operations of all ranks on them."""
+
+    def __init__(self, line: LineServer, books: Reservation) -> None:
+        self.ledger = LocalLedger.over(books)
+        self._line = line
+        self._ranks: dict[str, int] = {}  # of the peers that have joined
+        self._informed: set[str] = set()  # peers to which a state is under way
+        self._informing: set[asyncio.Task[None]] = set()
+        line.on("ledger", self._answer)
+
+    def state(self, rank: int) -> State:
+        """What `rank` may know about the books."""
+        books = self.ledger.books
+        first = books.first_live()
+        awaited = None if first is None else (first.rank, _plain(first.ticket))
+        return self.ledger.changes, astuple(books.statistics()), books.finished(), books.due(rank) or 0, awaited
+
+    async def run(self, operation: str, rank: int, *arguments: Any) -> Any:
+        """Run an operation of a rank. Errors: LedgerError."""
+        ledger = self.ledger
+        match operation, arguments:
+            case "admit", (group_id, oldest):
+                ticket = await ledger.admit(group_id, oldest, rank)
+                return None if ticket is None else _plain(ticket)
+            case "claim", (turn, tickets):
+                if ledger.turn > turn:
+                    return ClaimState.FULL.name, None
+                state, ticket = await ledger.claim([Ticket(*each) for each in tickets], rank)
+                return state.name, None if ticket is None else _plain(ticket)
+            case "end", (ticket, outcome):
+                await ledger.end(Ticket(*ticket), outcome, "")
+            case "commit", (turn,):
+                if ledger.turn == turn:
+                    await ledger.commit()
+            case "rollback", ():
+                return [_plain(ticket) for ticket in await ledger.rollback(rank)]
+            case "release", (turn,):
+                await ledger.release(turn, rank)
+            case "exhaust", ():
+                await ledger.exhaust(rank)
+            case "join", (settings,):
+                for name, theirs in zip(_SETTINGS, settings, strict=True):
+                    if (ours := getattr(ledger.books, name)) != theirs:
+                        raise LedgerError(f"rank {rank}: {name} is {theirs!r}, but {ours!r} on rank 0; use one value")
+            case _:
+                self.undo(operation, rank, *arguments)
+        return None
+
+    def undo(self, operation: str, rank: int, *arguments: Any) -> None:
+        """Undo an operation whose caller was cancelled."""
+        match operation, arguments:
+            case "withdraw", (group_id,):
+                self.ledger.withdraw(group_id, rank)
+            case "unclaim", (turn, tickets) if turn == self.ledger.turn:
+                self.ledger.unclaim([Ticket(*each) for each in tickets], rank)
+
+    async def _answer(self, peer: str, request: Sequence[Any], buffers: object) -> tuple[Any, tuple[()]]:
+        operation, rank, *arguments = request
+        result = await self.run(operation, rank, *arguments)
+        if operation == "join":
+            if not self._ranks:
+                self._start(self._inform_all())
+            self._ranks[peer] = rank
+        return (self.state(rank), result), ()
+
+    async def _inform_all(self) -> None:
+        """Send each change to all ranks that have joined, until rank 0 closes the line."""
+        seen = -1
+        while True:
+            seen = await self.ledger.wait_changed(seen)
+            for peer, rank in self._ranks.items():
+                if peer not in self._informed:
+                    self._informed.add(peer)
+                    self._start(self._inform(peer, rank))
+            await asyncio.sleep(_PAUSE_S * len(self._ranks))
+
+    async def _inform(self, peer: str, rank: int) -> None:
+        sent = -1
+        try:
+            while sent < self.ledger.changes:
+                sent = self.ledger.changes
+                await self._line.ask(peer, "books", self.state(rank))
+        except (RankLost, LifecycleError):
+            # The peer has left, and `LineServer.on_end` was called.
+            self._ranks.pop(peer, None)
+        finally:
+            self._informed.discard(peer)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._informing.add(task)
+        task.add_done_callback(self._informing.discard)
+
+    async def aclose(self) -> None:
+        """End the messages to the other ranks. Call it after the line is closed."""
+        for task in self._informing:
+            task.cancel()
+        if (cancelled := await wait_shielded(asyncio.gather(*self._informing, return_exceptions=True))) is not None:
+            raise cancelled
+
+
+class LineLedger:
+    """A `ports.Ledger` like `LocalLedger`, for many ranks. Every rank must use the same settings. `async with` is required.
+
+    line: the server of rank 0, or this rank's client of that server. books: the first books; only their settings count on other
+    ranks. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
+    """
+
+    def __init__(
+        self, line: LineServer | LineClient, books: Reservation, rank: int, *, recorder: Recorder | None = None
+    ) -> None:
+        if not 0 <= rank < books.ranks:
+            raise ValueError(f"rank is {rank} of {books.ranks} ranks; expected 0 to {books.ranks - 1}")
+        self._line, self._rank, self._recorder = line, rank, recorder
+        self._settings = [getattr(books, name) for name in _SETTINGS]
+        # Steps that this rank has committed. Another rank may have committed one more.
+        self._turn = self.first_turn = books.turn
+        self._live: dict[int, Ticket] = {}  # groups of this rank without a place
+        # Groups of this rank in the step that this rank has not committed.
+        self._open: dict[int, Ticket] = {}
+        self._desk = Desk(line, books) if isinstance(line, LineServer) else None
+        self._changes = Changes()
+        self._statistics = books.statistics()
+        self._finished, self._due = False, 0
+        self._awaited: tuple[int, Ticket] | None = None  # (rank, ticket)
+        self._admit_lock = asyncio.Lock()  # this rank admits in the order of the calls
+        self._admitting: asyncio.Future[Any] | None = None
+        self._opened = self._closed = self._stale = False
+        self._lost: RankLost | None = None
+        if self._desk is None:
+            line.on("books", self._on_books)
+        else:
+            self._desk.ledger.on_change = self._on_change
+
+    async def __aenter__(self) -> LineLedger:
+        if self._opened or self._closed:
+            raise LifecycleError("the ledger was opened twice; create a new one")
+        self._opened = True
+        await self._ask("join", self._settings)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Fail every waiter with LifecycleError. A second call does nothing. Rank 0 answers the other ranks until `end_desk`."""
+        if not self._closed:
+            self._closed = True
+            self._wake(LifecycleError("the ledger was closed while a task waited for a change; open a new ledger"))
+
+    def lose(self, error: RankLost) -> None:
+        """A rank is lost without which the run cannot go on: every waiter and every further call raises `error`."""
+        self._lost = self._lost or error
+        self._wake(error)
+
+    def _wake(self, error: RankLost | LifecycleError) -> None:
+        self._changes.wake(error)
+        if self._admitting is not None:
+            self._admitting.cancel()
+
+    async def end_desk(self) -> None:
+        """Send no more changes to the other ranks. Call it after the line is closed."""
+        if self._desk is not None:
+            await self._desk.aclose()
+
+    @property
+    def turn(self) -> int:
+        """The turn of this rank. The shared turn is one higher if another rank has committed the open step."""
+        return self._turn
+
+    @property
+    def changes(self) -> int:
+        """The number of the newest change that this rank knows, by any rank."""
+        return self._changes.number
+
+    @property
+    def finished(self) -> bool:
+        """Every rank called `exhaust`, no rank has a group to train, and this rank committed every step."""
+        self._refresh()
+        return self._finished and self._turn == self._statistics.turn
+
+    async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
+        """See `ports.Ledger.admit`. Group ids must be unique over all ranks."""
+        self._check_open("admit")
+        async with self._admit_lock:
+            self._admitting = asyncio.ensure_future(self._ask("admit", group_id, oldest))
+            try:
+                with waiting_for_slot(self._recorder):
+                    granted = await self._admitting
+            except asyncio.CancelledError:
+                self._admitting.cancel()
+                self._post("withdraw", group_id)
+                task = asyncio.current_task()
+                if task is not None and not task.cancelling():
+                    # `close` or `lose` cancelled the request, and nobody cancelled this task.
+                    self._check_open("admit")
+                raise
+            finally:
+                self._admitting = None
+        if granted is None:
+            return None
+        ticket = self._live[group_id] = Ticket(*granted)
+        return ticket
+
+    async def exhaust(self) -> None:
+        """This rank admits no more groups. After a call on every rank, a step without further live groups counts as full."""
+        await self._complete("exhaust")
+
+    async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
+        """See `ports.Ledger.claim`. The state is FULL, too, if another rank has already committed the step."""
+        self._check_open("claim")
+        tickets = [_plain(ticket) for ticket in ready]
+        try:
+            state, granted = await self._ask("claim", self._turn, tickets)
+        except asyncio.CancelledError:
+            self._post("unclaim", self._turn, tickets)
+            raise
+        if granted is None:
+            return ClaimState[state], None
+        ticket = Ticket(*granted)
+        self._live.pop(ticket.group_id, None)
+        self._open[ticket.group_id] = ticket
+        return ClaimState[state], ticket
+
+    async def wait_changed(self, seen: int) -> int:
+        """See `ports.Ledger.wait_changed`; for changes by any rank.
+
+        Errors: LifecycleError if the ledger is closed, RankLost if a rank is lost."""
+        self._check_open("wait_changed")
+        return await self._changes.wait(seen)
+
+    async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
+        await self._complete("end", _plain(ticket), outcome)
+        if self._recorder is not None:
+            self._recorder.count(f"groups/{outcome}/{reason}")
+
+    async def commit(self) -> int:
+        """See `ports.Ledger.commit`. Every rank must commit once per step. The first commit raises the shared turn."""
+        self._check_open("commit")
+        await self._complete("commit", self._turn)
+        return self._turn
+
+    async def rollback(self) -> list[Ticket]:
+        """See `ports.Ledger.rollback`. Only for the groups of this rank: every rank must roll back its own groups."""
+        return await self._complete("rollback")  # type: ignore[no-any-return]  # of its operation
+
+    async def release(self, turn: int) -> None:
+        """See `ports.Ledger.release`, for the engines of this rank. The slots are free after the release of every rank."""
+        await self._complete("release", turn)
+
+    def expired(self) -> list[Ticket]:
+        """Live groups of this rank past their deadline. Always empty with `late="wait"`."""
+        self._refresh()
+        return [ticket for ticket in self._live.values() if ticket.deadline < self._statistics.turn]
+
+    def live_groups(self) -> list[Ticket]:
+        """Groups of this rank that were admitted and not trained, by group id.
+
+        Groups of the open step are included until this rank commits, even if another rank has committed the step."""
+        return [ticket for _, ticket in sorted((self._live | self._open).items())]
+
+    def committed_elsewhere(self) -> list[Ticket]:
+        """The part of `live_groups` in a step that another rank has committed and this rank has not."""
+        self._refresh()
+        return [ticket for _, ticket in sorted(self._open.items())] if self._statistics.turn > self._turn else []
+
+    def due(self) -> int:
+        """See `ports.Ledger.due`. After an `admit` the number includes the change of that call."""
+        self._refresh()
+        return self._due
+
+    def last_step(self, rank: int) -> list[int]:
+        """See `ports.Ledger.last_step`. Only rank 0 has the books."""
+        if self._desk is None:
+            raise LifecycleError("rank 0 has the books of the last step, and only rank 0 may ask for them")
+        return self._desk.ledger.last_step(rank)
+
+    def statistics(self) -> LedgerStatistics:
+        """Statistics over all ranks, from the newest known state."""
+        self._refresh()
+        return self._statistics
+
+    def describe(self) -> str:
+        """One sentence for error messages: the open step, and the group for which the step waits."""
+        s, waits = self.statistics(), "no group is live"
+        if self._awaited is not None:
+            rank, ticket = self._awaited
+            waits = f"the earliest deadline is {ticket.deadline} (group {ticket.group_id} of rank {rank})"
+        return (
+            f"turn {s.turn}: {s.claimed} of {self._settings[0]} places claimed, {s.live} live, {s.held} held for publish, "
+            f"{s.slots - s.live - s.claimed - s.held} of {s.slots} slots free; {waits}"
+        )
+
+    def remote_cause(self) -> str | None:
+        self._refresh()
+        if self._awaited is None or self._awaited[0] == self._rank:
+            return None
+        rank, ticket = self._awaited
+        return f"the open step waits for group {ticket.group_id} of rank {rank}; see the output of that rank"
+
+    async def _ask(self, operation: str, *arguments: Any) -> Any:
+        """Run an operation on the books. Errors: those of the operation; RankLost."""
+        if self._lost is not None:
+            raise self._lost
+        if self._desk is not None:
+            return await self._desk.run(operation, self._rank, *arguments)
+        assert isinstance(self._line, LineClient)
+        (state, result), _ = await self._line.ask("ledger", [operation, self._rank, *arguments])
+        self._set_state(state)
+        return result
+
+    async def _complete(self, operation: str, *arguments: Any) -> Any:
+        """Run an operation to its end, also if this task is cancelled."""
+
+        async def run() -> Any:
+            result = await self._ask(operation, *arguments)
+            # Before a cancellation of the caller can be noticed.
+            if operation == "commit":
+                self._turn += 1
+                self._open.clear()
+            elif operation == "end":
+                self._live.pop(arguments[0][0], None)
+            elif operation == "rollback":
+                result = [Ticket(*each) for each in result]
+                for ticket in result:
+                    if (mine := self._open.pop(ticket.group_id, None)) is not None:
+                        self._live[mine.group_id] = mine
+            return result
+
+        asked = asyncio.ensure_future(run())
+        if (cancelled := await wait_shielded(asked)) is not None:
+            if not asked.cancelled():
+                asked.exception()
+            raise cancelled
+        return asked.result()
+
+    def _post(self, operation: str, *arguments: Any) -> None:
+        """Start an operation, without its result."""
+        if self._desk is not None:
+            self._desk.undo(operation, self._rank, *arguments)
+        elif isinstance(self._line, LineClient):
+            self._line.post("ledger", [operation, self._rank, *arguments])
+
+    async def _on_books(self, peer: str, state: State, buffers: object) -> None:
+        self._set_state(state)
+
+    def _on_change(self) -> None:
+        """On rank 0: the books have changed."""
+        if not self._stale:
+            self._stale = True
+            # Read once for all changes of a moment.
+            asyncio.get_running_loop().call_soon(self._refresh)
+        assert self._desk is not None
+        self._changes.number = self._desk.ledger.changes
+        self._changes.wake()
+
+    def _refresh(self) -> None:
+        if self._stale and self._desk is not None:
+            self._stale = False
+            # Another thread that asks for a text may find the books in the middle of a change.
+            with contextlib.suppress(RuntimeError):
+                self._set_state(self._desk.state(self._rank))
+
+    def _set_state(self, state: State) -> None:
+        number, statistics, finished, due, awaited = state
+        if number < self._changes.number:
+            return
+        self._statistics, self._finished, self._due = LedgerStatistics(*statistics), finished, due
+        self._awaited = None if awaited is None else (awaited[0], Ticket(*awaited[1]))
+        if number > self._changes.number:
+            self._changes.number = number
+            self._changes.wake()
+        if self._recorder is not None:
+            s = self._statistics
+            self._recorder.gauge("queue/slots/depth", s.live + s.claimed + s.held)
+
+    def _check_open(self, method: str) -> None:
+        if self._closed or not self._opened:
+            state = "closed" if self._closed else "not open"
+            raise LifecycleError(f"the ledger is {state}: call `{method}` inside `async with`")
+        if self._lost is not None:
+            raise self._lost
+
+
+def _plain(ticket: Ticket) -> tuple[int, int, int]:
+    return ticket.group_id, ticket.admitted, ticket.deadline

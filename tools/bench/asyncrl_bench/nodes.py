@@ -1,0 +1,86 @@
+"""What nodes exchange: transitions of the ledger a second over the line.
+
+    ledger    rank 0 with the books in one process; many ranks, each with its own encrypted connection, in a second process.
+              Each rank admits a group and ends it, with one request under way. `live`: groups that are in the books all the time.
+
+A group costs two to four transitions (admit, claim; with roles also place and arrive), and a step costs two per rank (commit,
+release). `cpu` is the processor time of rank 0's process per transition, encryption included: its inverse is the rate of a rank 0
+that has a core for itself and another one for the encryption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from typing import Any
+
+from asyncrl.telemetry.machine import describe_cpu
+
+from .command import Bench, Measured, Place, child_options, option, positive, turned
+from .job import LedgerJob
+from .plots import markdown
+
+GOAL = 20_000
+NODES = 4096
+PER_GROUP = 4  # transitions of a group with roles
+
+
+def measure(place: Place) -> Measured:
+    options, runs = place.options, list[dict[str, Any]]()
+    for repetition in range(options.repeats):
+        for ranks in turned(options.ranks, repetition):
+            for live in options.live:
+                place.say(f"ledger: {ranks} ranks, {live} live groups, repetition {repetition + 1}")
+                job = LedgerJob(ranks, live, options.seconds)
+                found = place.own("ledger", job, f"{ranks}-{live}-{repetition}")
+                runs.append({"ranks": ranks, "live": live, "repetition": repetition, **found})
+                place.write(ledger=runs)
+    lines = table(runs)
+    machine = f"{describe_cpu()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
+    head = f"`{place.command}`, {time.strftime('%Y-%m-%d')}, {machine}"
+    place.file(".md").write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")
+    return Measured(lines)
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    rows, best = list[list[str]](), 0.0
+    for ranks, live in dict.fromkeys((run["ranks"], run["live"]) for run in runs):
+        same = [run for run in runs if (run["ranks"], run["live"]) == (ranks, live)]
+        rate, cpu, theirs = (
+            statistics.median(run[name] for run in same) for name in ("per_s", "cpu_us", "cpu_us_of_the_ranks")
+        )
+        middle, high = (statistics.median(run["latency_ms"][i] for run in same) for i in (0, 1))
+        best = max(best, rate)
+        rows.append(
+            [str(ranks), str(live), f"{rate:,.0f}", f"{cpu:.0f}", f"{theirs:.0f}", f"{middle:.2f}", f"{high:.2f}"]
+        )
+    names = ["ranks", "live groups", "transitions/s", "cpu us, rank 0", "cpu us, ranks", "ms, median", "ms, 99 %"]
+    return [
+        *markdown(names, rows),
+        "",
+        f"The goal is {GOAL:,} transitions a second; the highest rate here is {best:,.0f}. With {PER_GROUP} transitions a group "
+        f"that is {best / PER_GROUP:,.0f} groups a second over all nodes: each of {NODES:,} nodes may finish a group every "
+        f"{NODES * PER_GROUP / best:.1f} s.",
+    ]
+
+
+def check(options: argparse.Namespace) -> str | None:
+    return None if options.seconds > 0 else "--seconds must be positive"
+
+
+BENCH = Bench(
+    "nodes",
+    __doc__,
+    "few ranks, half a second",
+    (
+        option("--ranks", [1, 16, 64], "ranks that ask at once", [2], nargs="+", type=positive),
+        option("--live", [0, 1000], "groups that are live all the time", [10], nargs="+", type=int),
+        option("--seconds", 5.0, "of each run", 0.5),
+        option("--repeats", 3, "runs of everything; medians are shown", 1),
+        *child_options("nodes", 300.0),
+    ),
+    measure,
+    check,
+)
