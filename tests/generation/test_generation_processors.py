@@ -100,8 +100,9 @@ def expected(model: PreTrainedModel, asked: GenerationRequest) -> tuple[list[int
         if sampling.temperature == 0:
             token, of_drawn = int(drawn.argmax()), 0.0
         else:
-            filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-            order = torch.argsort(-drawn, stable=True) if filtered else torch.arange(VOCABULARY)
+            order = (
+                torch.argsort(-drawn, stable=True) if sampling.top_k or sampling.top_p < 1 else torch.arange(VOCABULARY)
+            )
             uniform = keyed_uniform(seed_array(asked.seed), np.array([place]))[0]
             token = int(order[int((drawn[order].exp().cumsum(0) <= uniform).sum())])
             of_drawn = float(drawn[token])

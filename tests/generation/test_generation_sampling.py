@@ -17,6 +17,7 @@ from asyncrl.errors import DivergenceError
 from asyncrl.generation.embedded.sampling import (
     BLOCK,
     FIRST_TRY,
+    Drawn,
     LogitChanges,
     RowParams,
     Sampled,
@@ -184,7 +185,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def test_a_draw_waits_for_nothing() -> None:
-    """Greedy rows, temperatures and changed logits included. (A filter looks whether it has sorted enough.)"""
+    """Greedy rows, temperatures, filters and changed logits included."""
     torch.manual_seed(0)
     temperature = np.array([0.0, 1.0, 0.5, 1.0, 2.0, 1.0], np.float32)
     changing = SamplingParams(max_tokens=4, logit_bias={3: 2.0}, repetition_penalty=1.2, bad_words=((5,),))
@@ -192,6 +193,7 @@ def test_a_draw_waits_for_nothing() -> None:
 
     def rows(own: slice) -> RowParams:
         given = replace(params(3, uniform=uniform[own]), temperature=temperature[own])
+        given.top_p[2], given.top_k[1], given.min_p[1] = 0.8, 5, 0.1
         given.changes.add(1, changing, (2,), np.array([1, 4, 4]), 2)
         return given
 
@@ -204,3 +206,49 @@ def test_a_draw_waits_for_nothing() -> None:
         alone = Sampler().sample(logits[own].clone(), rows(own))
         for name in ("tokens", "logprobs", "sampled_logprobs"):
             np.testing.assert_array_equal(getattr(found, name)[3 * number : 3 * number + 3], getattr(alone, name))
+
+
+def test_a_batch_that_was_not_sorted_far_enough_is_sampled_again_and_no_other() -> None:
+    random = np.random.default_rng(1)
+    spreads, whole = (4, 0.1, 4), []
+    batches = [random.normal(0, spread, (2, 3000)).astype(np.float32) for spread in spreads]
+    sampler, drawn = Sampler(), []
+    for number, rows in enumerate(batches):
+        values, sort_all = sampler.draw(torch.from_numpy(rows.copy()), params(2, top_p=0.9))
+        drawn.append(Drawn(values, lambda own=sort_all, number=number: whole.append(number) or own()))
+    found = Sampled.read(drawn)
+    assert whole == [1]
+    for number, rows in enumerate(batches):
+        alone = Sampler().sample(torch.from_numpy(rows.copy()), params(2, top_p=0.9))
+        for name in ("tokens", "logprobs", "sampled_logprobs"):
+            np.testing.assert_array_equal(getattr(found, name)[2 * number : 2 * number + 2], getattr(alone, name))
+
+
+class NoSort(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        assert function.overloadpacket.__name__ not in ("topk", "sort")
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("vocabulary", [23, 3000])
+def test_min_p_alone_sorts_nothing(vocabulary: int) -> None:
+    """Chi-square against the definition; rows without a filter, and greedy ones, are beside it."""
+    logits = np.random.default_rng(0).normal(0, 1.5, vocabulary).astype(np.float32)
+    count, least = 20_000 if vocabulary == 23 else 2_000, 0.3
+    mixed = params(count)
+    mixed.min_p[::2], mixed.temperature[:2], mixed.min_p[1] = least, 0.0, 0.9
+    with NoSort():
+        sampled = Sampler().sample(torch.from_numpy(np.tile(logits, (count, 1))), mixed)
+    full, _ = reference(logits, 1.0, 0, 1.0)
+    probability = np.exp(full)
+    kept = np.where(probability >= np.float32(least) * probability.max(), probability, 0.0)
+    kept /= kept.sum()
+    own, others = np.arange(2, count, 2), np.arange(3, count, 2)
+    assert (sampled.tokens[:2] == logits.argmax()).all() and (sampled.sampled_logprobs[:2] == 0).all()
+    np.testing.assert_allclose(sampled.logprobs, full[sampled.tokens], atol=1e-5)
+    np.testing.assert_allclose(sampled.sampled_logprobs[own], np.log(kept[sampled.tokens[own]]), atol=1e-5)
+    np.testing.assert_allclose(sampled.sampled_logprobs[others], full[sampled.tokens[others]], atol=1e-5)
+    expected = kept * own.size
+    seen = np.bincount(sampled.tokens[own], minlength=vocabulary)
+    statistic, degrees = ((seen - expected)[kept > 0] ** 2 / expected[kept > 0]).sum(), (kept > 0).sum() - 1
+    assert statistic < degrees + 4 * math.sqrt(2 * degrees) + 6

@@ -34,7 +34,7 @@ from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
-# Rows whose logits exist at the same time: bounds [rows, V] float32 buffers.
+# Rows of one product of the head. Without filters only their logits exist at the same time, [rows, V] in float32.
 HEAD_ROWS = 128
 
 
@@ -192,26 +192,27 @@ class Core:
             slots = columns.running_slots.copy()
             self.cache.use(slots.size)
             position = columns.length[slots] - 1
-            sampled = self._sample(self._hidden(slots, position), slots)
+            hidden, routes = self._hidden(slots, position)
+            sampled = self._sample(hidden, slots)
+            # Not before the tokens: the device would be idle until the sampling is launched.
+            if routes is not None and columns.routes is not None:
+                columns.routes[slots, position] = routes.numpy()
             stopped, ended = columns.append(slots, sampled, version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
-    def _hidden(self, slots: Int64Array, position: Int64Array) -> Tensor:
-        """Hidden states [n, E] of the last known token of each slot [n]. `position` [n]: the index of that token."""
+    def _hidden(self, slots: Int64Array, position: Int64Array) -> tuple[Tensor, Routes | None]:
+        """Hidden states [n, E] of the last known token of each slot [n], and its routes. `position` [n]: the token's index."""
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:
             captured = self.graphs.hidden(tokens, position)
             if captured is not None:
-                return captured
+                return captured, None
         if self._run_ends is None:
             self._run_ends = self.cache.runs(position + 1)
         plan = DecodePlan(self.cache, position, self._run_ends)
         plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
-        hidden = self.policy.hidden(to_device(tokens, device), to_device(position, device), plan)
-        if columns.routes is not None and plan.routes is not None:
-            columns.routes[slots, position] = plan.routes.numpy()
-        return hidden
+        return self.policy.hidden(to_device(tokens, device), to_device(position, device), plan), plan.routes
 
     def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
         parts = []

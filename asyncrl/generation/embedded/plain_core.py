@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from asyncrl.models.copying import to_device
 from asyncrl.models.policy import PolicyModel
 from asyncrl.types import GenerationRequest, Int64Array
 
 from .core import HEAD_ROWS, Decoded, disable_training
-from .sampling import Sampled, Sampler
+from .sampling import Drawn, Sampled, Sampler
 from .sequences import Sequences
 
 
@@ -131,7 +132,7 @@ class PlainCore:
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _tokens(self, slots: list[int], length: int) -> Tensor:
-        return torch.from_numpy(self.sequences.tokens[np.array(slots), :length]).to(self.policy.device)
+        return to_device(self.sequences.tokens[np.array(slots), :length], self.policy.device)
 
     def _prefilled_state(self, slots: list[int], length: int) -> dict[str, Any]:
         """`Cohort.state` after the first `length` tokens. If the model has no cache, the state is empty and nothing is computed."""
@@ -162,7 +163,7 @@ class PlainCore:
         hidden_nE: Tensor = output.last_hidden_state[:, -1]
         return hidden_nE
 
-    def _step(self, cohort: Cohort) -> list[Tensor]:
+    def _step(self, cohort: Cohort) -> list[Drawn]:
         length = int(self.sequences.length[cohort.slots[0]])
         tokens_nL = self._tokens(cohort.slots, length)
         if self.policy.path.cached:
@@ -182,7 +183,7 @@ class PlainCore:
     def _remove_rows(self, cohort: Cohort) -> None:
         """Remove the rows of ended sequences from the cache. If that fails, dissolve the cohort."""
         kept = [row for row, slot in enumerate(cohort.slots) if slot not in cohort.removed]
-        index = torch.tensor(kept, dtype=torch.int64, device=self.policy.device)
+        index = to_device(np.array(kept, np.int64), self.policy.device)
         for name, value in cohort.state.items():
             if isinstance(value, Cache):
                 # Cache classes without support for this raise various errors. Nothing is lost: the cache is rebuilt.

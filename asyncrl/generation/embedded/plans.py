@@ -28,6 +28,8 @@ from .cache import SPLIT_GAIN_BYTES, KVCache
 
 # Most bytes of float32 keys that one product with terms reads. Keys in bfloat16 are copied, and the copy must fit a CPU's caches.
 _BAND_BYTES = 8 << 20
+# The same on a GPU, and the bytes of padding for which a band is split: its dozen launches take as long as reading some 128 MiB.
+_DEVICE_BANDS = 256 << 20, 128 << 20
 # For at least this many rows and at most this length, batched products took 0.65 to 0.9 of the time of torch's attention kernel.
 _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
 
@@ -117,7 +119,7 @@ class DecodePlan(PlanWithRoutes):
         """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: a tensor on the device, of the size of
         `DecodePlan.layout`. The caller may overwrite it with the layout of other positions, none beyond `position_n`."""
         self.cache = cache
-        self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
+        self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1
         self._write_index: Tensor | None = None
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
@@ -159,7 +161,7 @@ class DecodePlan(PlanWithRoutes):
                 return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
             return native.decode_attention(
-                query, key, value, cache.keys[layer], cache.values[layer], self.position_n, scaling
+                query, key, value, cache.keys[layer], cache.values[layer], torch.from_numpy(self.position_n), scaling
             )
         self._write(layer, key, value)
         n, heads = query.shape[0], query.shape[1]
@@ -193,11 +195,12 @@ class DecodePlan(PlanWithRoutes):
         """Each band: its rows, the positions that it reads, and the mask of seen positions, bool [rows, 1, positions]."""
         if window not in self._bands:
             cache, device = self.cache, self.cache.device
-            most = _BAND_BYTES // (4 * cache.shape.heads * cache.shape.head_size)
-            gain = SPLIT_GAIN_BYTES // cache.bytes_per_position
+            band_bytes, gain_bytes = (_BAND_BYTES, SPLIT_GAIN_BYTES) if device.type == "cpu" else _DEVICE_BANDS
+            most = band_bytes // (4 * cache.shape.heads * cache.shape.head_size)
+            gain = gain_bytes // cache.bytes_per_position
             self._bands[window] = []
-            for start, stop, low, high in split_bands(self.position_n.numpy(), window, gain, most):
-                position = self.position_n[start:stop, None].to(device)
+            for start, stop, low, high in split_bands(self.position_n, window, gain, most):
+                position = to_device(self.position_n[start:stop, None], device)
                 seen = visible(position, torch.arange(low, high, device=device), window)
                 self._bands[window].append((slice(start, stop), slice(low, high), seen))
         return self._bands[window]
@@ -208,8 +211,9 @@ class DecodePlan(PlanWithRoutes):
             self._ragged.write(layer, key, value)
             return
         if self._write_index is None:  # [n * K], indices of the flat buffer
-            heads = torch.arange(self.position_n.numel())[:, None] * shape.heads + torch.arange(shape.heads)
-            self._write_index = (heads * shape.positions + self.position_n[:, None]).reshape(-1).to(cache.device)
+            heads = np.arange(self.position_n.size)[:, None] * shape.heads + np.arange(shape.heads)
+            index = (heads * shape.positions + self.position_n[:, None]).reshape(-1)
+            self._write_index = to_device(index, cache.device)
         cache.flat_keys[layer].index_copy_(0, self._write_index, key.reshape(-1, shape.head_size))
         cache.flat_values[layer].index_copy_(0, self._write_index, value.reshape(-1, shape.head_size))
 

@@ -9,8 +9,11 @@ Guarantees
 * NaN or infinite logits raise `DivergenceError`, and no token is returned.
 
 Cost of a row without filters: one scaling, one softmax and one sum per block of the vocabulary. The sampler searches the cumulative
-sums of the blocks, then those within one block, so it sorts nothing. Rows with top-k, top-p or min-p need a partial sort. Rows with
-changed logits need copies of their logits and a logsumexp.
+sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
+a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
+
+The host waits for the device only to read the tokens. The same copy tells whether the partial sort sufficed. If it did not, the
+batch is sampled again with a whole sort.
 
 Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.
 """
@@ -19,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +137,20 @@ class RowParams:
     uniform: npt.NDArray[np.float64]
     changes: LogitChanges
 
+    @property
+    def sorts(self) -> npt.NDArray[np.bool_]:
+        """Rows whose filters need sorted probabilities."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
+
+
+class Drawn(NamedTuple):
+    """One batch of `Sampler.draw`. `values` [5, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, a
+    check that is finite only if the row's logits are, and whether the partial sort sufficed. `sort_all` returns the values of
+    the same batch by a whole sort, and keeps its logits alive; None if no row needs a sort."""
+
+    values: Tensor
+    sort_all: Callable[[], Tensor] | None
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -142,10 +161,19 @@ class Sampled:
     sampled_logprobs: Float32Array
 
     @staticmethod
-    def read(drawn: Sequence[Tensor]) -> Sampled:
+    def read(drawn: Sequence[Drawn]) -> Sampled:
         """Copy the results of one or more calls of `Sampler.draw` to the host, in order. Waits for the device. Errors:
         DivergenceError if a row of logits has NaN or +inf."""
-        host = (drawn[0] if len(drawn) == 1 else torch.cat([*drawn], 1)).cpu().numpy()
+        values = [batch.values for batch in drawn]
+        host = torch.cat(values, 1).cpu().numpy()
+        if not host[4].all():
+            ends = np.cumsum([batch.shape[1] for batch in values])
+            sufficed = [part.all() for part in np.split(host[4], ends[:-1])]
+            values = [
+                batch.values if enough or batch.sort_all is None else batch.sort_all()
+                for batch, enough in zip(drawn, sufficed, strict=True)
+            ]
+            host = torch.cat(values, 1).cpu().numpy()
         bad = np.flatnonzero(~np.isfinite(host[3]))
         if bad.size:
             error = DivergenceError(
@@ -175,35 +203,51 @@ class Sampler:
         """`draw` and `Sampled.read` in one call. Errors: DivergenceError."""
         return Sampled.read([self.draw(logits_NV, params)])
 
-    def draw(self, logits_NV: Tensor, params: RowParams) -> Tensor:
-        """Sample one token per row. Returns [4, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, and
-        a check that is finite only if the row's logits are. `logits_NV` (float32 or float64) is overwritten. Without filters the
-        host does not wait for the device."""
+    def draw(self, logits_NV: Tensor, params: RowParams) -> Drawn:
+        """Sample one token per row. `logits_NV` (float32 or float64) is overwritten. The host does not wait for the device."""
         device = logits_NV.device
-        greedy = params.temperature == 0
-        temperature = np.where(greedy, np.float32(1.0), params.temperature)
+        temperature = np.where(params.temperature == 0, np.float32(1.0), params.temperature)
         changed = params.changes.rows
-        changed_RV = logits_NV[changed] if changed else None  # a copy, changed below
+        changed_RV: Tensor | None = None
+        if changed:
+            # A list as an index would make the host wait for its copy to the device.
+            changed_R = to_device(np.array(changed), device)
+            changed_RV = logits_NV[changed_R]  # a copy, changed below
         if (temperature != 1).any():
             scale = to_device(temperature, device).to(logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
-        # The logits of the same rows without the changes, divided by the temperature: for the log-probs of the model.
-        unchanged_RV: Tensor | None = None
+        # Rows with changes, and their logits without the changes, divided by the temperature: for the log-probs of the model.
+        unchanged: tuple[Tensor, Tensor] | None = None
         if changed_RV is not None:
-            unchanged_RV = logits_NV[changed]
+            unchanged = changed_R, logits_NV[changed_R]
             params.changes.apply_(changed_RV)
             scale = to_device(temperature[changed], device).to(logits_NV.dtype)
-            logits_NV[changed] = changed_RV.div_(scale.unsqueeze(1))
+            logits_NV[changed_R] = changed_RV.div_(scale.unsqueeze(1))
+        choose = partial(self._choose, logits_NV, params, unchanged)
+        return Drawn(choose(FIRST_TRY), partial(choose, logits_NV.shape[1]) if params.sorts.any() else None)
+
+    def _choose(
+        self, logits_NV: Tensor, params: RowParams, unchanged: tuple[Tensor, Tensor] | None, count: int
+    ) -> Tensor:
+        """`Drawn.values` for logits after changes and temperature. `count`: the most probable tokens of a row to sort."""
+        device, rows = logits_NV.device, logits_NV.shape[0]
+        greedy, sort = params.temperature == 0, params.sorts
         probs_NV = self._probabilities(logits_NV)
         uniform = to_device(params.uniform, device)
-        token_N = _inverse_cdf(probs_NV, uniform)
-        filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+        cut = ~greedy & ~sort & (params.min_p > 0)
         mass_N: Tensor | None = None
-        if filtered.any():
-            index = to_device(np.flatnonzero(filtered), device)
-            chosen, mass = _sample_filtered(probs_NV, index, params, filtered, uniform[index])
-            token_N = token_N.index_copy(0, index, chosen)
-            mass_N = torch.ones_like(uniform).index_copy_(0, index, mass)
+        if cut.any():
+            least_N = to_device(np.where(cut, params.min_p, 0.0), device).to(probs_NV.dtype) * probs_NV.amax(-1)
+            probs_NV.masked_fill_(probs_NV < least_N.unsqueeze(1), 0.0)
+            mass_N = torch.where(to_device(cut, device), probs_NV.sum(-1, dtype=torch.float64), 1.0)
+        token_N = torch.zeros(rows, dtype=torch.int64, device=device) if sort.all() else _inverse_cdf(probs_NV, uniform)
+        enough_N = torch.ones_like(uniform)
+        if sort.any():
+            index = to_device(np.flatnonzero(sort), device)
+            chosen, mass, enough = _sample_sorted(probs_NV, index, params, sort, uniform[index], count)
+            token_N.index_copy_(0, index, chosen)
+            mass_N = (torch.ones_like(uniform) if mass_N is None else mass_N).index_copy_(0, index, mass)
+            enough_N.index_copy_(0, index, enough.double())
         greedy_N = to_device(greedy, device) if greedy.any() else None
         if greedy_N is not None:
             token_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), token_N)
@@ -211,16 +255,16 @@ class Sampler:
         logp_N = prob_N.log()
         sampled_logp_N = logp_N if mass_N is None else logp_N - mass_N.log()
         check_N = prob_N
-        if unchanged_RV is not None:
+        if unchanged is not None:
+            changed_R, unchanged_RV = unchanged
             # A bias can choose a token that the model all but excludes. Its softmax would underflow to 0.
-            logit_R = unchanged_RV.gather(1, token_N[changed].unsqueeze(1)).squeeze(1)
+            logit_R = unchanged_RV.gather(1, token_N[changed_R].unsqueeze(1)).squeeze(1)
             logp_R = logit_R.double() - unchanged_RV.logsumexp(-1).double()
-            index = to_device(np.array(changed), device)
-            logp_N = logp_N.index_copy(0, index, logp_R)
-            check_N[index] = torch.where(logp_R.isfinite(), check_N[index], torch.nan)
+            logp_N = logp_N.index_copy(0, changed_R, logp_R)
+            check_N[changed_R] = torch.where(logp_R.isfinite(), check_N[changed_R], torch.nan)
         if greedy_N is not None:
             sampled_logp_N = sampled_logp_N.masked_fill(greedy_N, 0.0)
-        return torch.stack((token_N.double(), logp_N, sampled_logp_N, check_N))
+        return torch.stack((token_N.double(), logp_N, sampled_logp_N, check_N, enough_N))
 
 
 def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -259,41 +303,38 @@ def _search_target(cumulative: Tensor, target_N: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=cumulative.shape[1] - 1)
 
 
-def _sample_filtered(
-    probs_NV: Tensor, index_R: Tensor, params: RowParams, filtered: npt.NDArray[np.bool_], uniform_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sample the R rows that have a filter. Returns tokens int64 [R] and the total probability of the kept tokens, float64 [R].
+def _sample_sorted(
+    probs_NV: Tensor, index_R: Tensor, params: RowParams, sort: npt.NDArray[np.bool_], uniform_R: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the R rows with top-k or top-p from their `count` most probable tokens. Returns tokens int64 [R], the total
+    probability of the kept tokens, float64 [R], and whether `count` sufficed, bool [R].
 
     Filters run in the order of transformers: top-k, then the smallest set that reaches top-p of the remaining probability, then the
     tokens with at least min-p of the largest probability. (vLLM's own sampler applies min-p first, so with top-p its set differs.)
     """
     device, vocabulary = probs_NV.device, probs_NV.shape[1]
-    top_k = params.top_k[filtered]
+    top_k = params.top_k[sort]
     k_R = to_device(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary), device)
-    p_R = to_device(params.top_p[filtered].astype(np.float64), device)
-    min_p_R = to_device(params.min_p[filtered].astype(np.float64), device)
+    p_R = to_device(params.top_p[sort].astype(np.float64), device)
+    min_p_R = to_device(params.min_p[sort].astype(np.float64), device)
     probs_RV = probs_NV[index_R]
-    count = min(vocabulary, FIRST_TRY)
-    while True:
-        values, order = torch.topk(probs_RV, count, dim=1, sorted=True)
-        kept = values.double()
-        rank = torch.arange(count, device=device)
-        kept.masked_fill_(rank >= k_R.unsqueeze(1), 0.0)
-        cumulative = kept.cumsum(1)
-        # top-p is a fraction of this probability: that of the top-k tokens, or of the full row if top-k is off.
-        total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
-        # The candidates suffice if they include all top-k tokens, or if they reach top-p.
-        enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-        # They also suffice if min-p removes all other tokens, and `total` is known (top-k is off) or not needed (top-p is off).
-        others_below_min_p = values[:, -1] < min_p_R * values[:, 0]
-        enough |= others_below_min_p & ((k_R == vocabulary) | (p_R == 1))
-        if count == vocabulary or bool(enough.all()):
-            break
-        count = vocabulary
+    count = min(vocabulary, count)
+    values, order = torch.topk(probs_RV, count, dim=1, sorted=True)
+    kept = values.double()
+    rank = torch.arange(count, device=device)
+    kept.masked_fill_(rank >= k_R.unsqueeze(1), 0.0)
+    cumulative = kept.cumsum(1)
+    # top-p is a fraction of this probability: that of the top-k tokens, or of the full row if top-k is off.
+    total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
+    # The candidates suffice if they include all top-k tokens, or if they reach top-p.
+    enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
+    # They also suffice if min-p removes all other tokens, and `total` is known (top-k is off) or not needed (top-p is off).
+    others_below_min_p = values[:, -1] < min_p_R * values[:, 0]
+    enough |= others_below_min_p & ((k_R == vocabulary) | (p_R == 1))
     outside = (cumulative - kept) >= (p_R * total).unsqueeze(1)
     outside[:, 0] = False  # the most probable token always stays
     kept.masked_fill_(outside & (p_R < 1).unsqueeze(1), 0.0)
     kept.masked_fill_(values < (min_p_R * values[:, 0]).unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
     rank_R, _ = _search(cumulative, uniform_R)
-    return order.gather(1, rank_R.unsqueeze(1)).squeeze(1), cumulative[:, -1]
+    return order.gather(1, rank_R.unsqueeze(1)).squeeze(1), cumulative[:, -1], enough

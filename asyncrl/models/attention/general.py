@@ -33,6 +33,8 @@ _BLOCK_BYTES = 16 << 20  # most bytes of the float32 scores of one block
 # Most bytes of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
+# The same two limits on a GPU, where the fifty launches of a bin cost more than its padding.
+_DEVICE_BINS = 128 << 20, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class GeneralAttention:
     def __init__(self, rows: list[Row], window: int | None, heads: int, device: torch.device) -> None:
         self.window = window
         blocks = [block for row in rows for block in cut(row, window, heads)]
-        self._lazy_bins = [_make_lazy_bin(members, device) for members in _group_into_bins(blocks, heads)]
+        self._lazy_bins = [_make_lazy_bin(members, device) for members in _group_into_bins(blocks, heads, device)]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
@@ -198,8 +200,9 @@ def cut(row: Row, window: int | None, heads: int) -> list[QueryBlock]:
     return blocks
 
 
-def _group_into_bins(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
+def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device) -> list[list[QueryBlock]]:
     """Sorts blocks by size. A block starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
+    most_bytes, most_padded = (_BIN_BYTES, _MAX_PADDED_PER_REAL) if device.type == "cpu" else _DEVICE_BINS
     bins: list[list[QueryBlock]] = []
     bin_scores = bin_length = 0
     for block in sorted(blocks, key=lambda block: (-block.width, -block.length)):
@@ -207,7 +210,7 @@ def _group_into_bins(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlo
         if bins:
             longest = max(bin_length, block.length)
             padded = (len(bins[-1]) + 1) * bins[-1][0].width * longest
-            if padded <= _MAX_PADDED_PER_REAL * (bin_scores + scores) and padded * heads * 4 <= _BIN_BYTES:
+            if padded <= most_padded * (bin_scores + scores) and padded * heads * 4 <= most_bytes:
                 bins[-1].append(block)
                 bin_scores, bin_length = bin_scores + scores, longest
                 continue
