@@ -184,6 +184,15 @@ class Ledger(Protocol):
         """Claim a place for the first group of `ready` that may have one now. Does not wait for other groups."""
         ...
 
+    async def assign(self, ticket: Ticket, tokens: int) -> int:
+        """The training rank that gets this scored group of this rank. `tokens`: what a step forwards for the group."""
+        ...
+
+    async def arrive(self, ticket: Ticket, sender: int) -> bool:
+        """Move a group from the rank `sender` to this rank. False: `sender` does not have the group any more, so do not keep it.
+        A repeated call has the same result until the group is trained or dropped."""
+        ...
+
     async def wait_changed(self, seen: int) -> int:
         """Wait for a change (admission, end, commit, release) after the change number `seen`. Returns the newest number."""
         ...

@@ -37,6 +37,8 @@ ALLOWED: dict[str, str] = {
     "asyncrl.generation.vllm.v0_32:_Loader.load_weights": "vLLM calls it",
     "asyncrl.generation.vllm.v0_32:_Loader.download_model": "vLLM calls it",
     "asyncrl.http.server:_Connections.connection_lost": "aiohttp calls it",
+    "asyncrl.distributed.connections": "nodes: groups that travel",
+    "asyncrl.pumps.travel": "nodes: groups that travel",
     "asyncrl.distributed.exchange:Exchange.tell": "nodes: roles",
     "asyncrl.distributed.line:LineClient.tell": "nodes: roles",
     "asyncrl.distributed.line:LineServer.tell": "nodes: roles",

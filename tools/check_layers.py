@@ -89,19 +89,19 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
     "algorithms": 2050,
-    "asyncrl": 1220,
+    "asyncrl": 1222,
     "checkpoint": 730,
     "cli": 670,
     "client": 310,
     "concurrency": 2235,
     "config": 2710,
     "data": 2820,
-    "distributed": 3050,
+    "distributed": 3239,
     "environments": 130,
     "generation": 5160,
     "http": 1270,
     "models": 7530,
-    "pumps": 3120,
+    "pumps": 3424,
     "records": 1100,
     "rewards": 1560,
     "runtime": 5595,
@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "training": 2150,
     "transport": 4570,
     "weights": 320,
-    "tests": 52560,
+    "tests": 53580,
     "tools": 8420,
 }
 BENCHMARKS = "asyncrl_bench"

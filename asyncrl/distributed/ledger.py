@@ -154,6 +154,17 @@ class LocalLedger:
             return ClaimState.GRANTED, ticket
         return (ClaimState.FULL if self._books.step_complete() else ClaimState.WAIT), None
 
+    async def assign(self, ticket: Ticket, tokens: int) -> int:
+        return self._books.assign(ticket, tokens)
+
+    async def arrive(self, ticket: Ticket, sender: int, rank: int = 0) -> bool:
+        return self._books.arrive(ticket, sender, rank)
+
+    def has(self, ticket: Ticket, rank: int) -> bool:
+        """Whether a group is at this rank."""
+        entry = self._books.entries.get(ticket.group_id)
+        return entry is not None and (entry.ticket, entry.rank) == (ticket, rank)
+
     async def wait_changed(self, seen: int) -> int:
         """See `ports.Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""
         self._check_open("wait_changed")

@@ -65,8 +65,14 @@ class Desk:
                     return ClaimState.FULL.name, None
                 state, ticket = await ledger.claim([Ticket(*each) for each in tickets], rank)
                 return state.name, None if ticket is None else _plain(ticket)
+            case "assign", (ticket, tokens):
+                return await ledger.assign(Ticket(*ticket), tokens)
+            case "arrive", (ticket, sender):
+                return await ledger.arrive(Ticket(*ticket), sender, rank)
             case "end", (ticket, outcome):
-                await ledger.end(Ticket(*ticket), outcome, "")
+                # A group that travels may have arrived at another rank meanwhile.
+                if not ledger.books.trainers or ledger.has(Ticket(*ticket), rank):
+                    await ledger.end(Ticket(*ticket), outcome, "")
             case "commit", (turn,):
                 if ledger.turn == turn:
                     await ledger.commit()
@@ -259,6 +265,18 @@ class LineLedger:
         self._live.pop(ticket.group_id, None)
         self._open[ticket.group_id] = ticket
         return ClaimState[state], ticket
+
+    async def assign(self, ticket: Ticket, tokens: int) -> int:
+        """See `ports.Ledger.assign`. From now on the group is not in `live_groups` of this rank."""
+        rank: int = await self._complete("assign", _plain(ticket), tokens)
+        self._live.pop(ticket.group_id, None)
+        return rank
+
+    async def arrive(self, ticket: Ticket, sender: int) -> bool:
+        """See `ports.Ledger.arrive`. From now on the group is in `live_groups` of this rank."""
+        if kept := bool(await self._complete("arrive", _plain(ticket), sender)):
+            self._live[ticket.group_id] = ticket
+        return kept
 
     async def wait_changed(self, seen: int) -> int:
         """See `ports.Ledger.wait_changed`; for changes by any rank.

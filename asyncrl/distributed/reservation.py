@@ -37,13 +37,20 @@ configuration train different steps. So a rank admits only the ordinals of the o
 slots are free when a step opens, and the shares add up to `k`, so no rank waits for the share of another. A dropped group is
 replaced by the next one of the same rank. Once one rank has no more prompts, all ranks take slots without shares.
 
+Balance (`trainers`, if groups travel to training ranks). A scored group goes to the training rank with the fewest tokens of live
+and claimed groups, and is claimed only there. A rank waits with its next claim while another rank has fewer tokens in the open step
+and a group that may have a place. So two ranks with such groups differ by at most the tokens of one group. No rank waits for ever:
+among the ranks with such a group, the rank with the fewest tokens may always claim.
+
 With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
 their deadline, and the caller drops them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,11 +63,14 @@ Late = Literal["wait", "drop"]
 
 @dataclass(slots=True)
 class ReservedGroup:
-    """A group that holds a slot and is not trained yet. `rank` has the group: it claimed the group, or it admitted the group."""
+    """A group that holds a slot and is not trained yet. `rank` has the group: it admitted the group, or the group arrived there."""
 
     ticket: Ticket
     rank: int = 0
     claimed: bool = False
+    # The training rank that gets the group, and the tokens of the group. -1: the group is not scored yet.
+    trainer: int = -1
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +84,8 @@ class Reservation:
     ranks: int = 1
     warmup: int = 0  # below this turn: only the slots of one step
     by_rank: bool = False  # each rank has its share of every step
+    # The training ranks that groups travel to. Empty: each group stays on the rank that admitted it.
+    trainers: Sequence[int] = ()
     entries: dict[int, ReservedGroup] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
@@ -85,6 +97,12 @@ class Reservation:
     dropped: int = 0
     failed: int = 0
     slots: Slots = field(init=False)
+    # Derived from `entries` by `_count`, so that no transition looks at all entries.
+    _live: Counter[int] = field(default_factory=Counter, init=False)  # deadline -> live groups
+    _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
+    _in_step: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens in the open step
+    # Training rank -> deadline -> live groups that have arrived.
+    _arrived: dict[int, Counter[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         too_small = min(self.groups_per_step, self.ranks) < 1 or min(self.max_staleness, self.warmup) < 0
@@ -97,6 +115,29 @@ class Reservation:
         self.exhausted = self.exhausted or [False] * self.ranks
         total = (self.max_staleness + 1) * self.groups_per_step
         self.slots = Slots(total, len(self.entries) + sum(self.held.values()))
+        self._arrived = {rank: Counter() for rank in self.trainers}
+        for entry in self.entries.values():
+            self._count(entry, 1)
+
+    def _count(self, entry: ReservedGroup, by: int) -> None:
+        """Add the group to the derived counts (1), or remove it (-1). Every change of an entry stands between -1 and 1."""
+        counts = self._live, self._arrived.get(entry.rank if entry.rank == entry.trainer else -1)
+        for count in () if entry.claimed else counts:
+            if count is not None:
+                count[entry.ticket.deadline] += by
+                if not count[entry.ticket.deadline]:
+                    del count[entry.ticket.deadline]
+        self._assigned[entry.trainer] += by * entry.tokens
+        self._in_step[entry.trainer] += by * entry.tokens * entry.claimed
+
+    @contextmanager
+    def _changing(self, entry: ReservedGroup) -> Iterator[None]:
+        self._count(entry, -1)
+        yield
+        self._count(entry, 1)
+
+    def _remove(self, entry: ReservedGroup) -> None:
+        self._count(self.entries.pop(entry.ticket.group_id), -1)
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -107,12 +148,9 @@ class Reservation:
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
         k, v, c = self.groups_per_step, self.turn, self.claimed
-        counts: dict[int, int] = {}
-        for entry in self.entries.values():
-            if not entry.claimed:
-                counts[entry.ticket.deadline] = counts.get(entry.ticket.deadline, 0) + 1
+        counts = self._live
         if not claim:
-            counts[deadline] = counts.get(deadline, 0) + 1
+            counts = counts + Counter([deadline])
         live = 0
         # Checking I at deadlines suffices: between deadlines `live` stays the same, and its bound grows.
         for d in sorted(counts):
@@ -212,28 +250,53 @@ class Reservation:
         self.slots.take()
         ticket = Ticket(group_id, admitted, deadline)
         self.entries[group_id] = ReservedGroup(ticket, rank)
+        self._count(self.entries[group_id], 1)
         self.admitted += 1
         return True, ticket
 
     def withdraw(self, ticket: Ticket) -> None:
         """Undo an admission whose caller was cancelled."""
-        self._live_entry(ticket)
-        del self.entries[ticket.group_id]
+        self._remove(self._live_entry(ticket))
         self.slots.give()
         self.admitted -= 1
+
+    def assign(self, ticket: Ticket, tokens: int) -> int:
+        """The training rank that gets this scored group: the rank with the fewest tokens. A second call gives the same rank."""
+        entry = self._live_entry(ticket)
+        if entry.trainer < 0:
+            with self._changing(entry):
+                entry.trainer, entry.tokens = min(self.trainers, key=self._assigned.__getitem__), tokens
+        return entry.trainer
+
+    def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:
+        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. It may be called again."""
+        entry = self.entries.get(ticket.group_id)
+        if entry is None or entry.ticket != ticket or entry.rank not in (sender, rank):
+            return False
+        with self._changing(entry):
+            entry.rank = rank
+        return True
+
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether another rank has fewer tokens in the open step and a group that may have a place."""
+        tokens = self._in_step
+        behind = [other for other in self.trainers if tokens[other] < tokens[rank]]
+        return any(self._may_claim(deadline) for other in behind for deadline in self._arrived[other])
+
+    def _may_claim(self, deadline: int) -> bool:
+        return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))
 
     def claim(self, ready: Iterable[Ticket], rank: int | None = None) -> Ticket | None:
         """Give a place to the first ticket that may have one; None if none may. Unknown tickets raise LedgerError.
         `rank`: the rank that trains the group, if another rank may have admitted it."""
-        if self.claimed >= self.groups_per_step:
+        if self.claimed >= self.groups_per_step or (rank is not None and self._is_ahead(rank)):
             return None
         for ticket in ready:
             entry = self._live_entry(ticket)
-            if ticket.deadline < self.turn:
-                continue
-            if self.late == "drop" or self.fits(ticket.deadline, claim=True):
-                entry.claimed = True
-                entry.rank = entry.rank if rank is None else rank
+            if self._may_claim(ticket.deadline):
+                with self._changing(entry):
+                    entry.claimed = True
+                    entry.rank = entry.rank if rank is None else rank
                 self.claimed += 1
                 return ticket
         return None
@@ -243,15 +306,15 @@ class Reservation:
         entry = self.entries.get(ticket.group_id)
         if entry is None or not entry.claimed or entry.ticket != ticket:
             raise LedgerError(f"group {ticket.group_id} has no place in the open step of turn {self.turn}")
-        entry.claimed = False
+        with self._changing(entry):
+            entry.claimed = False
         self.claimed -= 1
 
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
         """Remove a live group and free its slot. Errors: LedgerError for a group without a slot, or with a place."""
         if outcome not in ("dropped", "failed"):
             raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")
-        self._live_entry(ticket)
-        del self.entries[ticket.group_id]
+        self._remove(self._live_entry(ticket))
         self.slots.give()
         self.dropped += outcome == "dropped"
         self.failed += outcome == "failed"
@@ -262,30 +325,38 @@ class Reservation:
         if not self.claimed:
             raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
         if self.late == "wait":
-            lost = [e.ticket for e in self.entries.values() if not e.claimed and not self._survives_commit(e.ticket)]
-            if lost:
+            lost = self._lost_by_commit()
+            if lost is not None:
                 raise LedgerError(
                     f"a partial step ({self.claimed} of {self.groups_per_step} places) was committed at turn "
-                    f"{self.turn}, but then group {lost[0].group_id} (deadline {lost[0].deadline}) cannot be trained "
+                    f"{self.turn}, but then group {lost.group_id} (deadline {lost.deadline}) cannot be trained "
                     "in time: commit a partial step only when no group is live"
                 )
         self.last_step = {group_id: e.rank for group_id, e in self.entries.items() if e.claimed}
-        self.entries = {group_id: e for group_id, e in self.entries.items() if not e.claimed}
+        for entry in [e for e in self.entries.values() if e.claimed]:
+            self._remove(entry)
         self.held[self.turn] = self.claimed
         self.claimed = 0
         self.turn += 1
         return self.turn
 
-    def _survives_commit(self, ticket: Ticket) -> bool:
-        later = sum(not e.claimed and e.ticket.deadline <= ticket.deadline for e in self.entries.values())
-        return later <= self.groups_per_step * (ticket.deadline - self.turn)
+    def _lost_by_commit(self) -> Ticket | None:
+        """A live group that could not be trained in time after a commit now."""
+        live = 0
+        for deadline in sorted(self._live):
+            live += self._live[deadline]
+            if live > self.groups_per_step * (deadline - self.turn):
+                tickets = (e.ticket for e in self.entries.values() if not e.claimed)
+                return next(ticket for ticket in tickets if ticket.deadline == deadline)
+        return None
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:
         """Make the claimed groups (of one rank, or of all) live again. Returns their tickets."""
         tickets = []
         for entry in self.entries.values():
             if entry.claimed and rank in (None, entry.rank):
-                entry.claimed = False
+                with self._changing(entry):
+                    entry.claimed = False
                 self.claimed -= 1
                 tickets.append(entry.ticket)
         return tickets

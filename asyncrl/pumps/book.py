@@ -65,6 +65,10 @@ class GroupBook:
         """Add a group that the ledger admitted."""
         self._tickets[ticket.group_id] = ticket
 
+    def remove(self, ticket: Ticket) -> bool:
+        """Take a group out of this book, because another rank may get it. Its rows stay. False if the group has ended."""
+        return self._tickets.pop(ticket.group_id, None) is not None
+
     def write(self, group_id: int, column: str, values: Column) -> None:
         """Write a column of the group's rows. Does nothing if the group has ended."""
         if group_id in self.store:
@@ -88,7 +92,7 @@ class GroupBook:
         self.store.unclaim(ticket.group_id)
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
-        """Clear the rows and end the leases of these claimed groups, because their step was applied."""
+        """Clear the rows and end the leases of these groups: their step was applied, or another rank has them."""
         ids = tuple(group_ids)
         self.store.clear(ids)
         self._notify_end(ids)

@@ -207,7 +207,9 @@ class Intake:
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
                 group = await ports.hooks.apply_after_rewards(copy_group(group) if leased else group, ports.limits)
         reason = self._screen.reason_to_drop(group)
-        if reason is None:
+        if reason is None and ports.depart is not None:
+            ports.depart(group)
+        elif reason is None:
             ports.book.mark_ready(group)
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):

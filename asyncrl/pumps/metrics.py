@@ -22,7 +22,7 @@ from asyncrl.algorithms.base import reduction_of
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
-COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "own/")
+COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "travel/", "own/")
 
 
 class Row(NamedTuple):
@@ -126,6 +126,9 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     metrics.update({"loss": result.loss, "optim/grad_norm": result.grad_norm, "optim/lr": result.lr})
     metrics.update({"train/tokens": result.tokens, "train/sequences": result.sequences})
     metrics["train/groups"] = len(groups) - len(ages)
+    if len(parts) > 1 and tokens:
+        most = max(sum(row.tokens for group in part.groups for row in group.rows) for part in parts)
+        metrics["train/balance"] = most * len(parts) / tokens
     for name in sorted({name for part in parts for name in part.sums}):
         metrics[name] = math.fsum(part.sums.get(name, 0.0) for part in parts)
     metrics = logged_means(metrics)

@@ -81,6 +81,8 @@ class Ports:
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
     on_store_hook: StoreWatch | None = None
+    # Sends a scored group to a training rank. None: the groups of this rank stay here.
+    depart: Callable[[Group], None] | None = None
     # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
     counters: Counter[str] = field(default_factory=Counter)

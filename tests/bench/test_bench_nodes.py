@@ -8,10 +8,13 @@ from pathlib import Path
 from asyncrl_bench.app import main
 
 
-def test_the_ledger_over_the_line_is_measured(tmp_path: Path) -> None:
-    assert main(["nodes", "--quick", "--out", str(tmp_path)]) == 0
+def test_the_ledger_and_groups_over_the_line_are_measured(tmp_path: Path) -> None:
+    assert main(["nodes", "--quick", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
     written = json.loads((tmp_path / "nodes.json").read_text())
     [run] = written["ledger"]
     assert (run["ranks"], run["live"]) == (2, 10) and run["per_s"] > 100 and run["cpu_us"] > 0
     assert run["latency_ms"][0] <= run["latency_ms"][1]
-    assert "transitions/s" in (tmp_path / "nodes.md").read_text()
+    assert {run["side"] for run in written["groups"]} == {"line", "queue"}
+    assert all(run["groups_per_s"] > 0 and run["cpu_us"] > 0 for run in written["groups"])
+    tables = (tmp_path / "nodes.md").read_text()
+    assert "transitions/s" in tables and "| 16 x 256 | line |" in tables and "Ray is left out" in tables

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
 
 
 @asynccontextmanager
-async def many_ranks(ranks: int, *numbers: int, by_rank: bool = False) -> AsyncIterator[list[LineLedger]]:
+async def many_ranks(
+    ranks: int, *numbers: int, by_rank: bool = False, trainers: Sequence[int] = ()
+) -> AsyncIterator[list[LineLedger]]:
     """The ledgers of all ranks, each with a line of its own to rank 0. `numbers`: groups per step, and the largest age."""
 
     def books() -> Reservation:
-        return Reservation(*numbers, ranks=ranks, by_rank=by_rank)
+        return Reservation(*numbers, ranks=ranks, by_rank=by_rank, trainers=trainers)
 
     async with AsyncExitStack() as stack:
         server = LineServer(SECRET)
@@ -98,6 +100,21 @@ async def test_where_ranks_have_shares_each_is_admitted_its_own_ordinals_of_the_
                 await fresh(ledger, group)
             assert ledger.due() == 0
         assert await waits(a, 12)
+
+
+async def test_a_group_moves_to_the_rank_that_is_assigned_and_is_claimed_and_ended_there_alone() -> None:
+    async with many_ranks(3, 2, 1, trainers=(0, 1)) as (a, b, c):
+        one, two = await fresh(c, 1), await fresh(c, 2)
+        assert (await c.assign(one, 100), await c.assign(two, 50)) == (0, 1)
+        assert c.live_groups() == []
+        assert await a.arrive(one, 2) and await b.arrive(two, 2) and await b.arrive(two, 2)
+        assert (a.live_groups(), b.live_groups()) == ([one], [two])
+        assert not await a.arrive(two, 2), "the group is at rank 1"
+        await c.end(one, "dropped", "the run ended first")
+        assert (await c.admit(3), c.statistics().live) == (Ticket(3, 0, 1), 3), "rank 2 has no group 1 to end"
+        assert await b.claim([two]) == (GRANTED, two)
+        assert await a.claim([one]) == (GRANTED, one)
+        assert (a.live_groups(), b.live_groups()) == ([one], [two])
 
 
 async def test_the_share_of_a_rank_without_prompts_is_anybodys() -> None:

@@ -55,7 +55,10 @@ def test_any_split_over_ranks_gives_the_metrics_of_the_whole(drawn: Any, counted
         parts.append(StepPart(tuple(mine), counted[rank], tuple(replayed) if rank == 1 else ()))
     total = {name: sum(each.get(name, 0.0) for each in counted) for name in {n for each in counted for n in each}}
     whole = StepPart(tuple(group for group, _ in everything), total, tuple(replayed))
-    assert metrics(parts) == metrics([whole])  # exactly: the same floats in the same order
+    split = metrics(parts)
+    loads = [sum(row.tokens for group in part.groups for row in group.rows) for part in parts]
+    assert split.pop("train/balance", None) == (max(loads) * 4 / sum(loads) if sum(loads) else None)
+    assert split == metrics([whole])  # exactly: the same floats in the same order
 
 
 def test_numbers_that_reward_functions_logged_are_metrics_and_all_of_it_stands_in_the_rollouts() -> None:

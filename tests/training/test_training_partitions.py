@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import training_partition
@@ -15,6 +17,9 @@ from hypothesis import strategies as st
 from training_helpers import STREAMED
 from training_ranks import Ranks, ranks_in
 
+from asyncrl.data.packing import pack_groups
+from asyncrl.distributed.reservation import Reservation
+from asyncrl.pumps.travel import decode_group, encode_group, tokens_of
 from asyncrl.training.reducer import OneRank
 
 RANKS = 3
@@ -69,6 +74,24 @@ def test_a_rank_that_skips_all_its_groups_equals_one_that_runs_them(name: str, r
         torch.testing.assert_close(one["gradient"], other["gradient"], rtol=0, atol=1e-10)
         for key in ("loss", "tokens", "sequences"):
             assert one["numbers"][key] == pytest.approx(other["numbers"][key], rel=1e-10)
+
+
+@pytest.mark.parametrize("trainers", [[0], [0, 1], [0, 1, 2]])
+def test_groups_that_travelled_to_the_ranks_of_the_ledger_are_the_same_step(trainers: list[int], ranks: Ranks) -> None:
+    """The rows of a group are bit for bit those before it travelled, and the ranks are those with the fewest tokens."""
+    books, where = Reservation(training_partition.GROUPS, 0, trainers=trainers), []
+    for group, advantages in training_partition.groups(11):
+        ticket = books.admit(group.group_id, None)[1]
+        assert ticket is not None
+        group = replace(group, ticket=ticket)
+        arrived = decode_group(encode_group(group, 0), ticket, 0)
+        for sent, found in zip(*(pack_groups([(each, advantages)], 10_000) for each in (group, arrived)), strict=True):
+            for name, column in ((field.name, getattr(sent, field.name)) for field in fields(sent)):
+                other = getattr(found, name)
+                assert column is other or np.asarray(column).tobytes() == np.asarray(other).tobytes(), name
+        where += [[books.assign(ticket, tokens_of(arrived)), 0]] * training_partition.SIZE
+    assert {rank for rank, _ in where} == set(trainers)
+    check(ranks, "grpo", 11, where)
 
 
 def ask(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> list[dict]:

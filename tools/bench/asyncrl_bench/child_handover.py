@@ -4,6 +4,7 @@
     client      the same with `asyncrl.client`, whose push checks each member and adds texts and metadata
     tensor      the tensor queue: an item of four arrays, in the event loop
     queue       multiprocessing.Queue, pickled arrays; read in the event loop when something lies in it
+    line        the line between nodes: an encrypted record to a server at 127.0.0.1, which answers when the group is trained
     local       no transport: the group lies in the process whose microbatch it becomes. What all sides pay behind the hand-over
     memcpy      the same bytes copied into a warm buffer in one process: the limit of a hand-over, without a microbatch
 
@@ -25,7 +26,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.client import Client, Scored
+from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.records.layout import Section
+from asyncrl.records.read import read
+from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 from asyncrl.transport.rings.producer import Producer
@@ -48,6 +52,8 @@ from .peers.handover_group import (
 )
 from .peers.side import cpu_seconds
 from .peers.way import Way
+
+SECRET = "of a benchmark"
 
 
 def ring_settings(tokens: int, records: int = IN_FLIGHT) -> RingSettings:
@@ -117,6 +123,29 @@ def produce_tensors(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None
                 given = data | {"versions": versions_of(group, job.tokens)}
                 puts.append(time.monotonic_ns())
                 await sender.put({"rewards": rewards, **{key: np.stack(column) for key, column in given.items()}})
+            pipe.send((puts, time.process_time() - begun))
+
+    asyncio.run(run())
+
+
+def produce_line(address: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
+    async def run() -> None:
+        data, asks = sections(job.tokens), set[asyncio.Task[Any]]()
+        async with LineClient(address, SECRET, "rank 1") as line:
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)
+            begun, puts = time.process_time(), []
+            for group in turns(job.turns()):
+                # No thread: the answers come while it waits.
+                while not credit.acquire(block=False):
+                    await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+                    asks = {ask for ask in asks if not ask.done()}
+                planned = record(group, data | {Section.VERSIONS: versions_of(group, job.tokens)})
+                puts.append(time.monotonic_ns())
+                buffer = bytearray(planned.size)
+                planned.write(memoryview(buffer))
+                asks.add(asyncio.create_task(line.ask("group", group, (buffer,))))
+            await asyncio.gather(*asks)
             pipe.send((puts, time.process_time() - begun))
 
     asyncio.run(run())
@@ -221,6 +250,22 @@ async def consume_queue(job: HandoverJob) -> dict[str, Any]:
     return own.found
 
 
+async def consume_line(job: HandoverJob) -> dict[str, Any]:
+    own = Measured(job)
+
+    async def take(peer: str, group: int, buffers: Any) -> None:
+        members = trajectories_of(read(buffers[0]), copy=False)
+        columns = {key: [getattr(member, key) for member in members] for key in COLUMNS}
+        await own.way.handed(group, columns, [member.reward for member in members])
+        await own.way.wait_cleared(group + 1)
+
+    async with own.way, LineServer(SECRET) as server:
+        server.on("group", take)
+        async with own.producing(produce_line, server.address):
+            pass
+    return own.found
+
+
 async def no_transport(job: HandoverJob) -> dict[str, Any]:
     own, data = Measured(job), arrays(job.tokens)
     puts = []
@@ -252,6 +297,7 @@ IN_A_LOOP: dict[str, Callable[[HandoverJob], Coroutine[Any, Any, dict[str, Any]]
     "client": partial(consume_ring, target=produce_client),
     "tensor": consume_tensors,
     "queue": consume_queue,
+    "line": consume_line,
     "local": no_transport,
 }
 

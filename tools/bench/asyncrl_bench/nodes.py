@@ -1,9 +1,10 @@
-"""What nodes exchange: transitions of the ledger a second over the line.
+"""What nodes exchange: transitions of the ledger a second over the line, and groups a second beside other ways.
 
     ledger    rank 0 with the books in one process; many ranks, each with its own encrypted connection, in a second process.
               Each rank admits a group and ends it, with one request under way. `live`: groups that are in the books all the time.
+    groups    groups of 16 trajectories between two processes, beside multiprocessing.Queue and Ray (nodes_groups.py)
 
-A group costs two to four transitions (admit, claim; with roles also place and arrive), and a step costs two per rank (commit,
+A group costs two to four transitions (admit, claim; with roles also assign and arrive), and a step costs two per rank (commit,
 release). `cpu` is the processor time of rank 0's process per transition, encryption included: its inverse is the rate of a rank 0
 that has a core for itself and another one for the encryption.
 """
@@ -20,6 +21,7 @@ from asyncrl.telemetry.machine import describe_cpu
 
 from .command import Bench, Measured, Place, child_options, option, positive, turned
 from .job import LedgerJob
+from .nodes_groups import OPTIONS, measure_groups
 from .plots import markdown
 
 GOAL = 20_000
@@ -37,7 +39,9 @@ def measure(place: Place) -> Measured:
                 found = place.own("ledger", job, f"{ranks}-{live}-{repetition}")
                 runs.append({"ranks": ranks, "live": live, "repetition": repetition, **found})
                 place.write(ledger=runs)
-    lines = table(runs)
+    groups, group_lines = measure_groups(place)
+    place.write(ledger=runs, groups=groups)
+    lines = [*table(runs), "", *group_lines]
     machine = f"{describe_cpu()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
     head = f"`{place.command}`, {time.strftime('%Y-%m-%d')}, {machine}"
     place.file(".md").write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")
@@ -79,6 +83,7 @@ BENCH = Bench(
         option("--live", [0, 1000], "groups that are live all the time", [10], nargs="+", type=int),
         option("--seconds", 5.0, "of each run", 0.5),
         option("--repeats", 3, "runs of everything; medians are shown", 1),
+        *OPTIONS,
         *child_options("nodes", 300.0),
     ),
     measure,

@@ -112,7 +112,7 @@ class Recipe:
 
 
 # What peers/way.py needs of asyncrl's dependencies: asyncrl itself is linked into the path of those peers.
-WAY = ("numpy", "anyio>=4.4", "pydantic>=2.7", "ruamel.yaml>=0.18.6", "orjson", "nvtx")
+WAY = ("numpy", "anyio>=4.4", "pydantic>=2.7", "ruamel.yaml>=0.18.6", "orjson", "nvtx", "cloudpickle", "pyzmq")
 
 # TRL gets the torch and the transformers of this interpreter, so that the two sides differ in nothing else; vLLM's CPU build
 # asks for those that it was built with. The packages that are removed break transformers' models on a CPU build of torch.
@@ -129,12 +129,18 @@ RECIPES = {
         "2.13.*",
         ("torchvision", "torchaudio", "torchcodec"),
     ),
-    "ray": Recipe("ray-2.60-way", ("ray==2.60.*", *WAY)),
+    "ray": Recipe("ray-2.60-way-2", ("ray==2.60.*", *WAY)),
     "transferqueue": Recipe(
-        "transferqueue-0.1.11-way", ("TransferQueue==0.1.11", "ray[default]==2.60.*", *WAY), "2.13.*"
+        "transferqueue-0.1.11-way-2", ("TransferQueue==0.1.11", "ray[default]==2.60.*", *WAY), "2.13.*"
     ),
-    "atropos": Recipe("atropos-0.4-way", ("atroposlib==0.4.*", *WAY)),
+    "atropos": Recipe("atropos-0.4-way-2", ("atroposlib==0.4.*", *WAY)),
 }
+
+
+def recipe_is_ready(peer: str, cache: Path) -> bool:
+    """Whether the environment of a peer is in the cache and complete."""
+    folder = cache / RECIPES[peer].folder
+    return (folder / "complete.txt").exists() and (folder / "bin" / "python").exists()
 
 
 def peer_python(peer: str, cache: Path, given: str | None = None) -> Path:
@@ -145,7 +151,7 @@ def peer_python(peer: str, cache: Path, given: str | None = None) -> Path:
     recipe = RECIPES[peer]
     folder = cache / recipe.folder
     python, complete = folder / "bin" / "python", folder / "complete.txt"
-    if complete.exists() and python.exists():
+    if recipe_is_ready(peer, cache):
         return python
     print(f"making the environment {folder} (once; a few minutes)", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ clear, as fast as it goes: groups per second, and the CPU time of a group in all
     client           the same with `asyncrl.client` as the producer, whose push checks and adds texts and metadata
     tensor           the tensor queue
     queue            multiprocessing.Queue
+    line             the line between nodes, encrypted, over the loopback device
     local            no transport at all: what every side pays behind its hand-over
     memcpy           the same bytes copied into a warm buffer in one process, no microbatch: the limit of a hand-over
     ray              Ray's object store, an asynchronous actor                       with --peers, each in an environment
@@ -43,7 +44,7 @@ from .job import LOOPS, BenchError, HandoverJob
 from .peers.handover_group import MEMBERS, footprint, prompt_of
 from .processes import environment, peer_python
 
-OWN = ("memcpy", "local", "ring", "client", "tensor", "queue")
+OWN = ("memcpy", "local", "ring", "client", "tensor", "queue", "line")
 IN_BOTH_LOOPS = ("ring",)  # the others in uvloop, as a run
 PEERS = ("ray", "transferqueue", "atropos")
 PACES = {"paced": 0.001, "full": 0.0}
@@ -67,7 +68,7 @@ def measure(place: Place) -> Measured:
     runs: list[dict[str, Any]] = []
     costs: list[dict[str, Any]] = []
     for repetition in range(options.repeats):
-        for found in _repetition(place, pythons, repetition):
+        for found in repetition_of(place, pythons, repetition):
             runs.append(found)
             place.write(**report.document(runs, costs))
         for tokens in options.costs:
@@ -84,11 +85,13 @@ def measure(place: Place) -> Measured:
     return Measured(lines, lambda path: report.draw(path, runs, costs))
 
 
-def _repetition(place: Place, pythons: dict[str, Path], repetition: int) -> Iterator[dict[str, Any]]:
+def repetition_of(
+    place: Place, pythons: Mapping[str, Path], repetition: int, paces: Mapping[str, float] = PACES
+) -> Iterator[dict[str, Any]]:
     """Every case once; the order turns with every repetition."""
     options = place.options
     for tokens in options.tokens:
-        for mode, pace in PACES.items():
+        for mode, pace in paces.items():
             for side, loop in turned(cases(options.sides), repetition):
                 place.say(f"{side} {loop}: 16 x {tokens}, {mode}, repetition {repetition + 1}")
                 job = HandoverJob(side, loop, tokens, options.groups, pace, options.seconds)

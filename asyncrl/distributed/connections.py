@@ -1,0 +1,94 @@
+"""The lines from generating ranks to training ranks, beside the line to rank 0.
+
+training rank    has a LineServer of its own and tells rank 0 its address; rank 0 uses the server that it has
+generating rank  asks rank 0 for the address of a training rank when it first needs that rank
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+
+from ..concurrency.offload import offload
+from .line import LineClient, LineServer
+
+_HERE, _WHERE = "training/here", "training/where"
+
+
+class Connections:
+    """The lines of one rank. `async with` closes those that it opened."""
+
+    def __init__(self, line: LineServer | LineClient, rank: int, secret: str) -> None:
+        """`line`: the server of rank 0, or this rank's client of that server."""
+        self._line, self._rank, self._secret = line, rank, secret
+        self._stack = AsyncExitStack()
+        self._clients: dict[int, LineClient] = {}
+        self._lock = anyio.Lock()
+        # Rank 0 knows the addresses of the training ranks.
+        self._addresses: dict[int, str] = {}
+        self._changed = anyio.Event()
+        if isinstance(line, LineServer):
+            line.on(_HERE, self._here)
+            line.on(_WHERE, self._where)
+
+    async def __aenter__(self) -> Connections:
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._stack.aclose()
+
+    async def serve(self) -> LineServer:
+        """The server of this training rank. Call it once, then register the handlers, then `announce`.
+        Errors: OSError if this rank cannot listen."""
+        if isinstance(self._line, LineServer):
+            return self._line
+        address = self._line.address
+        host = await offload(lambda: _own_address(address), "own-address")
+        server = LineServer(self._secret, f"rank {self._rank}")
+        await server.open(host)
+        return await self._stack.enter_async_context(server)
+
+    async def announce(self, server: LineServer) -> None:
+        """Tell rank 0 the address of this rank's server. Errors: RankLost."""
+        if isinstance(self._line, LineClient):
+            await self._line.ask(_HERE, [self._rank, server.address])
+
+    async def to(self, rank: int) -> LineClient:
+        """The line to another training rank. Waits until that rank has started. Errors: RankLost."""
+        if rank == 0 and isinstance(self._line, LineClient):
+            return self._line
+        async with self._lock:
+            if rank not in self._clients:
+                address = (await self._ask_where(rank))[0]
+                client = LineClient(address, self._secret, f"rank {self._rank}", server=f"rank {rank}")
+                self._clients[rank] = await self._stack.enter_async_context(client)
+            return self._clients[rank]
+
+    async def _ask_where(self, rank: int) -> tuple[Any, Any]:
+        if isinstance(self._line, LineClient):
+            return await self._line.ask(_WHERE, rank)
+        return await self._where("", rank, ())
+
+    async def _here(self, peer: str, header: Any, buffers: Any) -> None:
+        rank, self._addresses[rank] = header
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _where(self, peer: str, rank: int, buffers: Any) -> tuple[str, tuple[()]]:
+        # If a training rank dies before it has told its address, the run ends, and this line with it.
+        while rank not in self._addresses:
+            await self._changed.wait()
+        return self._addresses[rank], ()
+
+
+def _own_address(address: str) -> str:
+    """The address of this machine on the way to a server at `tcp://HOST:PORT`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only chooses the route.
+        probe.connect(target)
+        return str(probe.getsockname()[0])

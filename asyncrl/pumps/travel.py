@@ -1,0 +1,294 @@
+"""Whole groups travel from the rank that scored them to a training rank (`distributed.roles`), as records of schema v1.
+
+    intake ─▶ Departures: assign ─▶ record over the line ─▶ Arrivals: check ─▶ arrive ─▶ store, ready ─▶ claims
+                 ▲          │ rank 0: fewest tokens                             │ rank 0: the group moves
+                 └ credits, rows cleared ◀───────── acknowledgement ◀─────────┘
+
+Exactly once. The ledger's books at rank 0 say which rank has a group. A training rank keeps a group only if the books move the
+group from the sender to this rank, and acknowledges only when the rows are in its store. So
+* a record that is sent twice finds its rows in the store, or books without the group: it is acknowledged and changes nothing;
+* if the sender dies before the move, its prompt is played again elsewhere, and a record that comes later is not kept;
+* if the sender dies after the move, the group stays. If a training rank dies, the run restarts from its checkpoint.
+
+Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has at most
+`UNACKNOWLEDGED` groups without an acknowledgement. Further groups wait in its store, and their slots admit no new prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import anyio
+import numpy as np
+
+from asyncrl.client.scored import Scored, Sender, group_draft
+from asyncrl.concurrency.supervisor import spawn
+from asyncrl.errors import DataError, RecordError, RecordTooLarge
+from asyncrl.records.check import check_trajectory
+from asyncrl.records.read import read
+from asyncrl.records.trajectories import group_metadata, is_whole_group, json_bytes, trajectories_of
+from asyncrl.records.write import plan
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.types import Group, Prompt, Ticket
+
+from .pipeline import Ports
+
+KIND = "group"
+UNACKNOWLEDGED = 8
+# A group of 64 x 32,768 tokens has 40 MB, and recorded routes of 48 layers multiply that by twenty.
+MAX_BYTES = 1 << 30
+# More groups than any run has slots: the slots bound these queues.
+_MOST = 1 << 30
+# Ranks with metrics of their own. Each metric is a column of every step.
+_NAMED_RANKS = 64
+_ENDED = "the training has ended"
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+logger = logging.getLogger("asyncrl.pumps")
+
+
+class Line(Protocol):
+    """The connection to a training rank, such as a `LineClient`."""
+
+    async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[Any, Sequence[Buffer]]:
+        """Errors: RankLost if the training rank is gone."""
+        ...
+
+
+def tokens_of(group: Group) -> int:
+    """The tokens that a training step forwards: the prompt once, and every completion."""
+    first = group.trajectories[0].prompt_length
+    return first + sum(t.completion_length for t in group.trajectories)
+
+
+def encode_group(group: Group, epoch: int) -> bytearray:
+    """The record of a scored group. A column of the prompt that JSON cannot hold stays behind: its readers have run.
+    Errors: RecordError for other values that JSON cannot hold. RecordTooLarge."""
+    prompt, first = group.prompt, group.trajectories[0]
+    is_prefix = np.array_equal(prompt.ids, first.tokens[: first.prompt_length])
+    beside = {
+        "prompt": prompt.prompt,
+        "columns": _plain(prompt.columns),
+        "epoch": prompt.epoch,
+        "ids": None if is_prefix else prompt.ids.tolist(),
+        "extras": [_plain(t.extras) for t in group.trajectories],
+    }
+    scored = [
+        Scored(
+            tokens=t.tokens,
+            reward=t.reward,
+            mask=t.mask,
+            logprobs=t.logprobs,
+            sampled_logprobs=t.sampled_logprobs,
+            versions=t.versions,
+            routed_experts=t.routed_experts,
+            prompt_length=t.prompt_length,
+            temperature=t.temperature,
+            finish_reason=t.finish_reason,
+            components=t.components,
+            messages=t.completion,
+            metadata=t.metadata,
+        )
+        for t in group.trajectories
+    ]
+    planned = plan(group_draft(group.group_id, scored, Sender(epoch, -1), metadata=beside))
+    if planned.size > MAX_BYTES:
+        raise RecordTooLarge(
+            f"group {group.group_id} has {planned.size:,} bytes, and a group that travels has at most {MAX_BYTES:,}; reduce "
+            "rollout.group_size or rollout.max_tokens"
+        )
+    record = bytearray(planned.size)
+    planned.write(memoryview(record))
+    return record
+
+
+def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:
+    """The group of a record. Its arrays are views of `record`. Errors: RecordError; DataError for another group."""
+    found = read(record)
+    members = trajectories_of(found, copy=False)
+    if (found.epoch, found.group) != (epoch, ticket.group_id) or not is_whole_group(members):
+        raise DataError(
+            f"expected all members of group {ticket.group_id} of epoch {epoch}, found members {found.members.tolist()} of "
+            f"{found.group_size} of group {found.group} of epoch {found.epoch}; a sender of an earlier attempt must join again"
+        )
+    beside, first = group_metadata(found), members[0]
+    ids = first.tokens[: first.prompt_length].copy() if beside["ids"] is None else np.array(beside["ids"], np.int32)
+    prompt = Prompt(ticket.group_id, ids, beside["prompt"], beside["columns"], beside["epoch"])
+    pairs = zip(members, beside["extras"], strict=True)
+    return Group(ticket, prompt, tuple(replace(trajectory, extras=extras) for trajectory, extras in pairs))
+
+
+class Departures:
+    """Sends the groups that this rank has scored to training ranks.
+
+    consumes     scored groups of the intake, by `put`
+    produces     groups in the store of a training rank, or ready groups in this rank's own store
+    waits for    rank 0, which assigns a training rank; credits; the acknowledgement
+    is woken by  the score pump, the training ranks
+    """
+
+    def __init__(self, ports: Ports, connect: Callable[[int], Awaitable[Line]], epoch: int) -> None:
+        """`connect(rank)`: the connection to the server of a training rank. `epoch`: the attempt of the run."""
+        self._ports = ports
+        self._connect = connect
+        self._epoch = epoch
+        edge: tuple[QueueSender[tuple[Group, float]], QueueReceiver[tuple[Group, float]]]
+        edge = open_queue("departures", _MOST, ports.recorder)
+        self._queue_in, self._queue = edge
+        self._credits = anyio.Semaphore(UNACKNOWLEDGED)
+
+    def put(self, group: Group) -> None:
+        """Send this group, whose rows are in the store and whose rewards are final. Returns at once."""
+        self._queue_in.put_nowait((group, anyio.current_time()))
+
+    def close(self) -> None:
+        """No group follows: `run` ends after the last acknowledgement."""
+        self._queue_in.close()
+
+    async def run(self) -> None:
+        """Send groups until `close`. Errors: RankLost if a training rank is gone."""
+        recorder = self._ports.recorder
+        async with self._queue_in, self._queue, anyio.create_task_group() as sends:
+            async for group, since in self._queue:
+                with recorder.wait("departures", "a credit", on="training ranks", cause="slots"):
+                    await self._credits.acquire()
+                waited = anyio.current_time() - since
+                spawn(sends, f"departure of group {group.group_id}", self._send, group, waited)
+
+    async def _send(self, group: Group, waited: float) -> None:
+        ports, ticket = self._ports, group.ticket
+        try:
+            # From here on no other task of this rank ends the group: the books know at each moment which rank has it.
+            if not ports.book.remove(ticket):
+                return
+            if refusal := await self._bring(group, waited):
+                logger.warning("group %d does not travel and is dropped: %s", ticket.group_id, refusal)
+                ports.book.add(ticket)
+                await ports.book.end(ticket.group_id, "dropped", "did not travel")
+        except BaseException:
+            # The end of this book drops the group, unless the ledger has moved it to the training rank meanwhile.
+            ports.book.add(ticket)
+            raise
+        finally:
+            self._credits.release()
+
+    async def _bring(self, group: Group, waited: float) -> str:
+        """Bring a group to the training rank that the ledger names. Returns a reason if that is impossible, else an empty text."""
+        ports, ticket = self._ports, group.ticket
+        try:
+            record = encode_group(group, self._epoch)
+        except (RecordError, RecordTooLarge) as error:
+            return str(error)
+        rank = await ports.ledger.assign(ticket, tokens_of(group))
+        if rank == ports.rank:
+            await ports.ledger.arrive(ticket, rank)
+            ports.book.add(ticket)
+            ports.book.mark_ready(group)
+            return ""
+        line = await self._connect(rank)
+        header = {"ticket": (ticket.group_id, ticket.admitted, ticket.deadline), "sender": ports.rank, "waited": waited}
+        with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
+            answer, _ = await line.ask(KIND, header, (record,))
+        if not answer["refusal"]:
+            ports.book.mark_trained((ticket.group_id,))
+        return str(answer["refusal"])
+
+
+@dataclass(slots=True)
+class _Arrival:
+    group: Group
+    sender: int
+    # An empty text: the group is kept here, or nobody needs it. Else the reason of a refusal.
+    refusal: asyncio.Future[str]
+
+
+class Arrivals:
+    """Takes the groups that other ranks send to this training rank.
+
+        consumes     records from the line, by `take`
+        produces     ready rows in the store (edge 5)
+        waits for    rank 0, which moves the group in its books
+        is woken by  the line
+
+    The line cancels `take` if the sender dies. The move and the rows must not be cut apart then, so `run` does both.
+    """
+
+    def __init__(self, ports: Ports, epoch: int) -> None:
+        self._ports = ports
+        self._epoch = epoch
+        edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]] = open_queue("arrivals", _MOST, ports.recorder)
+        self._queue_in, self._queue = edge
+        self._unanswered: set[asyncio.Future[str]] = set()
+
+    async def take(self, peer: str, header: Mapping[str, Any], buffers: Sequence[Buffer]) -> tuple[Any, tuple[()]]:
+        """The handler of `KIND`. Answers when the group is kept here, or is not needed."""
+        ports = self._ports
+        try:
+            group = decode_group(buffers[0], Ticket(*header["ticket"]), self._epoch)
+            for trajectory in group.trajectories:
+                check_trajectory(trajectory, ports.limits)
+        except (DataError, RecordError) as error:
+            return {"refusal": str(error)}, ()
+        arrival = _Arrival(group, header["sender"], asyncio.get_running_loop().create_future())
+        self._unanswered.add(arrival.refusal)
+        try:
+            self._queue_in.put_nowait(arrival)
+            refusal = await arrival.refusal
+        except anyio.ClosedResourceError:
+            refusal = _ENDED
+        finally:
+            self._unanswered.discard(arrival.refusal)
+        if not refusal:
+            self._count(arrival.sender, len(buffers[0]), header["waited"])
+        return {"refusal": refusal}, ()
+
+    def _count(self, sender: int, size: int, waited: float) -> None:
+        count = self._ports.recorder.count
+        count("travel/groups")
+        count("travel/bytes", size)
+        count("travel/credit_wait_s", waited)
+        if sender < _NAMED_RANKS:
+            count(f"travel/rank_{sender}/groups")
+            count(f"travel/rank_{sender}/bytes", size)
+            count(f"travel/rank_{sender}/credit_wait_s", waited)
+
+    async def run(self) -> None:
+        """Keep arriving groups, one after the other, until it is cancelled. Errors: those of the ledger."""
+        try:
+            async with self._queue_in, self._queue:
+                async for arrival in self._queue:
+                    # A cancellation must not come between the move and the rows.
+                    with anyio.CancelScope(shield=True):
+                        await self._keep(arrival)
+                    if not arrival.refusal.done():
+                        arrival.refusal.set_result("")
+        finally:
+            for refusal in self._unanswered:
+                if not refusal.done():
+                    refusal.set_result(_ENDED)
+
+    async def _keep(self, arrival: _Arrival) -> None:
+        ports, group = self._ports, arrival.group
+        # The record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
+        if group.group_id in ports.store:
+            return
+        if await ports.ledger.arrive(group.ticket, arrival.sender):
+            ports.book.add(group.ticket)
+            ports.book.mark_ready(ports.store.put(group))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that JSON can hold."""
+
+    def fits(name: str, value: Any) -> bool:
+        try:
+            json_bytes({name: value}, name)
+        except RecordError:
+            return False
+        return True
+
+    return {name: value for name, value in values.items() if fits(name, value)}
