@@ -12,7 +12,7 @@ Cost of a row without filters: one scaling, one softmax and one sum per block of
 sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
 a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
 
-The host waits for the device only to read the tokens. The same copy tells whether the partial sort sufficed. If it did not, the
+The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. If it did not, the
 batch is sampled again with a whole sort.
 
 Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.

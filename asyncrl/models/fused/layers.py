@@ -64,7 +64,7 @@ class Norm:
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `out_NE` with the result, or a new tensor; and a tensor for `backward`."""
+        """Returns `out_NE` with the result, or a new tensor; and the `scale` for `backward`, if torch's fused operator ran."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(
@@ -103,7 +103,7 @@ class Rotation(NamedTuple):
     """A `RotationKind` at the positions of some tokens."""
 
     cos: Tensor | None  # [T, R / 2], for the first R entries of each head
-    sin: Tensor | None  # [2, T, R / 2]: its negative, then itself
+    sin: Tensor | None  # [2, T, R / 2]: -sin, then sin
     query_scale: Tensor | None  # [T]
 
 

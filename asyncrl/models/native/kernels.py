@@ -62,7 +62,7 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
-    in a fresh tensor. An offset of 1 is Gemma's. The second result is for `rms_norm_backward`."""
+    in a fresh tensor. An offset of 1 is Gemma's. The second result is `scale` of `fused_norm_backward`, if fused."""
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
         return out, None
@@ -158,7 +158,7 @@ def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch, activation: str) -> None:
-    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. Destroys `grad` [N, F]."""
+    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. `grad` is [N, F]."""
     if activation == "silu":
         swiglu_backward_(gate_up, grad, product, scratch)
         return
@@ -186,7 +186,7 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
-    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. Destroys `grad` [N, F]."""
+    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. `grad` is [N, F]."""
     size = grad.shape[1]
     if native.takes(gate_up, grad, product, size=size):
         native.swiglu_backward_(gate_up, grad, product)
