@@ -67,6 +67,9 @@ class Counts:
     skipped_tokens: float = 0.0
     # Microbatches with ids that the model lacks. If there is one, the step fails.
     unknown_ids: float = 0.0
+    # Checksum of the rank's weights below 2^22, and its square: sums of up to 512 ranks are exact in float64.
+    checksum: float = 0.0
+    checksum_squared: float = 0.0
 
     def without_skipped(self) -> Counts:
         """The counts without the skipped parts. Means of metrics use these."""
@@ -88,7 +91,7 @@ class Counts:
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
-        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids]
+        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids, self.checksum, self.checksum_squared]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 

@@ -20,6 +20,7 @@ Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
 from .survey import survey
+
+logger = logging.getLogger("asyncrl.training")
 
 _NORM_BLOCK = 4096
 
@@ -115,6 +118,7 @@ class TorchTrainer:
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
+        self._warned_of_replicas = False
         # The loss of the newest step, and the normalisers of its metrics: a step with the same loss uses them again.
         self._normalisers: tuple[Loss, dict[str, Normaliser]] | None = None
 
@@ -366,7 +370,18 @@ class TorchTrainer:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
         step.counts.loss, step.counts.extra = step.metrics.loss_sums()
         step.counts.unknown_ids = float(sum(unknown_ids for _, unknown_ids, _ in step.results))
+        ranks = self.reducer.world_size
+        if ranks > 1 and not self.is_sharded:
+            checksum = int(self.policy.flat.master.view(torch.int32).sum(dtype=torch.int64)) % (1 << 22)
+            step.counts.checksum, step.counts.checksum_squared = float(checksum), float(checksum**2)
         totals = step.counts.over_ranks(self.reducer, self.policy.device)
+        # Equal numbers have the square of their sum. A rank keeps other weights after a fault of its memory or of a collective.
+        if ranks * int(totals.checksum_squared) != int(totals.checksum) ** 2 and not self._warned_of_replicas:
+            self._warned_of_replicas = True
+            logger.warning(
+                "the ranks train different weights since version %d or before: unlike processors may differ in the last bits; "
+                "else start again from a checkpoint, whose weights are those of rank 0", self.version,
+            )  # fmt: skip
         if totals.sequences == 0:
             raise TrainStepError(
                 "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from ragged_reference import ReferenceKernel
 from torch import Tensor
 
 from asyncrl.models.attention.interface import AttentionTerms
+from asyncrl.models.attention.ragged import RaggedWindow
 from asyncrl.models.attention.rows import share_out
 from asyncrl.models.attention.tree import TreePlan
 
@@ -166,3 +169,32 @@ def test_no_token_of_another_tree_or_suffix_leaks() -> None:
     (grad,) = torch.autograd.grad(out[row].sum(), value)
     seen = grad.abs().sum((1, 2)) > 0
     assert torch.equal(seen, mask[row])
+
+
+def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32() -> None:
+    """1 + 300 * 2^-9 would stay 1 if it were summed in bfloat16."""
+    rows = 301
+    plan = TreePlan([0], [1], 1 + np.arange(rows), np.ones(rows), np.zeros(rows))
+    expected, small = 1 + (rows - 1) * 2.0**-9, 2.0**-9
+    key = torch.zeros(plan.tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    padded = plan._make_rows(key.device).keys_of(key)
+    grad = torch.full_like(padded, small)
+    # The rows are that of the prefix itself, then those of the suffixes.
+    grad[0], grad[1] = 0.0, 1.0
+    padded.backward(grad)
+    assert key.grad is not None
+    torch.testing.assert_close(key.grad[0].float(), torch.full((1, 8), expected), rtol=2**-8, atol=0)
+
+    class Kernel:
+        def backward(self, grad: Tensor, qkv: tuple[Tensor, ...], *given: Any) -> tuple[Tensor, ...]:
+            # Each row with its prefix: the gradient of the prefix is 1 in the first row.
+            part = torch.full_like(qkv[1], small)
+            part[0], part[1] = 0.0, 1.0
+            return torch.zeros_like(qkv[0]), part, part
+
+    window = RaggedWindow(Kernel(), plan._own_rows(), 2, key.device)  # type: ignore[arg-type]  # backward alone
+    tokens = key.detach()
+    gradients = tuple(torch.empty_like(tokens) for _ in range(3))
+    window.backward(tokens, (tokens, tokens, tokens, tokens, tokens), 1.0, gradients)  # type: ignore[arg-type]
+    for found in gradients[1:]:
+        torch.testing.assert_close(found[0].float(), torch.full((1, 8), expected), rtol=2**-8, atol=0)
