@@ -283,13 +283,14 @@ class TrainConfig(SettingsSection):
 class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
     the embedded engine, of which each rank has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
-    gradient buffer, models with a module for each expert, and dry runs. All ranks must share the run directory."""
+    gradient buffer, models with a module for each expert, and dry runs. On several machines the ranks of each machine hold a copy
+    of the model together, if the copy fits. The ranks that hold a copy together with rank 0 must share the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
         "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds a part of them, and each microbatch needs collectives. Left out, with several ranks on GPUs: fsdp "
-        "if the state of `replicate` takes more than 70 % of a GPU.",
+        "each rank holds a part of them, which are gathered and summed once a step, or once a microbatch if memory is short. "
+        "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
 
 

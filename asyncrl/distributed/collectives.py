@@ -27,6 +27,9 @@ import torch.distributed as dist
 
 from ..errors import LifecycleError, RankLost
 
+# Timeout of a collective and of a call of the store. torch counts seconds in which the job was suspended, so a short timeout would
+# end a run that was only suspended. The watchdog and the heartbeats end a run that hangs.
+NO_TIMEOUT = timedelta(days=30)
 # Time between two looks at the reports while gloo waits. Gloo itself wakes the lane at the end of a collective.
 _LOOK_EVERY = timedelta(seconds=0.1)
 # On nccl nothing wakes the lane, so it asks again after 3 % of the time that it has waited, within these bounds in seconds.
@@ -88,11 +91,25 @@ class Collectives:
             raise TypeError(f"sums over ranks must be float64, found {values.dtype}")
         return self.reduce_gradients_(values)
 
-    def reduce_gradients_(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`."""
+    def reduce_gradients_(self, flat: torch.Tensor, group: Any = None) -> torch.Tensor:
+        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`. `group`: some of the ranks."""
         if self._has_other_ranks():
-            self._run(lambda: dist.all_reduce(flat, group=self.group, async_op=True))
+            self._run(lambda: dist.all_reduce(flat, group=group or self.group, async_op=True))
         return flat
+
+    def reduce_scatter_(self, own: torch.Tensor, values: torch.Tensor, group: Any) -> None:
+        """Write this rank's part of the sum of `values` over the ranks of `group` into `own`. The parts have one size. `values` are
+        overwritten."""
+        if not self._has_other_ranks():
+            own.copy_(values)
+        elif dist.get_backend(group) == "gloo":
+            # What gloo does itself, but that work cannot be watched.
+            self.reduce_gradients_(values, group)
+            own.copy_(values.view(-1, own.numel())[dist.get_rank(group)])
+        else:
+            # The second one is the name before torch 2.13.
+            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            self._run(lambda: reduce_scatter(own, values, group=group, async_op=True))
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """The values of all ranks, in rank order; lengths may differ. With nccl the bytes pass through the current CUDA device

@@ -1,14 +1,21 @@
-"""FSDP2: one model's masters, gradients and optimizer state, cut over all ranks along the first dimension.
+"""FSDP2: one model's masters, gradients and optimizer state, cut over ranks along the first dimension.
 
-`torch.distributed.fsdp.fully_shard` on each block and on the root around them: the parameters of a block are gathered (in
-the compute dtype) just before its forward and again before its backward, and its gradients are summed and scattered after
-it. FSDP2's division by the number of ranks is switched off: the trainer divides by N, which it knows only at a step's end.
+`torch.distributed.fsdp.fully_shard` on each block and on the root around them. FSDP2's division by the number of ranks is switched
+off: the trainer divides by N, which it knows only at a step's end.
 
-Every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
+    a block's        by default: for each microbatch        keep=True: for each step
+    weights          gathered (in the compute dtype)        gathered after the optimizer step, and kept by every rank
+                     before its forward and its backward
+    gradients        summed and scattered after its         added up on each rank, then summed and scattered once (`reduce_`)
+                     backward
+
+By default every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
 on the lane. A rank without work runs a microbatch of weight 0 (training/sharded.py).
 
     rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
     ranks may hold fewer rows, or none
+
+With `shards` below the number of ranks (HSDP), each run of W = `shards` ranks holds a whole model. Sums go over all ranks.
 
 Gradients of this rank's rows lie in one flat buffer. Its views are the `.grad` of the parameters, and FSDP2 adds into a
 `.grad` that exists. Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), section 3.
@@ -27,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..errors import LifecycleError
+from .collectives import NO_TIMEOUT, Collectives
 
 
 def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -38,7 +46,8 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 class ShardedParameters:
     """Owns the shards of a module's parameters, and changes the module in place. Use it on the lane.
 
-    `grad`: this rank's gradients in the master dtype, one buffer, padding zero.
+    `grad`: this rank's gradients in the master dtype, one buffer, padding zero. `rank`, `ranks`: the number of this rank among the
+    ranks that hold one copy of the model together, and their number.
     """
 
     def __init__(
@@ -49,19 +58,29 @@ class ShardedParameters:
         compute: torch.dtype,
         prefix: str = "",
         frozen: frozenset[str] = frozenset(),
+        *,
+        collectives: Collectives,
+        shards: int | None = None,
+        keep: bool = False,
     ) -> None:
         """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on.
         `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
         `prefix`: is left out of the names. `frozen`: names of what is not trained.
+        `collectives`: of the ranks that train. `shards`: number of ranks that hold one copy of the model, a
+        divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
 
-        A process group must be open, one for a single rank too. Errors: LifecycleError.
+        A process group must be open, one for a single rank too. A collective. Errors: LifecycleError.
         """
         if not dist.is_initialized():
             raise LifecycleError(
                 "a sharded model needs a process group: call `World.open` first (with single_rank_group=True for a single rank)"
             )
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.frozen = frozen
+        self._collectives, group = collectives, collectives.group or dist.group.WORLD
+        assert group is not None
+        members = dist.get_process_group_ranks(group)
+        self.ranks = shards or len(members)
+        self.replica, self.rank = divmod(members.index(dist.get_rank()), self.ranks)
+        self.keep, self.frozen = keep, frozen
         named = list(root.named_parameters())  # tied parameters once
         self.names = [name.removeprefix(prefix) for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -72,24 +91,36 @@ class ShardedParameters:
         full_names = [name for name, _ in named]
         # A block's full weights are freed when the block has been cut.
         del named
-        self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # not None: it is open
+        self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
         self._parts = _shard(root, blocks, device, self._mesh, compute, self.master_dtype, names)
         self._root: FSDPModule = root  # type: ignore[assignment]  # fully_shard changes its class in place
         sharded = dict(root.named_parameters())
         self._parameters: list[DTensor] = [sharded[name] for name in full_names]  # type: ignore[misc]  # DTensors since _shard
         with torch.no_grad():
             self._masters = [parameter.to_local() for parameter in self._parameters]
-        self.grad = torch.zeros(sum(m.numel() for m in self._masters), dtype=self.master_dtype, device=device)
-        self._grads: list[Tensor] = []
-        start = 0
-        for master in self._masters:
-            self._grads.append(self.grad[start : start + master.numel()].view(master.shape))
-            start += master.numel()
+        self.grad, self._grads = _views([master.shape for master in self._masters], self.master_dtype, device)
+        self._whole: Tensor | None = None
+        if keep:
+            self._keep_gathered()
         self.zero_grad()
+
+    def _keep_gathered(self) -> None:
+        """Gather all weights, and prepare for whole gradients. A collective."""
+        self._whole, views = _views(self.shapes, self.master_dtype, self.device)
+        self._whole_grads = dict(zip(self.names, views, strict=True))
+        self._root.set_requires_gradient_sync(False)
+        self._root.set_reshard_after_forward(False)
+        self._root.set_reshard_after_backward(False)
+        self._gather_kept()
+        for _, owned in self._parts:
+            for name, owner, leaf in owned:
+                getattr(owner, leaf).register_post_accumulate_grad_hook(_adder(self._whole_grads[name]))
 
     def zero_grad(self) -> None:
         """Fill `grad` with zeros and bind its views to the parameters, so that FSDP2 adds into them."""
         self.grad.zero_()
+        if self._whole is not None:
+            self._whole.zero_()
         for parameter, local in zip(self._parameters, self._grads, strict=True):
             parameter.grad = DTensor.from_local(
                 local,
@@ -99,6 +130,21 @@ class ShardedParameters:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+
+    def reduce_(self) -> None:
+        """With `keep`: write the sums over all ranks of the whole gradients into `grad`. Each part takes a collective, or two if
+        there are several copies of the model."""
+        shards = self._mesh.get_group(self._mesh.ndim - 1)
+        views = dict(zip(self.names, self._grads, strict=True))
+        for _, owned in self._parts:
+            whole = [_by_rank(self._whole_grads[name], self.ranks) for name, _, _ in owned]
+            own = torch.empty(sum(each.shape[1] for each in whole), dtype=self.master_dtype, device=self.device)
+            whole_by_rank = torch.cat(whole, dim=1).view(-1)
+            self._collectives.reduce_scatter_(own, whole_by_rank, shards)
+            if self._mesh.ndim == 2:
+                self._collectives.reduce_gradients_(own, self._mesh.get_group(0))
+            for (name, _, _), values in zip(owned, own.split([each.shape[1] for each in whole]), strict=True):
+                views[name].copy_(values[: views[name].numel()].view(views[name].shape))
 
     def zero_frozen(self) -> None:
         """Zero the gradients of weights that are not trained."""
@@ -123,7 +169,7 @@ class ShardedParameters:
             group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)  # None: no parameters
             for info in (group.mesh_info, group.post_forward_mesh_info) if group else ():
                 if info is not None:
-                    info.shard_process_group = None
+                    info.shard_process_group = info.replicate_process_group = None
         getattr(self._mesh, "_pg_registry", {}).clear()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +186,8 @@ class ShardedParameters:
         return full[first:last]
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's rows of full tensors by name. Errors: KeyError for a missing name or another shape."""
+        """Copy this rank's rows of full tensors by name. With `keep` a collective. Errors: KeyError for a missing name or another
+        shape."""
         missing = [name for name in self.names if name not in state]
         if missing:
             raise KeyError(
@@ -151,17 +198,64 @@ class ShardedParameters:
             if tuple(full.shape) != shape:
                 raise KeyError(f"{name} has shape {tuple(full.shape)} in the state, not {shape}")
             master.copy_(self.local(full))
+        if self.keep:
+            self._gather_kept()
+
+    def _gather_kept(self) -> None:
+        for part, _ in self._parts:
+            part.reshard()
+            part.unshard()
 
     @torch.no_grad()
     def gather(self, write: Callable[[str, Tensor], None]) -> None:
         """`write(name, full values in the compute dtype)` for every parameter, a block at a time. A collective."""
         for part, owned in self._parts:
+            if self.keep:
+                # The kept weights are those of the last step.
+                part.reshard()
             part.unshard()
             try:
                 for name, owner, leaf in owned:
                     write(name, getattr(owner, leaf).detach())
             finally:
-                part.reshard()
+                if not self.keep:
+                    part.reshard()
+
+
+def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
+    """The mesh of FSDP2: `grid` [copies of the model, ranks of a copy] has the ranks of `group`. A collective."""
+    if len(grid) == 1:
+        return DeviceMesh.from_group(group, device)
+    rank = dist.get_rank()
+    # Ranks outside of `group`, which only generate, need not take part.
+    lines = [next(line for line in lines if rank in line) for lines in (grid.T.tolist(), grid.tolist())]
+    groups = [dist.new_group(line, use_local_synchronization=True, timeout=NO_TIMEOUT) for line in reversed(lines)]
+    return DeviceMesh.from_group(groups[::-1], device, mesh=grid, mesh_dim_names=("copy", "shard"))
+
+
+def _views(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Zeros in one buffer, and its views of these shapes."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    return buffer, [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
+
+
+def _adder(target: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds the gradient of a gathered parameter to `target`, and frees it."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        target.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def _by_rank(full: Tensor, ranks: int) -> Tensor:
+    """[ranks, elements]: the rows of each rank, filled up with zeros."""
+    last = rows(full.shape[0], 0, ranks)[1] * ranks
+    padding = full.new_zeros(last - full.shape[0], *full.shape[1:])
+    return torch.cat([full, padding]).view(ranks, -1)
 
 
 def _shard(

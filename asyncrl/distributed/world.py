@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LifecycleError, PlatformError, RankLost
+from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
 from .line import SILENCE_S, LineClient, LineServer
 from .ranks_store import RankInfo, RanksStore, RankStore, advertised, open_store
@@ -22,9 +23,6 @@ from .ranks_store import RankInfo, RanksStore, RankStore, advertised, open_store
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long rank 0 waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
 _AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
-# Timeout of a collective and of a call of the store. torch counts seconds in which the job was suspended, so a short timeout would
-# end a run that was only suspended. The watchdog and the heartbeats end a run that hangs.
-_NO_TIMEOUT = timedelta(days=30)
 
 
 @dataclass

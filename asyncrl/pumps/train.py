@@ -18,7 +18,8 @@ A step whose optimizer step was not applied is aborted after the work that is al
 their rows are still in the store, except for groups that made the step fail (step.py). Once the optimizer step (the first one of a
 batch) was applied, the groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 
-Rounds. Under `distributed.sharding: fsdp` a microbatch is a collective, so all ranks must train a microbatch at the same time.
+Rounds. Under `distributed.sharding: fsdp` a microbatch may be a collective (if memory is short). Then all ranks must train a
+microbatch at the same time.
 Round k of a step is due when `k x places_per_round` places of the step are claimed, over all ranks. The ranks' shared ledger has
 this number, which only grows within a step. So every rank joins every due round, in order, with the groups that it has claimed so
 far. A rank without such groups runs a microbatch of weight 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,20 +39,39 @@ _VLLM_PROCESS = 900 << 20  # the same with vLLM
 _CONTEXT = 600 << 20
 
 
+class Cut(NamedTuple):
+    """How a sharded model is cut. `shards`: number of ranks that hold one copy of the model together. `keep`: each rank keeps all
+    weights in the matmul dtype and all gradients, so that a step gathers and reduces once and not once a microbatch."""
+
+    shards: int
+    keep: bool = False
+
+    def line(self, ranks: int) -> str:
+        """A sentence for the terminal."""
+        whole = (
+            "all ranks hold one copy of the model" if self.shards == ranks else f"each {self.shards} ranks hold a copy"
+        )
+        often = "step" if self.keep else "microbatch"
+        return f"distributed.sharding: fsdp; {whole}; weights and gradients are exchanged once a {often}"
+
+
 def predicted(
     config: Config,
     ranks: int = 1,
     prompts: PromptLengths | None = None,
     path: ModelPath | None = None,
     placement: Placement | None = None,
+    *,
+    cut: Cut | None = None,
 ) -> dict[str, int]:
     """Purpose -> bytes that one rank needs, computed from the model's configuration: nothing is allocated. `ranks`: number of
     ranks. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known.
-    `placement`: of the engine; None: on the trainer's device."""
+    `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks."""
     assert config.engine.max_sequences is not None
     device = config.model.device if placement is None else placement.trainer.type
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    cut = cut or Cut(ranks)
     parts = predict_memory(
         config.model,
         config.train,
@@ -60,7 +80,8 @@ def predicted(
         kv_positions=kv_positions(config, prompts),
         needs_reference=needs_reference(config.algorithm),
         second_buffer=needs_second_buffer(config.algorithm),
-        shards=ranks if config.distributed.sharding == "fsdp" else None,
+        shards=cut.shards if config.distributed.sharding == "fsdp" else None,
+        keep=cut.keep and config.distributed.sharding == "fsdp",
         path=path,
         device=torch.device(device).type,
     )
@@ -73,6 +94,20 @@ def predicted(
         parts["reward_models"] = sum(size.weights for size in sizes)
         parts["reward_scoring"] = max(size.working for size in sizes)
     return parts
+
+
+def cut_model(
+    config: Config, device: torch.device, world: World, placement: Placement | None = None, cards: Cards | None = None
+) -> Cut:
+    """How `distributed.sharding: fsdp` cuts the model. By total memory, which is the same on all machines of one kind."""
+    ranks, per_machine = world.world_size, world.local_world_size
+    memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
+    # One rank of each machine, or machines with different numbers of ranks: no machine can hold a copy of its own.
+    shards = ranks if per_machine == 1 or ranks % per_machine else per_machine
+    for cut in (Cut(shards, True), Cut(shards)):
+        if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MOST_USED * memory:
+            return cut
+    return Cut(ranks)
 
 
 def fit_card(
@@ -195,15 +230,20 @@ def cache_line(config: Config, prompts: PromptLengths) -> str:
     )
 
 
+def _meminfo(name: str) -> int:
+    """Bytes of a line of /proc/meminfo. Without this file (not Linux) a number above all memory."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+
 def available(device: torch.device, cards: Cards | None = None) -> int:
     """Free bytes of the device that a run may take."""
     if device.type == "cuda":
         return (cards or Cards()).free(device)
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # not Linux: no check
-        return 1 << 62
-    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return _meminfo("MemAvailable")
 
 
 def table(parts: dict[str, int]) -> str:
@@ -230,9 +270,10 @@ def check_memory(
     ranks: int = 1,
     prompts: PromptLengths | None = None,
     placement: Placement | None = None,
+    cut: Cut | None = None,
 ) -> int:
     """Bytes that the run will need. Logs a warning with the table if less is free."""
-    parts = predicted(config, ranks, prompts, placement=placement)
+    parts = predicted(config, ranks, prompts, placement=placement, cut=cut)
     for line in memory_warnings(parts, device):
         logger.warning("%s\n%s", line, table(parts))
     return sum(parts.values())

@@ -20,7 +20,7 @@ from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts
-from .memory import cache_line, fit_card, memory_warnings, predicted, table, worker_parts
+from .memory import cache_line, cut_model, fit_card, memory_warnings, predicted, table, worker_parts
 from .placement import avoid_plain_path, choose_engine, place
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
         placement = place(config, device, world, weights, cards)
-        parts = predicted(config, world.world_size, prompts, verdict.path, placement)
+        sharded = config.distributed.sharding == "fsdp"
+        cut = cut_model(config, device, world, placement, cards) if sharded else None
+        parts = predicted(config, world.world_size, prompts, verdict.path, placement, cut=cut)
         memory = ["predicted memory of one rank:", table(parts), *_notes(memory_warnings(parts, device, cards))]
         if placement.workers and placement.on_other_device(0):
             # As if trainer and engine shared a device: the worker's cache is a part of the cache of this prediction.
@@ -68,6 +70,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             *dtype_lines,
             *card_lines,
             *engine_lines,
+            *([] if cut is None else [cut.line(world.world_size)]),
             placement.line,
             *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),

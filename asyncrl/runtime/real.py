@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import orjson
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -29,7 +30,7 @@ from asyncrl.weights.sync import SharedWeights
 
 from .gate import check_run_model
 from .inputs import measure_prompts
-from .memory import GIB, batch_tokens, check_memory, kv_positions
+from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
@@ -47,7 +48,10 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     own_environment = decided.environment is not None
     prompts = await offload(lambda: measure_prompts(config, decided.rows, own_environment), "prompts")
     ranks = world.world_size
-    needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory")
+    cut = Cut(ranks)
+    if config.distributed.sharding == "fsdp":
+        cut = await offload(lambda: cut_model(config, device, world, placement), "memory")
+    needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement, cut), "memory")
 
     def on_start() -> None:
         # OpenMP has a number of threads for each calling thread, so the lane sets its own number.
@@ -61,7 +65,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     run.lanes = (lane,)
     run.stages.show(f"loading: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
-        core = await lane.run(lambda: _load(run), name="start/load")
+        core = await lane.run(lambda: _load(run, cut), name="start/load")
         run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     if decided.engine_is_auto:
         run.config, lines = avoid_plain_path(config, _policy(run).path.name)
@@ -73,7 +77,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
             run.placed = placement.line
             await lane.run(lambda: torch.set_num_threads(placement.trainer_threads), name="start/threads")
     trainer = LaneTrainer(core, lane, recorder)
-    if isinstance(core, ShardedTrainer):
+    if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round
     open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)
     engine, sink = await open_engine(kv_positions(config, prompts))
@@ -110,7 +114,7 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 
-def _load(run: OpenRun) -> TorchTrainer:
+def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
     """Load the model, on the lane. Sets `policy`, `tokenizer`, `core`, `rates` and `verdict` of the run."""
     config, device = run.config, run.decided.device
 
@@ -118,7 +122,7 @@ def _load(run: OpenRun) -> TorchTrainer:
         run.verdict = check_run_model(config, module, device, run.stages.show)
         return run.verdict.path
 
-    policy, tokenizer, core = _build(config, run.world, device, choose)
+    policy, tokenizer, core = _build(config, run.world, device, choose, cut)
     require_ids_fit(policy.module, tokenizer)
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
@@ -127,7 +131,9 @@ def _load(run: OpenRun) -> TorchTrainer:
     return core
 
 
-def _build(config: Config, world: World, device: torch.device, choose: Choose) -> tuple[PolicyModel, Any, TorchTrainer]:
+def _build(
+    config: Config, world: World, device: torch.device, choose: Choose, cut: Cut
+) -> tuple[PolicyModel, Any, TorchTrainer]:
     rows = row_limit(config)
     options: dict[str, Any] = {
         "max_completion_length": config.rollout.max_tokens,
@@ -137,7 +143,10 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
     }
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
-        sharded = ShardedTrainer(policy, model, config.train, world, **options)
+        # All ranks need the same cut, and machines may differ.
+        cuts = [orjson.loads(each) for each in world.all_gather_bytes(orjson.dumps([*cut]))]
+        shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.world_size)
+        sharded = ShardedTrainer(policy, model, config.train, world, **options, shards=shards, keep=keep)
         world.before_leaving(sharded.sharded.parameters.release)
         return policy, tokenizer, sharded
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)

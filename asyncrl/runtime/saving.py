@@ -116,7 +116,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    # Other rank -> path and SHA-256 of its part. Only for a sharded model.
+    # Other rank -> path and SHA-256 of its part. Only for a sharded model, and only ranks that hold its first copy with rank 0.
     shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks that did not announce the version. Their state at the version before is saved.
     missing: tuple[int, ...] = ()
@@ -315,7 +315,7 @@ class Checkpointer:
         if self._store is None or core is None or not (saving.save_final or saving.every or saving.every_s):
             return 0
         state = 3 * sum(master.nbytes for _, master in core.parameters.named_masters())  # weights, moments
-        state *= self._world.world_size if core.is_sharded else 1
+        state *= core.shards
         weights = core.policy.weights.working.nbytes
         return state + weights + (0 if core.reference is None else core.reference.nbytes) + _MARGIN
 
@@ -343,7 +343,7 @@ class Checkpointer:
                 self._require_finite(
                     await lane.run(lambda: non_finite_tensor(served, "weights"), name="checkpoint/check"), version
                 )
-            if core.is_sharded and self._world.rank:
+            if 0 < self._world.rank < core.shards:
                 try:
                     state = {**state, "shard": await self._write_shard(core, version)}
                 except (CheckpointError, DivergenceError) as error:
@@ -368,8 +368,7 @@ class Checkpointer:
             snapshot = await lane.run(lambda: take_snapshot(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
-            other_ranks = range(1, self._world.world_size) if core.is_sharded else ()
-            shards = {rank: states[rank]["shard"] for rank in other_ranks}
+            shards = {rank: states[rank]["shard"] for rank in range(1, core.shards)}
             # A string is the error of that rank.
             if failures := [f"rank {rank}: {shard}" for rank, shard in shards.items() if isinstance(shard, str)]:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")

@@ -80,20 +80,22 @@ def predict_memory(
     needs_reference: bool = False,
     second_buffer: bool = False,
     shards: int | None = None,
+    keep: bool = False,
     path: ModelPath | None = None,
     device: str = "cpu",
 ) -> dict[str, int]:
     """Purpose -> bytes on one rank. Errors: ConfigError if the model's configuration cannot be read.
 
     kv_positions: tokens that the cache holds; None: all sequences at full length. shards: number of ranks that share the masters;
-    None: no sharding. path: how the model is run; None: guessed. The purposes are:
+    None: no sharding. keep: see `ShardedParameters`. path: how the model is run; None: guessed. The purposes are:
     masters, gradients, optimizer: of the trained parameters, in float32 or wider.
     working_copy, reference: in the matmul dtype. packed_weights: copies in oneDNN's layout, for CPU products.
     frozen: with adapters, the frozen weights and the merged weights. second_gradients: see training/second_buffer.py.
     activations: saved for backward by the layers, for a microbatch of `train.tokens_per_microbatch` tokens.
     logits: kept for backward, or one chunk of them. working: the larger of the head's forward product and one layer's backward.
     compiled: kernels that oneDNN caches on a CPU after batches of many sizes. kv_cache: the cache, and recurrent states.
-    gathered: if sharded, embedding, head and two layers in the matmul dtype, and one gradient before and after its reduction.
+    gathered: if sharded, embedding, head and two layers in the matmul dtype, and one gradient before and after its reduction. With
+    `keep` all weights, and all gradients in the master dtype.
     """
     described = describe_module(model)
     text = described.config.get_text_config()
@@ -110,6 +112,8 @@ def predict_memory(
     if not model.lora.rank:  # with adapters the model's weights have no gradient
         temporary += _largest_weight(described, training_path) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
+    if keep:
+        weights["gathered"] += parameter_count(model) * (itemsize + max(itemsize, 4))
     positions = kv_positions or max_sequences * lengths.context
     return weights | {
         "second_gradients": weights["masters"] * (shards or 1) if second_buffer else 0,

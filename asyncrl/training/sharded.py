@@ -5,6 +5,9 @@
                        holds; a rank with an empty queue runs a microbatch of weight 0 through every sharded module
     finish             rounds until every rank is finishing, then the reduction of counts and the rest of the step
 
+If every rank keeps the gathered weights and whole gradients of its microbatches (`keep`), there are no rounds: microbatches run as
+they come, without a collective, and finish begins with one reduction.
+
 A microbatch without scored tokens, or of skipped groups, is counted and not queued. One reduction of [ranks, 2] numbers agrees on
 a round, and also says which ranks are finishing: a rank that finishes while others ask for a round first takes part in the round.
 So collectives of different ranks always match, however many rounds a rank asks for. Every rank must take part in each round:
@@ -32,6 +35,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.models.attention.tree import TreePlan
@@ -46,7 +50,7 @@ from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 from .passes import PolicyForward, clamped_ids, forward_routes, loss_inputs
-from .reducer import Reducer, sum_over_ranks
+from .reducer import sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
 
@@ -97,9 +101,10 @@ class ShardedForward:
         checkpointing: bool,
         transform: HeadTransform,
         kernel: HeadKernel | None = None,
+        **cut: Any,
     ) -> None:
         """`model`: full weights, on the host or on `device`; it is sharded in place. `transform`: the policy's transform of logits.
-        Errors: ConfigError."""
+        `cut`: `collectives`, `shards` and `keep` of `ShardedParameters`. Errors: ConfigError."""
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
         model.eval()
@@ -111,7 +116,7 @@ class ShardedForward:
         self.has_unknown_ids = torch.tensor(False)  # of the newest call: see `clamped_ids`
         self.device = device
         self.routing = Routing.of(model)
-        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
+        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen, **cut)
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
         """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
@@ -169,19 +174,32 @@ class ShardedTrainer(TorchTrainer):
         policy: PolicyModel,
         model: PreTrainedModel,
         config: TrainConfig,
-        reducer: Reducer | None = None,
+        reducer: Collectives,
         *,
         max_completion_length: int,
         needs_reference: bool = False,
         updates_per_batch: int = 1,
         mismatch_gate: float | Literal["auto"] | None = None,
+        shards: int | None = None,
+        keep: bool = False,
     ) -> None:
-        """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place."""
+        """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place.
+        `shards`, `keep`: see `ShardedParameters`."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
+        self.keep = keep
         self.sharded = ShardedForward(
-            model, policy.device, policy.dtype, config.gradient_checkpointing, policy.transform, policy.head_kernel
+            model,
+            policy.device,
+            policy.dtype,
+            config.gradient_checkpointing,
+            policy.transform,
+            policy.head_kernel,
+            collectives=reducer,
+            shards=shards,
+            keep=keep,
         )
+        self.shards = self.sharded.parameters.ranks
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet
         self._all_finishing = False
@@ -197,10 +215,10 @@ class ShardedTrainer(TorchTrainer):
             parameters=self.sharded.parameters,
         )
         self.forward = PolicyForward(policy, plain=True)
-        shards = self.sharded.parameters
-        if (shards.rank, shards.ranks) != (self.reducer.rank, self.reducer.world_size):
+        cut = self.sharded.parameters
+        if cut.rank + cut.replica * cut.ranks != self.reducer.rank or self.reducer.world_size % cut.ranks:
             raise LifecycleError(
-                f"the model was cut for rank {shards.rank} of {shards.ranks}, torch's default process group, but this is rank "
+                f"the model was cut for rank {cut.rank} of {cut.ranks}, torch's default process group, but this is rank "
                 f"{self.reducer.rank} of {self.reducer.world_size}; leave that process group before this run"
             )
 
@@ -212,7 +230,12 @@ class ShardedTrainer(TorchTrainer):
         self._all_finishing = False
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Count the microbatch and queue it for a round. No collective."""
+        """Count the microbatch, and run it (`keep`) or queue it for a round. No collective."""
+        if self.keep:
+            self._broken = True
+            super().train_microbatch(batch)
+            self._broken = False
+            return
         self._count(self._require_open(), batch)
         if batch.scored > 0:
             self._queue.append(batch)
@@ -255,8 +278,11 @@ class ShardedTrainer(TorchTrainer):
 
     def finish_train_step(self) -> StepResult:
         """See TorchTrainer. First runs the remaining rounds, if the caller has not done so by `agree_on_round`."""
-        self._require_open()
-        while not self.ready_to_finish:
+        step = self._require_open()
+        if self.keep:
+            self._zero_once(step)
+            self.sharded.parameters.reduce_()
+        while not self.keep and not self.ready_to_finish:
             for _ in range(self.agree_on_round(finishing=True)):
                 self.run_agreed()
         result = super().finish_train_step()
@@ -281,11 +307,13 @@ class ShardedTrainer(TorchTrainer):
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        """Does nothing: each backward has summed the gradients over ranks."""
+        """Does nothing: each backward, or the beginning of finish, has summed the gradients over ranks."""
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""
-        squared_norm = torch.tensor([local_norm(gradient) ** 2], dtype=torch.float64)
+        # Every copy of the model has the same gradients, and one of them counts.
+        counted = self.sharded.parameters.replica == 0
+        squared_norm = torch.tensor([local_norm(gradient) ** 2 if counted else 0.0], dtype=torch.float64)
         return math.sqrt(float(sum_over_ranks(self.reducer, squared_norm, self.policy.device)))
 
     def _advance(self) -> int:
@@ -295,16 +323,16 @@ class ShardedTrainer(TorchTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of TorchTrainer with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0 has
-        the reference. `checkpoint/shards.py` joins the states of all ranks."""
+        the reference. `checkpoint/shards.py` joins the states of the ranks of one copy of the model."""
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}
-        if parameters.rank:
+        if self.reducer.rank:
             state.pop("reference", None)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a joined state, with the rows of all ranks. No collective."""
+        """Load a joined state, with the rows of all ranks. With `keep` a collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
 
         def local_rows(value: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class TorchTrainer:
     """Owns gradients, optimizer and schedule of a `PolicyModel`. All methods must run on the device's thread."""
 
     is_sharded = False  # whether `state_dict` holds only this rank's part
+    shards = 1  # number of ranks whose parts are one state
 
     def __init__(
         self,

@@ -13,18 +13,20 @@ import torch
 from runtime_helpers import MODEL, REAL, config_of
 
 from asyncrl.config.resolve import resolve, slots
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, DistributedConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_sources import load_rows
+from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.embedded.sequences import Sequences
 from asyncrl.models.paths import PACKED, PLAIN
 from asyncrl.models.routing import RoutesShape
 from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
+from asyncrl.runtime.cards import Cards
 from asyncrl.runtime.inputs import measure_prompts
-from asyncrl.runtime.memory import check_memory, kv_positions, predicted
+from asyncrl.runtime.memory import Cut, check_memory, cut_model, kv_positions, predicted
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
@@ -146,6 +148,26 @@ def test_the_path_and_the_device_are_part_of_a_prediction(tmp_path: Path) -> Non
     config = with_file(tmp_path, [3])
     sizes = [predicted(config, path=path)["activations"] for path in (None, PACKED, PLAIN[1])]
     assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize(
+    ("machines", "per_machine", "cut"),
+    [(2, 4, Cut(4, True)), (2, 4, Cut(4)), (2, 4, Cut(8)), (1, 4, Cut(4, True)), (4, 1, Cut(4, True)), (4, 1, Cut(4))],
+)
+def test_a_machine_holds_a_copy_of_the_model_if_it_fits(
+    tmp_path: Path, machines: int, per_machine: int, cut: Cut
+) -> None:
+    """The cards have just enough memory for `cut`."""
+    config = with_file(tmp_path, [3])
+    config = config.model_copy(update={"distributed": DistributedConfig(sharding="fsdp")})
+    world = World(0, machines * per_machine, 0, per_machine)
+    needed = sum(predicted(config, world.world_size, cut=cut).values())
+
+    class Card(Cards):
+        def memory(self, device: torch.device) -> int:
+            return int(needed / 0.85) + 1
+
+    assert cut_model(config, torch.device("cuda:0"), world, None, Card()) == cut
 
 
 def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
     """Four asynchronous steps by two ranks, then two more after a resume, which generates in a worker beside each rank."""
     folder = tmp_path_factory.mktemp("two")
     path = str(write_yaml(folder, SHARDED | FAST))
-    first = Process(folder, path, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
+    # The first run has rounds, and the second one keeps weights and gradients.
+    first = Process(folder, path, RANK_WEIGHTS=str(folder), ROUNDS="1", program=(*TORCHRUN, DUMP))
     assert first.wait(300) == 0, first.output
     more = ("resume=true", "train.max_steps=6", "generation.placement=worker", "generation.threads=1")
     second = Process(folder, path, *more, RANK_WEIGHTS=str(folder), WARM_WORKERS="", program=(*TORCHRUN, DUMP))

@@ -86,10 +86,12 @@ def test_what_the_builder_froze_stays_and_the_rest_moves_as_with_torch(
             assert name in held and not torch.equal(value, before[name])
 
 
-def test_sharded_as_well() -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_sharded_as_well(keep: bool) -> None:
     with World().open(torch.device("cpu"), single_rank_group=True) as world:
         policy = PolicyModel(tiny_module(), "float64", served=True)
-        core = ShardedTrainer(policy, module_of(FROZEN[0]), SETTINGS, world, max_completion_length=MAX_LENGTH)
+        module = module_of(FROZEN[0])
+        core = ShardedTrainer(policy, module, SETTINGS, world, max_completion_length=MAX_LENGTH, keep=keep)
         norm, wanted = steps_of_torch(FROZEN[0], 3)
         assert run(core, 3) == pytest.approx(norm, rel=1e-5)
         assert not any("q_proj" in name for name in core.optimizer.state_dict())

@@ -47,6 +47,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks_in(SCRIPT, tmp_path_factory.mktemp("four"), 4) as ranks:
+        yield ranks
+
+
 def joined(parts: list[dict[str, Any]], what: str, name: str) -> torch.Tensor:
     return torch.cat([part[what][name] for part in parts])
 
@@ -59,19 +65,23 @@ def lines(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None) -> li
 def check(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None, tolerance: float = 1e-10) -> None:
     wanted = training_sharded.replicate(case)
     found = ranks.run(lines(ranks, case, rounds))
-    same(found, wanted, tolerance)
+    same(found, wanted, tolerance, case.then[0] if case.then else case.shards)
 
 
-def same(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+def same(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float, shards: int | None = None) -> None:
     assert max(grad.abs().max() for grad in wanted["gradient"].values()) > 1e-4
     close = {"rtol": 0.0, "atol": tolerance}
+    copies = [found[first : first + (shards or len(found))] for first in range(0, len(found), shards or len(found))]
     for name, master in wanted["masters"].items():
-        torch.testing.assert_close(joined(found, "masters", name), master, **close)
-        torch.testing.assert_close(joined(found, "gradient", name), wanted["gradient"][name], **close)
+        for copy_ in copies:  # equal to the last bit
+            for what in ("masters", "gradient"):
+                assert torch.equal(joined(copy_, what, name), joined(copies[0], what, name))
+        torch.testing.assert_close(joined(copies[0], "masters", name), master, **close)
+        torch.testing.assert_close(joined(copies[0], "gradient", name), wanted["gradient"][name], **close)
         for part in found:  # every rank's engine has all of it
             torch.testing.assert_close(part["served"][name], master.to(part["served"][name].dtype), **close)
         for key in ("exp_avg", "exp_avg_sq"):
-            state = torch.cat([part["optimizer"][name][key] for part in found])
+            state = torch.cat([part["optimizer"][name][key] for part in copies[0]])
             torch.testing.assert_close(state, wanted["optimizer"][name][key], **close)
     for part in found:
         for mine, theirs in zip(part["numbers"], wanted["numbers"], strict=True):
@@ -86,6 +96,37 @@ EMPTY = [[1, i % 2] for i in range(SEQUENCES)]  # rank 0 has none
 MASKED = [
     [2 * (i == 5), i % 4] for i in range(SEQUENCES)
 ]  # sequence 5 is fully masked: all that rank 2 has; rank 1 has none
+
+
+OF_FOUR = [[i % 4, i % 3 if i % 2 else 0] for i in range(SEQUENCES)]
+# Rank 2 has none.
+OF_THREE = [[(0, 1, 3)[i % 3], i % 2] for i in range(SEQUENCES)]
+
+
+@pytest.mark.parametrize(("shards", "keep"), [(2, False), (None, True), (2, True)])
+def test_two_copies_of_the_model_and_weights_that_stay_gathered(four: Ranks, shards: int | None, keep: bool) -> None:
+    """2 x 2 ranks: the model is cut over two, and gradients are summed over all four."""
+    check(four, Case(where=OF_FOUR, shards=shards, keep=keep, silent=[0, 0, 1, 0], steps=3))
+    check(four, Case("dapo", where=OF_THREE, shards=shards, keep=keep, kind="narrow"))
+    check(four, Case(where=OF_FOUR, shards=shards, keep=keep, dtype="float32", checkpointing=True), tolerance=1e-5)
+
+
+def test_kept_weights_are_gathered_once_a_step_and_gradients_are_reduced_once(four: Ranks) -> None:
+    """Two layers and the root around them. Counts, metrics and norm take a reduction each, however many microbatches there are."""
+    for count in (1, 3):
+        where = [[i % 4, i % count] for i in range(SEQUENCES)]
+        for shards, reductions in ((None, 3), (2, 6)):
+            for part in four.run(lines(four, Case(where=where, shards=shards, keep=True))):
+                assert part["collectives"] == 2 * [{"_allgather_base_": 3, "allreduce_": 3 + reductions}]
+        [first, *_] = four.run(lines(four, Case(where=where)))
+        # A layer is gathered twice, and the root once. The weights of the new version are gathered once more.
+        assert first["collectives"][1]["_allgather_base_"] == 5 * count + 3
+        assert first["collectives"][1]["_reduce_scatter_base_"] == 3 * count
+
+
+@pytest.mark.parametrize(("shards", "keep", "then"), [(2, False, [None, True]), (4, False, [2, True])])
+def test_a_saved_state_goes_on_with_another_cut(four: Ranks, shards: int, keep: bool, then: list[Any]) -> None:
+    check(four, Case(where=OF_FOUR, shards=shards, keep=keep, then=then))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
@@ -304,9 +345,7 @@ def test_state_goes_there_and_back(core: ShardedTrainer) -> None:
     state = core.state_dict()
     assert state["shard"] == {"rank": 0, "ranks": 1}
     policy = PolicyModel(tiny_module(seed=5), "float64", served=True)
-    other = ShardedTrainer(
-        policy, tiny_module(seed=5), TrainConfig(lr=0.01), core.reducer, max_completion_length=MAX_LENGTH
-    )
+    other = ShardedTrainer(policy, tiny_module(seed=5), TrainConfig(lr=0.01), World(), max_completion_length=MAX_LENGTH)
     other.load_state_dict(state)
     assert other.version == 2 and torch.equal(other.policy.flat.working, core.policy.flat.working)
     for trainer in (core, other):
@@ -329,6 +368,6 @@ def test_a_module_for_each_expert_is_refused_and_so_is_a_missing_group() -> None
     module = tiny_module()
     module.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
     with pytest.raises(ConfigError, match=r"for each expert \(model\.layers\.1\.mlp\.experts\).*=replicate"):
-        ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
+        ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD, collectives=World())
     with pytest.raises(LifecycleError, match="needs a process group"):
-        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
+        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD, collectives=World())

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_helpers import (
     MAX_LENGTH,
     everything,
@@ -29,6 +31,8 @@ from training_partition import part
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.registry import build_loss
+from asyncrl.checkpoint.manifest import STATE
+from asyncrl.checkpoint.shards import join_shards
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
@@ -52,6 +56,10 @@ class Case:
     steps: int = 2
     silent: list[int] = field(default_factory=list)  # by rank: groups without advantages, counted and not run
     routes: bool = False  # recorded ones of experts
+    shards: int | None = None  # ranks that hold one copy of the model
+    keep: bool = False  # weights stay gathered, gradients are reduced once
+    # After the first step the state is saved and loaded by a trainer with these values of `shards` and `keep`.
+    then: list[Any] | None = None
     plain: bool = False  # every term of the loss is a multiple of the advantage
 
     def line(self) -> str:
@@ -108,27 +116,65 @@ def summary(result: Any) -> dict[str, float]:
 def make_sharded(world: Any, case: Case) -> ShardedTrainer:
     policy = PolicyModel(tiny_module(case.kind, case.tied), case.dtype, served=True)
     return ShardedTrainer(
-        policy, tiny_module(case.kind, case.tied), settings(case), world, max_completion_length=MAX_LENGTH
+        policy,
+        tiny_module(case.kind, case.tied),
+        settings(case),
+        world,
+        max_completion_length=MAX_LENGTH,
+        shards=case.shards,
+        keep=case.keep,
     )
 
 
-def sharded(world: Any, case: Case, rank: int) -> dict[str, Any]:
+class CollectiveCount(TorchDispatchMode):
+    """Counts collectives by name, those of FSDP2 too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> ShardedTrainer:
+    """A trainer with the cut of `case.then` and the state of `trainer`, by way of the files of a checkpoint."""
+    assert case.then is not None
+    state = trainer.state_dict()
+    (out / STATE).mkdir(exist_ok=True)
+    if world.rank < trainer.shards:
+        torch.save(state, out / STATE / f"shard_{world.rank}.pt")
+    world.all_gather_bytes(b"written")
+    first = torch.load(out / STATE / "shard_0.pt", weights_only=True)
+    other = make_sharded(world, replace(case, shards=case.then[0], keep=case.then[1]))
+    other.load_state_dict(join_shards(out, first))
+    world.all_gather_bytes(b"read")
+    return other
+
+
+def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
     trainer = make_sharded(world, case)
-    served = trainer.policy.flat
     batches = batches_of(case, rank)
-    numbers = []
-    for _ in range(case.steps):
-        trainer.begin_train_step(loss_of(case))
-        for number, batch in enumerate(batches):
-            for _ in range(case.rounds.count(number)):
+    numbers, collectives = [], []
+    for step in range(case.steps):
+        if step == 1 and case.then is not None:
+            trainer = reopened(world, case, trainer, out)
+        with CollectiveCount() as counter:
+            trainer.begin_train_step(loss_of(case))
+            for number, batch in enumerate(batches):
+                for _ in range(case.rounds.count(number)):
+                    trainer.train_round()
+                trainer.train_microbatch(batch)
+            for _ in [at for at in case.rounds if at >= len(batches)]:
                 trainer.train_round()
-            trainer.train_microbatch(batch)
-        for _ in [at for at in case.rounds if at >= len(batches)]:
-            trainer.train_round()
-        numbers.append(summary(trainer.finish_train_step()))
-    parameters = trainer.sharded.parameters
+            numbers.append(summary(trainer.finish_train_step()))
+        collectives.append(dict(counter.counts))
+    parameters, served = trainer.sharded.parameters, trainer.policy.flat
     return {
         "numbers": numbers,
+        "collectives": collectives,
         "gradient": {name: grad.clone() for name, grad in parameters.named_grads()},
         "masters": {name: master.clone() for name, master in parameters.named_masters()},
         "served": {name: values.clone() for name, values in served.named_masters()},
@@ -145,7 +191,7 @@ def main() -> None:
     with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=60, single_rank_group=True) as world:
         for line in sys.stdin:
             case = Case(**json.loads(line))
-            torch.save(sharded(world, case, int(rank)), Path(out) / f"{rank}.pt")
+            torch.save(sharded(world, case, int(rank), Path(out)), Path(out) / f"{rank}.pt")
             print("done", flush=True)
 
 
