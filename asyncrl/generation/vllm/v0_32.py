@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ from asyncrl.types import RoutesArray
 
 from .engine import ChooseTokens
 from .recording import RecordedPiece, fill, record
+from .temporary import temporary_folder
 from .v0_32_routes import CachedRoutes
 from .versions import BLOCK, GPU_WORKSPACE
 
@@ -117,7 +117,7 @@ class VllmCore:
         loader = _register_loader(spec)
         try:
             _inspect_here(spec.config["architectures"])
-            with _temporary_folder() as temporary, _plain_layers(device):
+            with temporary_folder() as temporary, _plain_layers(device):
                 folder = write_config(spec.config, temporary if device.type == "cpu" else envs.VLLM_CACHE_ROOT)
                 engine = LLMEngine.from_vllm_config(_engine_config(folder, spec, limits), disable_log_stats=True)
         except ConfigError:
@@ -269,19 +269,6 @@ def write_config(config: Mapping[str, Any], root: str) -> str:
     written.write_text(text, encoding="utf-8")
     written.replace(folder / "config.json")
     return str(folder)
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
-    """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
-    group behind. Errors: OSError."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="asyncrl-engine-") as folder:
-        tempfile.tempdir = folder
-        try:
-            yield folder
-        finally:
-            tempfile.tempdir = before
 
 
 def _require_build(device: torch.device) -> None:

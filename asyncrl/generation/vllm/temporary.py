@@ -1,0 +1,65 @@
+"""The temporary files of vLLM's start, and their removal after a worker that was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "asyncrl-engine-"
+_MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
+    group behind. Folders of killed processes are removed before. Errors: OSError."""
+    before, root = tempfile.tempdir, tempfile.gettempdir()
+    _remove_orphans(Path(root))
+    folder, descriptor = _locked_folder(root)
+    tempfile.tempdir = folder
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = before
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_folder(root: str) -> tuple[str, int]:
+    """A new folder, and a descriptor with a lock. By the lock processes see that this process lives, in other containers too."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+        # Another process may remove the folder before it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(folder):
+                return folder, descriptor
+            os.close(descriptor)
+
+
+def _remove_orphans(root: Path) -> None:
+    for folder in root.glob(f"{_PREFIX}*"):
+        # OSError: the folder's process lives, or the folder is of another user, or it is gone.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    for file in folder.iterdir():
+                        remove_segments(file.name)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def remove_segments(name: str) -> None:
+    """Remove the shared memory whose names vLLM derives from the file `name` of its process group."""
+    if name.startswith("vllm_dist_"):
+        for path in _MEMORY.glob(f"{name}-*"):
+            path.unlink(missing_ok=True)
