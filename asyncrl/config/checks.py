@@ -380,6 +380,11 @@ def _check_generation(config: Config) -> Iterator[str]:
             "placement out (dry_run.shared_device=false simulates a second device)"
         )
     if config.generation.engine != "vllm":
+        if config.generation.tensor_parallel > 1:
+            yield (
+                f"generation.tensor_parallel is {config.generation.tensor_parallel} but generation.engine is "
+                f"{config.generation.engine}, which runs on one device; set generation.engine=vllm, or leave tensor_parallel out"
+            )
         return
     if config.generation.placement == "shared":
         yield (

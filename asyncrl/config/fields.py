@@ -25,8 +25,8 @@ _WORDS = {
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 # Text of errors about settings that split an engine, such as `tensor_parallel_size`.
 SPLIT_ENGINE_MESSAGE = (
-    "an engine cannot be split over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has "
-    "the whole model on one device; to use more devices, set generation.workers and generation.devices, or start more ranks"
+    "an engine cannot be split by pipeline, expert or data parallelism of vLLM; to use more devices, set "
+    "generation.tensor_parallel, or generation.workers and generation.devices, or start more ranks"
 )
 # Setting -> its names in TRL, verl and others, if those are spelled too differently to be found by similarity. A name is given
 # in full or without its leading sections.
@@ -81,6 +81,7 @@ _FOREIGN_NAMES: Mapping[str, str] = {
     "telemetry.rollouts_per_step": "log_completions",
     "telemetry.sinks": "report_to logger wandb",
     "generation.engine": "use_vllm rollout.name",
+    "generation.tensor_parallel": "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size gen_tp",
     "generation.placement": "vllm_mode",
     "engine.kv_positions": "gpu_memory_utilization vllm_gpu_memory_utilization",
 }

@@ -227,7 +227,7 @@ def _unknown(name: str, source: str, schema: type[Config] = Config, key: str = "
     if "." in key:
         section, _, inner = key.partition(".")
         advice = f"in a file write `{section}: {{{inner}: ...}}`"
-    elif "parallel" in name:
+    elif "parallel" in name and "tensor" not in name:
         advice = SPLIT_ENGINE_MESSAGE
     return f"unknown key {name!r} ({source}); {advice}"
 

@@ -162,6 +162,9 @@ class GenerationConfig(SettingsSection):
         "GPUs of the workers of this machine (cuda:1, ...), dealt out to its ranks in turn; a rank may train on one, too. Empty: "
         "the GPUs on which no rank trains, or else the trainer's.",
     )
+    tensor_parallel: int = field(
+        1, "Devices of one vLLM engine: each has a part of every layer, and a process of its own. Only with vllm.", ge=1
+    )
     threads: int | None = field(
         None,
         "CPU threads of a worker; derived: as `threads`, with the cores shared out equally among trainer and workers.",

@@ -154,10 +154,14 @@ def fit_card(
 
 def worker_parts(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
     """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
-    # The embedded engine copies both halves of the board. vLLM has its own parameters and a copy of one half.
-    weights = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
+    # The embedded engine copies both halves of the board. vLLM has its own parameters, or its part of them, and a copy of one half.
+    half, split = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize, placement.tensor_parallel
     process = _CONTEXT + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
-    return {"weights": weights, "kv_cache": placement.share(parts["kv_cache"]), "process": process}
+    return {
+        "weights": half + half // split,
+        "kv_cache": placement.share(parts["kv_cache"]) // split,
+        "process": process,
+    }
 
 
 def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
@@ -168,13 +172,13 @@ def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placem
     working = parts["working_copy"] if is_separate else 0
     if placement.trainer.type != "cpu":
         # Caches of workers on other GPUs are not counted.
-        beside_trainer = sum(not placement.on_other_device(number) for number in range(placement.workers))
+        beside_trainer = sum(not placement.on_other_device(process) for process in range(len(placement.devices)))
         # vLLM has its own parameters. The embedded engine reads the board.
-        own_bytes = board // 2 + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
+        own_bytes = board // 2 // placement.tensor_parallel + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
         return {
             "weight_board": board,
-            "workers": placement.workers * _CONTEXT + beside_trainer * own_bytes,
-            "kv_cache": parts["kv_cache"] * beside_trainer // placement.workers,
+            "workers": len(placement.devices) * _CONTEXT + beside_trainer * own_bytes,
+            "kv_cache": parts["kv_cache"] * beside_trainer // len(placement.devices),
             "working_copy": working,
         }
     per_worker = parts["packed_weights"] + parts["compiled"] + _PROCESS
@@ -183,7 +187,8 @@ def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placem
         # A cache block that is not full yet, for each sequence.
         partial_positions = BLOCK * placement.share(config.engine.max_sequences)
         # The largest use comes at the start, with weights that are not packed yet.
-        per_worker = board // 2 + parts["kv_cache"] * partial_positions // positions + _VLLM_PROCESS
+        processes = placement.tensor_parallel * _VLLM_PROCESS
+        per_worker = board // 2 + parts["kv_cache"] * partial_positions // positions + processes
     return {"weight_board": board, "workers": placement.workers * per_worker, "working_copy": working}
 
 

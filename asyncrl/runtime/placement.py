@@ -28,28 +28,36 @@ PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been c
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`devices`: one for each worker of this rank; empty: the engine shares the trainer's lane. `threads`: threads of a worker;
-    `trainer_threads`: threads of the trainer's lane. `line`: what was chosen and why, for the user. `trainer`: the device of the
-    trainer and of the weight board."""
+    """`devices`: `tensor_parallel` for each worker of this rank; empty: the engine shares the trainer's lane. `threads`: threads of
+    each process of a worker; `trainer_threads`: threads of the trainer's lane. `line`: what was chosen and why, for the user.
+    `trainer`: the device of the trainer and of the weight board."""
 
     devices: tuple[torch.device, ...]
     threads: int
     trainer_threads: int
     line: str
     trainer: torch.device = _CPU
+    tensor_parallel: int = 1
 
     @property
     def workers(self) -> int:
         """Number of workers; 0: trainer and engine share a lane."""
-        return len(self.devices)
+        return len(self.devices) // self.tensor_parallel
 
     def share(self, total: int) -> int:
         """`total` divided by the number of engines, rounded up."""
         return -(-total // max(self.workers, 1))
 
     def on_other_device(self, number: int) -> bool:
-        """Whether this worker is on another device than the trainer. Such a worker reads a copy of the board."""
+        """Whether this process of a worker is on another device than the trainer. Such a process reads a copy of the board.
+        `number`: of the process, which is the number of the worker unless workers are split."""
         return self.devices[number] != self.trainer
+
+    def message(self, number: int) -> dict[str, Any]:
+        """For the setup of this worker: the devices of its processes, and whether each reads a copy of the board."""
+        processes = range(number * self.tensor_parallel, (number + 1) * self.tensor_parallel)
+        devices = [str(self.devices[process]) for process in processes]
+        return {"devices": devices, "copies": [self.on_other_device(process) for process in processes]}
 
 
 def choose_engine(config: Config, device: torch.device) -> tuple[Config, list[str]]:
@@ -130,8 +138,9 @@ def place(
         engine = f" with vLLM {require_vllm(trainer.type)}"
         refuse_ranks()
     devices = _devices(config, trainer, world, spare, count)
-    workers = len(devices)
-    per_worker, trainer_threads, why_threads = _threads(config, trainer, world, weights, workers)
+    split = generation.tensor_parallel
+    workers = len(devices) // split
+    per_worker, trainer_threads, why_threads = _threads(config, trainer, world, weights, len(devices))
     if generation.placement != "auto":
         reason = "as set"
     elif configured:
@@ -140,10 +149,10 @@ def place(
         reason = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
     names = ", ".join(dict.fromkeys(map(str, devices)))
     line = (
-        f"generation: {workers} worker(s){engine} on {names}, {per_worker} thread(s) each, {trainer_threads} for the trainer "
-        f"({reason}); threads: {why_threads}"
+        f"generation: {workers} worker(s){engine}{f', each split over {split} devices,' if split > 1 else ''} on {names}, "
+        f"{per_worker} thread(s) each, {trainer_threads} for the trainer ({reason}); threads: {why_threads}"
     )
-    return Placement(devices, per_worker, trainer_threads, line, trainer)
+    return Placement(devices, per_worker, trainer_threads, line, trainer, split)
 
 
 def _threads(
@@ -188,13 +197,20 @@ def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device
 def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
-    """One device for each worker of this rank. The ranks of a machine get `generation.devices` in turn, and share a device if there
-    are too few. Without that setting workers use spare GPUs, else the trainer's device. Errors: ConfigError."""
+    """The devices of each worker of this rank: as many as `generation.tensor_parallel`. The ranks of a machine get
+    `generation.devices` in turn, and share a device if there are too few. Without that setting workers use spare GPUs, else the
+    trainer's device. Errors: ConfigError."""
     named = [_parse_device(text, trainer, gpus) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
     devices = (named[rank::ranks] or [named[rank % len(named)]]) if named else ([*spare] or [trainer])
-    count = config.generation.workers or (len(devices) if named else 1)
-    return tuple(devices[number % len(devices)] for number in range(count))
+    split = config.generation.tensor_parallel
+    if trainer.type == "cuda" and len(set(devices)) < split:
+        raise ConfigError(
+            f"generation.tensor_parallel is {split}, and the workers of a rank have {len(set(devices))} GPU(s): "
+            f"{', '.join(map(str, devices))}; name {split} for each rank in generation.devices, or make tensor_parallel smaller"
+        )
+    count = config.generation.workers or (max(1, len(devices) // split) if named else 1)
+    return tuple(devices[number % len(devices)] for number in range(count * split))
 
 
 def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:

@@ -107,7 +107,7 @@ def _make_engine(
 
     def setup(number: int) -> Setup:
         return Setup(
-            message | {"device": str(placement.devices[number]), "copies": placement.on_other_device(number)},
+            message | placement.message(number),
             (board.fd,),
             dict.fromkeys(_THREADS, str(placement.threads)),
             None if logs is None else logs / f"worker-{number}.log",
@@ -143,12 +143,14 @@ def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: Routes
             "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
         )
     config = json.loads(policy.config.to_json_string(use_diff=False))
+    cache = cache_shape(policy.config, 1, 1)
     return {
         "config": config | {"architectures": [type(policy.module).__name__]},
         "layout": asdict(policy.weights.layout()),
         "vocabulary": int(text.vocab_size),
         "stop_ids": eos_token_ids(policy.module, tokenizer),
-        "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
+        "position_bytes": cache.nbytes(policy.dtype),
+        "kv_heads": cache.heads,
         "routes": None if routes is None else asdict(routes),
         "routed": has_experts(policy.module),
     }

@@ -139,7 +139,7 @@ class PlainCore:
         self.recomputed += 1
 
     @torch.no_grad()
-    def bind(self, buffer: Tensor) -> None:
+    def bind(self, buffer: Tensor, version: int) -> None:
         views = dict(self._policy.weights.layout().views(buffer))
         for name, parameter in self._plain.named_parameters():
             parameter.copy_(views[name])
@@ -185,14 +185,28 @@ def form_of(policy: PolicyModel) -> dict[str, Any]:
     return config | {"architectures": [type(policy.module).__name__]}
 
 
-def vllm_core(policy: PolicyModel, choose: Any, *, sequences: int, context: int, positions: int, **options: Any) -> Any:
-    """On the thread that uses it. What vLLM says while it is imported and built are no warnings of ours."""
+def vllm_core(
+    policy: PolicyModel,
+    choose: Any,
+    *,
+    sequences: int,
+    context: int,
+    positions: int,
+    split: tuple[Board, bool] | None = None,
+    parts: int = 2,
+    **options: Any,
+) -> Any:
+    """On the thread that uses it. What vLLM says while it is imported and built are no warnings of ours. `split`: the board that
+    the `parts` processes of the engine read, and whether all but the first read a copy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter = load_adapter()
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.CoreLimits(sequences + 1, max(context, 17), positions + 17, 64, size)
         form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
+        if split is not None:
+            board, copies = split
+            options["split"] = adapter.Split(board, [torch.device("cpu")] * parts, [False] + [copies] * (parts - 1))
         return adapter.VllmCore(form, room, choose, **options)
 
 
@@ -244,9 +258,11 @@ async def opened_core(
     plain: PreTrainedModel,
     tokenizer: Any = None,
     routes: RoutesShape | None = None,
+    split: tuple[Board, bool] | None = None,
+    parts: int = 2,
     **options: Any,
 ) -> AsyncIterator[OpenedCore]:
-    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module."""
+    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module. `split`: see `vllm_core`."""
     numbers = {"max_sequences": 8, "max_context": 96} | options
     positions = numbers["max_sequences"] * numbers["max_context"]
     cores: list[Any] = []
@@ -255,7 +271,7 @@ async def opened_core(
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
         core = PlainCore(policy, plain, choose)
         if kind != "plain":
-            core = vllm_core(policy, choose, **sizes, routes=routes)
+            core = vllm_core(policy, choose, **sizes, routes=routes, split=split, parts=parts)
         cores.append(core)
         return core
 

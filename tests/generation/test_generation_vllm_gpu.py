@@ -87,7 +87,7 @@ class LaunchingCore:
         self.computed: list[float] = []
         self._stream = stream
 
-    def bind(self, buffer: Tensor) -> None:
+    def bind(self, buffer: Tensor, version: int) -> None:
         self._stream.launch("copy", lambda: self.parameter.copy_(buffer))
 
     def step(self) -> list[Any]:
@@ -165,19 +165,48 @@ def test_on_a_gpu_vllm_compiles_and_takes_the_memory_of_weights_and_cache(eighty
     cache = arguments.kv_cache_memory_bytes
     assert cache == (128 // 32 + 2 + 1) * 32 * 512
     assert arguments.gpu_memory_utilization == (spec.buffer.nbytes + cache + GPU_WORKSPACE) / (80 << 30)
+    split = adapter._engine_arguments("/nowhere", spec, limits, 2)
+    assert split.tensor_parallel_size == 2 and split.kv_cache_memory_bytes == cache
+    assert split.gpu_memory_utilization == (spec.buffer.nbytes // 2 + cache + GPU_WORKSPACE) / (80 << 30)
     assert adapter.memory_share(spec, limits, 1 << 30) == 1.0
     assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @needs_vllm
-def test_vllm_computes_on_the_device_of_the_buffer(eighty_gib: None, tmp_path: Path) -> None:
-    """By the number that vLLM's own executor finds."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_vllm_computes_on_the_device_of_the_buffer(eighty_gib: None, tmp_path: Path, number: int) -> None:
+    """By the number that vLLM's own executor finds: two workers are on two cards."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     adapter, spec, limits = gpu_spec()
+    spec.buffer.device = torch.device("cuda", number)
     config = adapter._engine_config(adapter.write_config(spec.config, str(tmp_path)), spec, limits)
     _, rank, local_rank = UniProcExecutor._distributed_args(SimpleNamespace(vllm_config=config))
-    assert (rank, local_rank) == (0, GPU.index)
+    assert (rank, local_rank) == (0, number)
+
+
+@needs_vllm
+def test_each_process_of_a_split_engine_computes_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process gets the number of its card, opens the board on that card, and reads a copy."""
+    load_adapter()
+    from asyncrl.generation.vllm import v0_32_split
+    from asyncrl.generation.vllm.v0_32_split import Split, SplitExecutor
+
+    sent = list[Any]()
+    process = SimpleNamespace(wait=lambda: 0)
+    ends = SimpleNamespace(send=sent.append), SimpleNamespace(fileno=lambda: 5, close=lambda: None)
+    monkeypatch.setattr(v0_32_split, "Pipe", lambda: ends)
+    monkeypatch.setattr(v0_32_split.subprocess, "Popen", lambda *_, **__: process)
+    executor: Any = object.__new__(SplitExecutor)
+    board: Any = SimpleNamespace(description={}, fd=9, layout="digest")
+    executor.split = Split(board, [torch.device("cuda", index) for index in (0, 3)], [False, True])
+    executor.config, executor.layout, executor.vllm_config = {}, None, None
+    executor._channels, executor._processes, executor._watchers = [], [], []
+    executor._arguments, executor._closing = ("file:///group", 0, 0), False
+    executor._start(1)
+    (_, _, _, copy_to), _, _, device, options = sent[0]
+    assert copy_to == device == torch.device("cuda", 3)
+    assert (options["rank"], options["local_rank"], options["distributed_init_method"]) == (1, 3, "file:///group")
 
 
 @needs_vllm
@@ -301,7 +330,7 @@ def fill_some(*arguments):
     filled.append(fill(*arguments))
 
 adapter.fill = fill_some
-core.bind(board.half(1))
+core.bind(board.half(1), 1)
 """
 
 

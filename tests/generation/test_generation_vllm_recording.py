@@ -10,7 +10,7 @@ from generation_cores import VOCABULARY, small_model
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.recording import RecordedPiece, fill, record
+from asyncrl.generation.vllm.recording import RecordedPiece, fill, record, require_all_read
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.parameters.layout import Layout
 
@@ -63,7 +63,9 @@ class Fused:
         }
 
     def record(self, load: Callable[[Loaded], object] | None = None) -> dict[str, list[RecordedPiece]]:
-        return record(load or self.load, self.flat.layout(), self.flat.working, self.targets)
+        recorded = record(load or self.load, self.flat.layout(), self.flat.working, self.targets)
+        require_all_read(self.flat.layout(), [piece for pieces in recorded.values() for piece in pieces])
+        return recorded
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -130,6 +132,41 @@ def test_what_is_no_copy_of_the_buffer_is_refused_by_name(what: str) -> None:
     model = Fused("llama")
     with pytest.raises(ConfigError, match=f"{WRONG[what]}.*use generation.engine=embedded"):
         model.record(wrong_load(model, what))
+
+
+def test_the_parts_of_two_processes_are_copied_from_rows_and_columns() -> None:
+    """As vLLM's tensor parallelism has them: rows of most weights, columns of o_proj and down_proj, and norms in both."""
+    flat = ServedParameters(small_model("llama"), torch.float32)
+    layout = flat.layout()
+
+    def part(name: str, weight: Tensor, rank: int) -> Tensor:
+        if weight.ndim == 1:
+            return weight
+        return weight.chunk(2, 1 if "o_proj" in name or "down_proj" in name else 0)[rank]
+
+    both = list[RecordedPiece]()
+    for rank in (0, 1):
+        targets = {name: torch.empty_like(part(name, weight, rank)) for name, weight in layout.views(flat.working)}
+
+        def load(weights: Loaded, rank: int = rank, targets: dict[str, Tensor] = targets) -> None:
+            for name, weight in weights:
+                targets[name].copy_(part(name, weight, rank))
+
+        recorded = record(load, layout, flat.working, targets)
+        # Half a buffer of a slab does not begin where its storage does.
+        later = torch.randn(flat.size + 8, generator=torch.Generator().manual_seed(rank))[8:]
+        for name, weight in layout.views(later):
+            fill(recorded[name], later, targets[name])
+            assert torch.equal(targets[name], part(name, weight, rank)), name
+            assert len(recorded[name]) == 1
+        pieces = [piece for pieces in recorded.values() for piece in pieces]
+        with pytest.raises(ConfigError, match=r"does not read the weight model.embed_tokens.weight"):
+            require_all_read(layout, pieces)
+        both += pieces
+    require_all_read(layout, both)
+    without = [piece for piece in both if piece.rows == 1 or piece.size != 96]
+    with pytest.raises(ConfigError, match=r"does not read the weight model.layers.0.mlp.down_proj.weight"):
+        require_all_read(layout, without)
 
 
 def test_a_layout_survives_its_message() -> None:

@@ -38,7 +38,7 @@ def reload_weights(core: Any, policy: PolicyModel) -> None:
 
 
 def bind(core: Any, policy: PolicyModel) -> None:
-    type(core).bind(core, policy.weights.working)
+    type(core).bind(core, policy.weights.working, policy.version)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def sent_after(way: Callable[[Any, PolicyModel], None], policy: PolicyMode
     sent = list[Any]()
     async with opened_core("vllm", policy, plain) as made, board_of(policy) as (owner, board):
         reader = WeightReader(board, made.engine, made.lane, sent.append)
-        made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
+        made.cores[0].bind = lambda *_: way(made.cores[0], policy)
         version = change_weights(policy)
         owner.write(version % 2, version, policy.weights.working)
         await reader.move(version, version % 2, fixed_logprobs(policy))

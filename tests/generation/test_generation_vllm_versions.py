@@ -42,12 +42,19 @@ def test_settings_that_vllm_cannot_meet_are_refused_by_name(overrides: tuple[str
 @pytest.mark.parametrize(
     "name",
     [
-        "generation.tensor_parallel_size", "engine.pipeline_parallel_size", "generation.data_parallel_size",
-        "generation.enable_expert_parallel", "vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size",
+        "engine.pipeline_parallel_size", "generation.data_parallel_size", "generation.enable_expert_parallel",
     ],
 )  # fmt: skip
-def test_one_engine_over_many_devices_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}'.*engine cannot be split over.*generation.workers"):
+def test_other_ways_to_split_an_engine_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}'.*engine cannot be split by.*generation.workers"):
+        config_of(f"{name}=2")
+
+
+@pytest.mark.parametrize(
+    "name", ["generation.tensor_parallel_size", "vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"]
+)
+def test_names_of_tensor_parallelism_elsewhere_lead_to_the_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"the nearest is 'generation.tensor_parallel'"):
         config_of(f"{name}=2")
 
 
@@ -55,7 +62,7 @@ def test_ranks_of_vllms_own_are_refused_where_the_engine_is_placed(monkeypatch: 
     """Its engine would wait for others that nobody starts."""
     monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*engine cannot be split over.*generation.workers"):
+    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*engine cannot be split by.*generation.workers"):
         place(resolve(config_of()), torch.device("cpu"), World.from_env())
     monkeypatch.setenv("VLLM_DP_SIZE", "1")
     assert place(resolve(config_of()), torch.device("cpu"), World.from_env()).workers == 1

@@ -20,7 +20,7 @@ from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
 from asyncrl.runtime.cards import AssumedCards, Cards
 from asyncrl.runtime.decided import decide
-from asyncrl.runtime.memory import fit_card, predicted
+from asyncrl.runtime.memory import fit_card, predicted, worker_parts
 from asyncrl.runtime.placement import Placement, choose_engine, place
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.progress import Stages
@@ -211,6 +211,39 @@ def test_vllm_generates_on_a_spare_gpu_or_beside_the_trainer(
     assert placement.devices == (torch.device("cuda", index),) and "with vLLM 0.32.0 on cuda:" in placement.line
 
 
+@pytest.mark.parametrize(
+    ("count", "overrides", "expected"),
+    [
+        (3, (), [[1, 2]]),
+        (5, ("generation.workers=2",), [[1, 2], [3, 4]]),
+        (5, ("generation.devices=[cuda:1,cuda:2,cuda:3,cuda:4]",), [[1, 2], [3, 4]]),
+        (2, ("generation.devices=[cuda:0,cuda:1]",), [[0, 1]]),
+    ],
+)
+def test_a_split_worker_has_as_many_gpus_as_parts(
+    monkeypatch: pytest.MonkeyPatch, count: int, overrides: tuple[str, ...], expected: list[list[int]]
+) -> None:
+    gpus(monkeypatch, count)
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    settings = ("generation.engine=vllm", "generation.tensor_parallel=2", *overrides)
+    placement = place(load_config([], settings), GPU, ONE)
+    assert placement.workers == len(expected)
+    for number, devices in enumerate(expected):
+        names, copies = [f"cuda:{index}" for index in devices], [index != 0 for index in devices]
+        assert placement.message(number) == {"devices": names, "copies": copies}
+    assert f"{len(expected)} worker(s) with vLLM 0.32.0, each split over 2 devices, on cuda:" in placement.line
+
+
+def test_a_worker_that_is_split_over_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    settings = ("generation.engine=vllm", "generation.tensor_parallel=2")
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel is 2, and the workers of a rank have 1 GPU\(s\): cuda:1; name 2"
+    ):
+        place(load_config([], settings), GPU, ONE)
+
+
 def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
     monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0+cpu")
@@ -233,6 +266,11 @@ def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.Monkey
         (REAL, ("generation.placement=shared", "generation.workers=2"), "generation.workers is 2 but .* is shared"),
         (REAL, ("generation.placement=shared", "generation.devices=cuda:1"), "generation.devices is .* is shared"),
         (REAL, ("rollout.weight_sync_interval=2",), "generation.placement=worker"),
+        (
+            REAL,
+            ("generation.engine=embedded", "generation.tensor_parallel=2"),
+            "which runs on one device; set generation.eng",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -262,6 +300,12 @@ def test_memory_counts_the_board_and_what_lies_beside_the_trainer(
         # Beside the trainer vLLM also has its own parameters, and memory for a step.
         own = int(2 * here) * (board // 2 + versions.GPU_WORKSPACE)
         assert predicted(vllm, placement=placement)["workers"] == parts["workers"] + own
+        # One worker over both devices: each has half of the parameters and of the cache.
+        split = predicted(vllm, placement=replace(placement, tensor_parallel=2))
+        assert split["kv_cache"] == parts["kv_cache"]
+        assert split["workers"] == parts["workers"] + int(2 * here) * (board // 4 + versions.GPU_WORKSPACE)
+    worker = worker_parts(vllm, replace(placement, tensor_parallel=2), alone)
+    assert worker["weights"] == board // 2 + board // 4 and worker["kv_cache"] == alone["kv_cache"] // 2
 
 
 VLLM_MODEL = Path(__file__).with_name("runtime_model.py")

@@ -16,6 +16,7 @@ from test_runtime_workers import gone, left, run, workers_of
 
 from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import installed_version
+from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import Runtime
 
 pytestmark = pytest.mark.skipif(
@@ -29,22 +30,38 @@ WIDE: dict[str, Any] = REAL | {
 }
 EXPERTS = f"model.path={MODEL}:build_wide_experts"
 VLLM = ("generation.engine=vllm", "generation.threads=1")
+PARTNER = "asyncrl.generation.vllm.v0_32_partner"
+SPLIT = (*VLLM, "generation.tensor_parallel=2")
 
 
-@pytest.mark.parametrize("more", [(), ("model.lora.rank=4",), (EXPERTS, "algorithm.router_replay=true")])
+@pytest.mark.parametrize(
+    ("more", "apart"),
+    [
+        ((), VLLM),
+        (("model.lora.rank=4",), VLLM),
+        ((EXPERTS, "algorithm.router_replay=true"), VLLM),
+        (("generation.workers=2",), VLLM),
+        ((), SPLIT),
+        ((EXPERTS, "algorithm.router_replay=true"), SPLIT),
+    ],
+)
 async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(
-    tmp_path: Path, more: tuple[str, ...]
+    tmp_path: Path, more: tuple[str, ...], apart: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two workers fetch each version, as workers on two other GPUs do."""
+    if "generation.workers=2" in more:
+        monkeypatch.setattr(Placement, "on_other_device", lambda self, number: True)
     sync = ("preset=sync", "telemetry.rollouts_per_step=64", *more)
     shared = await run(tmp_path / "shared", *sync, base=WIDE)
     children: list[int] = []
 
     def look(runtime: Runtime) -> None:
         worker = psutil.Process(workers_of(runtime)[0])
-        children.extend(each.pid for each in worker.children(recursive=True))
+        started = worker.children(recursive=True)
+        children.extend(each.pid for each in started if apart is VLLM or PARTNER in each.cmdline())
 
-    apart = await run(tmp_path / "apart", *sync, *VLLM, base=WIDE, at={2: look})
-    assert apart.version == shared.version == 4 and not children
+    summary = await run(tmp_path / "apart", *sync, *apart, base=WIDE, at={2: look})
+    assert summary.version == shared.version == 4 and len(children) == (apart is SPLIT)
     ours, theirs = (rollouts_of(tmp_path / name / "runs/run") for name in ("apart", "shared"))
     tokens = [[(row["group_id"], row["member"], row["completion"]) for row in rows] for rows in (ours, theirs)]
     assert len(tokens[0]) == 4 * 16 and tokens[0] == tokens[1]
@@ -93,25 +110,43 @@ async def test_experts_in_bfloat16_are_trained_with_vllm(tmp_path: Path) -> None
     assert compared and 0 < max(compared) < 0.3
 
 
-async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
+def partner_of(worker: int) -> int:
+    """The other process of a split worker."""
+    children = psutil.Process(worker).children()
+    return next(int(child.pid) for child in children if PARTNER in child.cmdline())
+
+
+@pytest.mark.parametrize("what", ["worker", "split worker", "partner"])
+async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path, what: str) -> None:
     killed: list[int] = []
 
     def kill(runtime: Runtime) -> None:
-        killed.append(workers_of(runtime)[0])
-        os.kill(killed[0], signal.SIGKILL)
+        worker = workers_of(runtime)[0]
+        if what != "worker":
+            killed.append(partner_of(worker))
+        killed.append(worker)
+        os.kill(killed[0 if what == "partner" else -1], signal.SIGKILL)
 
-    summary = await run(tmp_path / "killed", *VLLM, "train.max_steps=8", base=WIDE, at={2: kill})
-    assert killed and gone(killed[0]) and summary.version == 8
+    memory = set(os.listdir("/dev/shm"))
+    settings = VLLM if what == "worker" else SPLIT
+    summary = await run(tmp_path / "killed", *settings, "train.max_steps=8", base=WIDE, at={2: kill})
+    assert all(map(gone, killed))
+    assert not [name for name in set(os.listdir("/dev/shm")) - memory if "vllm" in name]
+    text = f"partner 1 of this worker (process {killed[0]}) was killed by signal 9"
+    log = (tmp_path / "killed/runs/run/workers/worker-0.log").read_text()
+    assert (text in log) == (what == "partner")
+    assert killed and summary.version == 8
     assert summary.books.trained == 32 and summary.books.failed == 0
     assert all(line["staleness/max"] <= 2 for line in metrics_of(tmp_path / "killed/runs/run"))
     assert not left()
 
 
-def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [VLLM, SPLIT])
+def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path, settings: tuple[str, ...]) -> None:
     """The node alone is killed: its workers, which have process groups of their own, end with it."""
     tree = WIDE | {"train": WIDE["train"] | {"max_steps": 100_000}}
     run = tmp_path / "runs/run"
-    node = Process(tmp_path, str(write_yaml(tmp_path, tree)), f"run.dir={tmp_path}/runs", *VLLM)
+    node = Process(tmp_path, str(write_yaml(tmp_path, tree)), f"run.dir={tmp_path}/runs", *settings)
     try:
         node.wait_until((run / "metrics.jsonl").exists, "a step")
         log = (run / "workers/worker-0.log").read_text()

@@ -206,7 +206,7 @@ class VllmEngine(OwnedEngine):
 
     def move_to(self, half: Tensor, version: int) -> None:
         """Use the weights in `half`, which have this version, for all later tokens. Call this on the lane."""
-        self._core.bind(half)
+        self._core.bind(half, version)
         self.version = version
         if self._recompute:
             self._core.forget_caches()

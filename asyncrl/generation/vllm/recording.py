@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,19 +24,24 @@ _USE_OTHER = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """A copy of `size` elements, from offset `source` of the buffer to offset `target` of the parameter. None: padding."""
+    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are neighbours. The rows begin at
+    offset `source` of the buffer, `step` elements apart. More than one row: the columns that a process of a split engine has.
+    `source` None: padding."""
 
     target: int
     source: int | None
     size: int
+    rows: int = 1
+    step: int = 0
 
 
 def fill(pieces: Iterable[RecordedPiece], buffer: Tensor, parameter: Tensor) -> None:
     """Copy the weights of `buffer` into a parameter. Padding stays zero."""
     flat = parameter.view(-1)
-    for target, source, size in pieces:
+    for target, source, size, rows, step in pieces:
         if source is not None:
-            flat[target : target + size].copy_(buffer[source : source + size])
+            rows_of_buffer = buffer.as_strided((rows, size), (step, 1), source + buffer.storage_offset())
+            flat[target : target + rows * size].view(rows, size).copy_(rows_of_buffer)
 
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -43,18 +49,16 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
     """The pieces that `load` copies from views of `buffer` into each of `targets`, which must not share storage. The pieces of a
-    parameter cover the parameter in order. Pieces that are neighbours in the buffer too are merged.
+    parameter cover the parameter in order. Pieces that are neighbours in the buffer too are merged. `require_all_read` must follow.
 
-    Errors: ConfigError for a parameter that does not consist only of copies, and for a weight that was not read.
+    Errors: ConfigError for a parameter that does not consist only of copies.
     """
     with _Copies(buffer, targets) as copies:
         load(layout.views(buffer))
-    recorded = {
+    return {
         name: _merge_pieces(name, tensor, [] if name in copies.computed else copies.found[name])
         for name, tensor in targets.items()
     }
-    _require_all_read(layout, [piece for pieces in recorded.values() for piece in pieces])
-    return recorded
 
 
 class _Copies(TorchDispatchMode):
@@ -63,7 +67,7 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._source = buffer.untyped_storage().data_ptr()
+        self._source, self._origin = buffer.untyped_storage().data_ptr(), int(buffer.storage_offset())
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in targets.items()}
         self.found: dict[str, list[RecordedPiece]] = {name: [] for name in targets}
         self.computed: set[str] = set()
@@ -99,9 +103,15 @@ class _Copies(TorchDispatchMode):
         if not isinstance(source, Tensor):
             return RecordedPiece(start, None, size) if source == 0 else None
         is_of_buffer = source.untyped_storage().data_ptr() == self._source
-        if not is_of_buffer or not source.is_contiguous() or source.shape != target.shape:
+        if not is_of_buffer or source.shape != target.shape:
             return None
-        return RecordedPiece(start, int(source.storage_offset()), size)
+        offset = int(source.storage_offset()) - self._origin
+        if source.is_contiguous():
+            return RecordedPiece(start, offset, size)
+        if source.ndim != 2 or source.stride(1) != 1:
+            return None
+        rows, columns = source.shape
+        return RecordedPiece(start, offset, columns, rows, source.stride(0))
 
 
 def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list[RecordedPiece]:
@@ -110,13 +120,18 @@ def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list
     for piece in sorted(found, key=lambda piece: piece.target):
         if piece.target != covered:
             break
-        covered += piece.size
+        covered += piece.size * piece.rows
         last = pieces[-1] if pieces else None
-        if last and last.source is not None and last.source + last.size == piece.source:
+        single = last is not None and last.rows == piece.rows == 1
+        if last and single and last.source is not None and last.source + last.size == piece.source:
             pieces[-1] = last._replace(size=last.size + piece.size)
         else:
             pieces.append(piece)
-    if covered != tensor.numel() or sum(piece.size for piece in found) != covered or not tensor.is_contiguous():
+    if (
+        covered != tensor.numel()
+        or sum(piece.size * piece.rows for piece in found) != covered
+        or not tensor.is_contiguous()
+    ):
         raise ConfigError(
             f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
             f"new versions cannot be handed to it; {_USE_OTHER}"
@@ -124,17 +139,22 @@ def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list
     return pieces
 
 
-def _require_all_read(layout: Layout, pieces: list[RecordedPiece]) -> None:
-    read = sorted((piece.source, piece.source + piece.size) for piece in pieces if piece.source is not None)
-    spans: list[tuple[int, int]] = []  # `read`, with touching spans joined
-    for start, end in read:
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            spans.append((start, end))
+def require_all_read(layout: Layout, pieces: Iterable[RecordedPiece]) -> None:
+    """`pieces`: of all parameters, in all processes of an engine. Errors: ConfigError for a weight that is not read as a whole."""
+    rows = np.array([piece[1:] for piece in pieces if piece.source is not None], np.int64).reshape(-1, 4)
+    source, size, count, step = (np.repeat(column, rows[:, 2]) for column in rows.T)
+    # The number of each row in its piece.
+    number = np.arange(count.size) - np.repeat(np.cumsum(rows[:, 2]) - rows[:, 2], rows[:, 2])
+    starts, ends = source + number * step, source + number * step + size
+    order = np.argsort(starts, kind="stable")
+    starts, furthest = starts[order], np.maximum.accumulate(ends[order])
+    # Spans of elements that were read: touching rows are one span.
+    first = np.flatnonzero(np.r_[True, starts[1:] > furthest[:-1]][: starts.size])
+    span_starts, span_ends = starts[first], furthest[np.r_[first[1:], starts.size] - 1][: first.size]
     for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True):
         last = offset + torch.Size(shape).numel()
-        if not any(start <= offset and last <= end for start, end in spans):
+        span = int(np.searchsorted(span_starts, offset, side="right")) - 1
+        if span < 0 or last > span_ends[span]:
             raise ConfigError(
                 f"model.path: vLLM does not read the weight {name} {shape}, so it would compute another model; {_USE_OTHER}"
             )

@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -48,9 +49,10 @@ from asyncrl.models.routing import RoutesShape
 from asyncrl.types import RoutesArray
 
 from .engine import ChooseTokens
-from .recording import RecordedPiece, fill, record
+from .recording import RecordedPiece, fill, record, require_all_read
 from .temporary import temporary_folder
 from .v0_32_routes import CachedRoutes
+from .v0_32_split import TRANSFER, Split, SplitExecutor, sends_tokens
 from .versions import BLOCK, GPU_WORKSPACE
 
 _FORMAT = "asyncrl"
@@ -64,7 +66,7 @@ _NAMES = {
     )
 }
 # Errors that vLLM raises for a model that it cannot run.
-_FAILURES = (
+FAILURES = (
     ValueError, RuntimeError, AssertionError, LookupError, AttributeError, ImportError, OSError, TypeError, MemoryError,
 )  # fmt: skip
 
@@ -87,7 +89,7 @@ class CoreLimits:
     context: int  # most tokens of one sequence
     positions: int  # cached positions of all sequences together
     step_tokens: int  # most tokens of one step
-    position_bytes: int  # keys and values of one position in all layers
+    position_bytes: int  # keys and values of a position, in one process
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +110,39 @@ class VllmCore:
     """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one core at a time."""
 
     def __init__(
-        self, spec: ModelSpec, limits: CoreLimits, choose: ChooseTokens, *, routes: RoutesShape | None = None
+        self,
+        spec: ModelSpec,
+        limits: CoreLimits,
+        choose: ChooseTokens,
+        *,
+        routes: RoutesShape | None = None,
+        split: Split | None = None,
     ) -> None:
-        """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. Errors: ConfigError if vLLM
-        cannot run this model, or if new weights could not be copied into it."""
+        """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. `split`: over which devices the
+        engine is split; None: it is not split. Errors: ConfigError if vLLM cannot run this model, or if new weights could not be
+        copied into it."""
         device = spec.buffer.device
         _require_build(device)
-        loader = _register_loader(spec)
+        if split is not None:
+            SplitExecutor.split, SplitExecutor.config, SplitExecutor.layout = split, spec.config, spec.layout
+            choose = sends_tokens(choose)
         try:
-            _inspect_here(spec.config["architectures"])
-            with temporary_folder() as temporary, _plain_layers(device):
+            with temporary_folder() as temporary, loading(spec) as loader:
                 folder = write_config(spec.config, temporary if device.type == "cpu" else envs.VLLM_CACHE_ROOT)
-                engine = LLMEngine.from_vllm_config(_engine_config(folder, spec, limits), disable_log_stats=True)
+                config = _engine_config(folder, spec, limits, 1 if split is None else len(split.devices))
+                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except ConfigError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise ConfigError(_failure_message(error, limits)) from error
         self._engine = engine
         self._client = engine.engine_core
         self._core = self._client.engine_core
-        runner = self._core.model_executor.driver_worker.worker.model_runner
+        executor = self._core.model_executor
+        runner = executor.driver_worker.worker.model_runner
         # Without the wrapper that replays CUDA graphs.
         self.model: nn.Module = runner.get_model()
-        runner.sampler = _Sampler(runner, choose)
+        runner.sampler = EngineSampler(runner, choose)
         self._scheduled: dict[str, int] = {}  # name of a request -> its tokens in the last step
         schedule = self._core.scheduler.schedule
 
@@ -140,8 +152,15 @@ class VllmCore:
             return output
 
         self._core.scheduler.schedule = schedule_and_record
-        _require_supported(self.model, loader.parameters, device)
+        require_supported(self.model, loader.parameters, device)
         self._weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
+        read = [piece for pieces, _ in self._weights for piece in pieces]
+        require_all_read(spec.layout, read if split is None else read + executor.recorded)
+        self._executor: SplitExecutor | None = None
+        if split is not None:
+            self._executor = executor
+            transfer = {"board": split.board, "weights": self._weights, "fetches": False}
+            executor.driver_worker.init_weight_transfer_engine(transfer)
         _require_cache(self._core, limits)
         self._routes: CachedRoutes | None = None
         if routes is not None:
@@ -199,9 +218,15 @@ class VllmCore:
     # -- weights: between two steps
 
     @torch.no_grad()
-    def bind(self, buffer: Tensor) -> None:
-        """Copy the weights in `buffer` into vLLM's parameters, in place. The next step computes with them. On a GPU this only
-        launches the copies; `buffer` may be changed after an event that is recorded now on the current stream."""
+    def bind(self, buffer: Tensor, version: int) -> None:
+        """Copy the weights of this version, in `buffer`, into vLLM's parameters, in place. The next step computes with them. On a
+        GPU this only launches the copies; `buffer` may be changed after an event that is recorded now on the current stream. A
+        split engine waits for its partners, which find the version on the board."""
+        if self._executor is not None:
+            self._executor.collective_rpc("start_weight_update")
+            self._executor.collective_rpc("update_weights", args=({"version": version},))
+            self._executor.collective_rpc("finish_weight_update")
+            return
         for pieces, parameter in self._weights:
             fill(pieces, buffer, parameter)
 
@@ -209,7 +234,7 @@ class VllmCore:
         self._client.shutdown()
 
 
-class _Sampler(Sampler):
+class EngineSampler(Sampler):
     """Replaces vLLM's sampler. `choose` samples the tokens."""
 
     def __init__(self, runner: Any, choose: ChooseTokens) -> None:
@@ -243,11 +268,15 @@ class _Loader(BaseModelLoader):
         )
 
 
-def _register_loader(spec: ModelSpec) -> type[_Loader]:
-    """Register a new loader class for one load."""
+@contextlib.contextmanager
+def loading(spec: ModelSpec) -> Iterator[type[_Loader]]:
+    """Inside the context vLLM creates the model of `spec` in this process, and loads its weights by the class that is returned.
+    Errors: ConfigError for an architecture that vLLM does not have."""
     loader = type("BufferLoader", (_Loader,), {"spec": spec})
     register_model_loader(_FORMAT)(loader)
-    return loader
+    _inspect_here(spec.config["architectures"])
+    with _plain_layers(spec.buffer.device):
+        yield loader
 
 
 def _rename(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -284,7 +313,7 @@ def _require_build(device: torch.device) -> None:
 def _plain_layers(device: torch.device) -> Iterator[None]:
     """Inside the context vLLM creates layers that compute with their parameters as they were loaded."""
     if device.type != "cpu":
-        # On a GPU they do, but for those that `_require_supported` refuses.
+        # On a GPU they do, but for those that `require_supported` refuses.
         yield
         return
     from .v0_32_cpu import unbound_memory, unpacked
@@ -303,9 +332,10 @@ def _inspect_here(architectures: Sequence[str]) -> None:
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
 
-def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits) -> VllmConfig:
-    """Errors: ConfigError for a model that vLLM computes with something else than its weights; vLLM's own errors."""
-    config = _engine_arguments(folder, spec, limits).create_engine_config()
+def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits, processes: int = 1) -> VllmConfig:
+    """`processes`: of the engine. Errors: ConfigError for a model that vLLM computes with something else than its weights; vLLM's
+    own errors."""
+    config = _engine_arguments(folder, spec, limits, processes).create_engine_config()
     model = config.model_config
     other = (
         "quantized weights" if model.quantization else "multi-head latent attention (MLA)" if model.use_mla else None
@@ -320,13 +350,16 @@ def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits) -> VllmConf
     return config
 
 
-def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> EngineArgs:
+def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits, processes: int = 1) -> EngineArgs:
     # On a CPU vLLM cannot reuse its compiled code, so compiling would take a minute at every start.
     options: dict[str, Any] = {"enforce_eager": True}
     if spec.buffer.is_cuda:
         _, total = torch.cuda.mem_get_info(spec.buffer.device)
         # vLLM's other kernels for experts rearrange the weights, one of them in place, where the addresses stay the same.
-        options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total)}
+        options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total, processes)}
+    if processes > 1:
+        options |= {"tensor_parallel_size": processes, "distributed_executor_backend": SplitExecutor}
+        options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFER)
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -346,9 +379,9 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits) -> Engin
     )
 
 
-def memory_share(spec: ModelSpec, limits: CoreLimits, total: int) -> float:
+def memory_share(spec: ModelSpec, limits: CoreLimits, total: int, processes: int = 1) -> float:
     """The part of a GPU's `total` bytes that vLLM will use. vLLM refuses to start if that much is not free."""
-    return min(1.0, (spec.buffer.nbytes + _cache_bytes(limits) + GPU_WORKSPACE) / total)
+    return min(1.0, (spec.buffer.nbytes // processes + _cache_bytes(limits) + GPU_WORKSPACE) / total)
 
 
 def _blocks(limits: CoreLimits) -> int:
@@ -372,7 +405,7 @@ def _cache_bytes(limits: CoreLimits) -> int:
     return _blocks(limits) * BLOCK * limits.position_bytes
 
 
-def _require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: torch.device) -> None:
+def require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: torch.device) -> None:
     """Errors: ConfigError if `bind` would not change everything that the model computes with, or if vLLM's attention cannot compute
     the model. `loaded`: the parameters' tensors when they were loaded."""
     experts = tuple(name for name, module in model.named_modules() if isinstance(module, RoutedExperts))

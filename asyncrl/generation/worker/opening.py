@@ -69,7 +69,7 @@ async def _attach_board(
     setup: Mapping[str, Any], digest: str, device: torch.device, lane: ThreadLane, one_copy: bool = False
 ) -> tuple[Board, Tensor]:
     """The board, and one half with weights, on the device where this process reads it. `one_copy`: see `Board.attach`."""
-    copy_to = device if setup["copies"] else None
+    copy_to = device if setup["copies"][0] else None
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
     )
@@ -103,14 +103,18 @@ async def _open_vllm(
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
-        position_bytes=description["position_bytes"],
+        # Each process of a split engine has its own heads, and at least one.
+        position_bytes=description["position_bytes"] // min(len(setup["devices"]), description["kv_heads"]),
     )
     routes = None if description["routes"] is None else RoutesShape(**description["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
+    devices, copies = [torch.device(name) for name in setup["devices"]], setup["copies"]
+    split = adapter.Split(board, devices, copies) if len(devices) > 1 else None
+
     def open_core(choose: ChooseTokens) -> Any:
         spec = adapter.ModelSpec(description["config"], layout, half)
-        return adapter.VllmCore(spec, limits, choose, routes=routes)
+        return adapter.VllmCore(spec, limits, choose, routes=routes, split=split)
 
     engine = VllmEngine(
         open_core,

@@ -109,7 +109,7 @@ async def serve(control: Channel) -> None:
     setup = (await control.receive())["setup"]
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     config = schema_of(setup["config"]).model_validate(setup["config"])
-    device = torch.device(setup["device"])
+    device = torch.device(setup["devices"][0])
     name, recorder = f"worker{setup['number']}", Recorder(max_events=0)
 
     def on_start() -> None:
