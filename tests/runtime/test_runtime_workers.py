@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from runtime_helpers import REAL, config_of, metrics_of, rollouts_of
 
 from asyncrl.checkpoint.store import CheckpointStore
@@ -19,8 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import DivergenceError
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.models.outputs import fixed_logprobs
-from asyncrl.models.policy import PolicyModel
-from asyncrl.runtime import real
+from asyncrl.runtime import workers
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.transport.memory.board import Board, SlabHalves
@@ -104,12 +104,10 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
     sync = ("preset=sync", "model.dtype=bfloat16", "telemetry.rollouts_per_step=64", "generation.workers=1")
     await run(tmp_path / "file", *sync, "train.max_steps=3")
 
-    def create(policy: PolicyModel) -> Board:
-        weights = policy.weights
-        slab = SlabHalves.create(segment_name(), weights.size, policy.dtype, policy.device)
-        return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
+    def create(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
+        return Board.create(elements, dtype, layout, SlabHalves.create(segment_name(), elements, dtype, device))
 
-    monkeypatch.setattr(real, "_create_board", create)
+    monkeypatch.setattr(workers, "create_board", create)
     monkeypatch.setattr(Placement, "on_other_device", lambda self, number: True)
     summary = await run(tmp_path / "slab", *sync, "train.max_steps=3")
     assert summary.version == 3 and not left()
