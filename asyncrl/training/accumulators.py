@@ -67,9 +67,6 @@ class Counts:
     skipped_tokens: float = 0.0
     # Microbatches with ids that the model lacks. If there is one, the step fails.
     unknown_ids: float = 0.0
-    # Checksum of the rank's weights below 2^22, and its square: sums of up to 512 ranks are exact in float64.
-    checksum: float = 0.0
-    checksum_squared: float = 0.0
 
     def without_skipped(self) -> Counts:
         """The counts without the skipped parts. Means of metrics use these."""
@@ -91,7 +88,7 @@ class Counts:
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
-        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids, self.checksum, self.checksum_squared]
+        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 
@@ -168,13 +165,14 @@ class Metrics:
         return concatenate_on_host(parts)
 
     def reduce(
-        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float]
-    ) -> dict[str, float]:
-        """The metrics of all ranks. One all-reduce of [ranks, columns], since minimum and maximum cannot be summed."""
-        row = self.table()
+        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float], beside: Tensor
+    ) -> tuple[dict[str, float], Tensor]:
+        """The metrics of all ranks, and the float64 values `beside` (on the CPU) of each rank [ranks, values]. One all-reduce of
+        [ranks, columns], since minimum and maximum cannot be summed."""
+        row = torch.cat([self.table(), beside])
         rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
         rows[reducer.rank] = row
-        rows = sum_over_ranks(reducer, rows, device)
+        rows, all_beside = sum_over_ranks(reducer, rows, device).split([len(row) - len(beside), len(beside)], dim=1)
         result: dict[str, float] = {}
         names = sorted(self.normalisers)
         for column, name in enumerate(names):
@@ -196,4 +194,4 @@ class Metrics:
             result["mismatch/current_mean"] = total / tokens
             result["mismatch/current_max"] = float(mismatch[:, -1].max())
             result["mismatch/current_tokens"] = tokens
-        return result
+        return result, all_beside

@@ -20,9 +20,8 @@ Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -41,6 +40,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
+from .agreement import EVERY, bit_sums, exact, require_same_weights
 from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
@@ -48,8 +48,6 @@ from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
 from .survey import survey
-
-logger = logging.getLogger("asyncrl.training")
 
 _NORM_BLOCK = 4096
 
@@ -119,7 +117,7 @@ class TorchTrainer:
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
-        self._warned_of_replicas = False
+        self._compare_at = 0  # steps_done at which ranks compare their weights next
         # The loss of the newest step, and the normalisers of its metrics: a step with the same loss uses them again.
         self._normalisers: tuple[Loss, dict[str, Normaliser]] | None = None
 
@@ -221,7 +219,7 @@ class TorchTrainer:
         if not math.isfinite(loss):
             raise _divergence(step, f"the loss of the step after version {self.version} is {loss}")
         measured = totals.without_skipped().denominators(self.max_completion_length)
-        metrics = step.metrics.reduce(self.reducer, device, measured)
+        metrics = self._reduce_metrics(step, measured)
         self._check_mismatch(metrics.get("mismatch/current_mean"))
         # Gradients are not yet zeroed if no microbatch of this rank had a scored token.
         self._zero_once(step)
@@ -371,18 +369,7 @@ class TorchTrainer:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
         step.counts.loss, step.counts.extra = step.metrics.loss_sums()
         step.counts.unknown_ids = float(sum(unknown_ids for _, unknown_ids, _ in step.results))
-        ranks = self.reducer.world_size
-        if ranks > 1 and not self.is_sharded:
-            checksum = int(self.policy.flat.master.view(torch.int32).sum(dtype=torch.int64)) % (1 << 22)
-            step.counts.checksum, step.counts.checksum_squared = float(checksum), float(checksum**2)
         totals = step.counts.over_ranks(self.reducer, self.policy.device)
-        # Equal numbers have the square of their sum. A rank keeps other weights after a fault of its memory or of a collective.
-        if ranks * int(totals.checksum_squared) != int(totals.checksum) ** 2 and not self._warned_of_replicas:
-            self._warned_of_replicas = True
-            logger.warning(
-                "the ranks train different weights since version %d or before: unlike processors may differ in the last bits; "
-                "else start again from a checkpoint, whose weights are those of rank 0", self.version,
-            )  # fmt: skip
         if totals.sequences == 0:
             raise TrainStepError(
                 "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
@@ -392,6 +379,19 @@ class TorchTrainer:
             invalid = [batch for _, unknown_ids, batch in step.results if unknown_ids]
             raise unknown_id_error(invalid, self.policy.head.weight.shape[0])
         return totals
+
+    def _reduce_metrics(self, step: TrainStep, denominators: Mapping[Normaliser, float]) -> dict[str, float]:
+        """The metrics of all ranks. Errors: DivergenceError if ranks with the same masters differ (agreement.py)."""
+        due = self.reducer.world_size > self.shards and self.steps_done >= self._compare_at
+        sums = bit_sums(self.parameters) if due else torch.zeros(0, dtype=torch.int64)
+        metrics, checksums = step.metrics.reduce(
+            self.reducer, self.policy.device, denominators, exact(sums.sum().view(1))
+        )
+        if due:
+            self._compare_at = self.steps_done + EVERY
+            names = list(self.parameters.names)
+            require_same_weights(checksums, sums, names, self.reducer, self.shards, self.policy.device, self.version)
+        return metrics
 
     def _zero_once(self, step: TrainStep) -> None:
         """Zeros the gradients before the first backward. In `begin_train_step` this would delay publishing the previous weights."""

@@ -65,7 +65,7 @@ def lines(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None) -> li
 def check(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None, tolerance: float = 1e-10) -> None:
     wanted = training_sharded.replicate(case)
     found = ranks.run(lines(ranks, case, rounds))
-    same(found, wanted, tolerance, case.then[0] if case.then else case.shards)
+    same(found, wanted, tolerance, 1 if case.flat else case.then[0] if case.then else case.shards)
 
 
 def same(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float, shards: int | None = None) -> None:
@@ -122,6 +122,31 @@ def test_kept_weights_are_gathered_once_a_step_and_gradients_are_reduced_once(fo
         # A layer is gathered twice, and the root once. The weights of the new version are gathered once more.
         assert first["collectives"][1]["_allgather_base_"] == 5 * count + 3
         assert first["collectives"][1]["_reduce_scatter_base_"] == 3 * count
+
+
+@pytest.mark.parametrize(
+    ("case", "flipped", "named"),
+    [
+        (Case(flat=True, steps=12), 10, "rank 3"),
+        (Case(flat=True, steps=12), 0, "rank 3"),  # such as a file that differs on another disk
+        (Case(shards=2, keep=True, steps=12), 10, "rank 3"),
+    ],
+)
+def test_one_flipped_bit_on_one_rank_ends_the_run(four: Ranks, case: Case, flipped: int, named: str) -> None:
+    """At the first step and at every tenth. With two copies rank 3 disagrees with rank 1, whose rows are the same."""
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    case = replace(case, where=OF_FOUR)
+    for part in four.run(lines(four, replace(case, flip=[3, flipped, tensor]))):
+        error = part["error"]
+        assert error.startswith(
+            f"the weights of version {flipped} are not the same on all ranks: {named} (first in {tensor})"
+        )
+
+
+def test_equal_ranks_and_a_bit_that_no_other_rank_holds_end_nothing(four: Ranks) -> None:
+    check(four, Case(where=OF_FOUR, flat=True, steps=11))
+    for part in four.run(lines(four, Case(where=OF_FOUR, flip=[3, 0, "model.norm.weight"]))):
+        assert "error" not in part  # one copy of the model: nobody has the same rows
 
 
 @pytest.mark.parametrize(("shards", "keep", "then"), [(2, False, [None, True]), (4, False, [2, True])])

@@ -15,7 +15,6 @@ from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DivergenceError, TrainStepError
-from asyncrl.training.reducer import OneRank
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Normaliser
 
@@ -326,36 +325,3 @@ def test_reference_stays_at_the_start(dtype: str) -> None:
 def test_no_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="no reference weights"):
         make_trainer().compute_logprobs(microbatches()[0], "reference")
-
-
-class TwoRanks(OneRank):
-    """The second of two ranks: `others` are the tables of the first. None: the first, to which the second is equal."""
-
-    world_size = 2
-
-    def __init__(self, others: list[torch.Tensor] | None = None) -> None:
-        self.others, self.tables = others, list[torch.Tensor]()
-
-    def all_reduce_sum_(self, tensor: torch.Tensor) -> None:
-        self.tables.append(tensor.clone())
-        tensor.add_(tensor if self.others is None else self.others[len(self.tables) - 1])
-
-    def reduce_gradients_(self, flat: torch.Tensor) -> None:
-        flat.mul_(2)
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_ranks_whose_weights_differ_are_told_once(differs: bool, caplog: pytest.LogCaptureFixture) -> None:
-    def run(reducer: TwoRanks) -> None:
-        core = TorchTrainer(tiny_policy(), TrainConfig(lr=0.01), reducer, max_completion_length=MAX_LENGTH)
-        train_step(core)
-        if differs and reducer.others is not None:
-            core.policy.flat.master[0] = torch.nextafter(core.policy.flat.master[0], torch.tensor(9.0))
-        train_step(core)
-        train_step(core)
-
-    first = TwoRanks()
-    run(first)
-    assert caplog.text == ""
-    run(TwoRanks(first.tables))
-    assert caplog.text.count("the ranks train different weights since version 1 or before") == differs

@@ -36,6 +36,7 @@ from asyncrl.checkpoint.shards import join_shards
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
+from asyncrl.errors import DivergenceError
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.sharded import ShardedTrainer
@@ -60,6 +61,9 @@ class Case:
     keep: bool = False  # weights stay gathered, gradients are reduced once
     # After the first step the state is saved and loaded by a trainer with these values of `shards` and `keep`.
     then: list[Any] | None = None
+    flat: bool = False  # not sharded: every rank has all masters
+    # Before this step one bit of a master flips on this rank, in the last element: [rank, step, tensor].
+    flip: list[Any] | None = None
     plain: bool = False  # every term of the loss is a multiple of the advantage
 
     def line(self) -> str:
@@ -139,6 +143,11 @@ class CollectiveCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def make_flat(world: Any, case: Case) -> TorchTrainer:
+    policy = tiny_policy(case.dtype, case.kind, case.tied)
+    return TorchTrainer(policy, settings(case), world, max_completion_length=MAX_LENGTH)
+
+
 def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> ShardedTrainer:
     """A trainer with the cut of `case.then` and the state of `trainer`, by way of the files of a checkpoint."""
     assert case.then is not None
@@ -155,12 +164,14 @@ def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> Shar
 
 
 def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
-    trainer = make_sharded(world, case)
+    trainer: Any = make_sharded(world, case) if not case.flat else make_flat(world, case)
     batches = batches_of(case, rank)
     numbers, collectives = [], []
     for step in range(case.steps):
         if step == 1 and case.then is not None:
             trainer = reopened(world, case, trainer, out)
+        if case.flip is not None and case.flip[:2] == [rank, step]:
+            dict(trainer.parameters.named_masters())[case.flip[2]].view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
         with CollectiveCount() as counter:
             trainer.begin_train_step(loss_of(case))
             for number, batch in enumerate(batches):
@@ -171,7 +182,7 @@ def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
                 trainer.train_round()
             numbers.append(summary(trainer.finish_train_step()))
         collectives.append(dict(counter.counts))
-    parameters, served = trainer.sharded.parameters, trainer.policy.flat
+    parameters, served = trainer.parameters, trainer.policy.flat
     return {
         "numbers": numbers,
         "collectives": collectives,
@@ -191,7 +202,11 @@ def main() -> None:
     with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=60, single_rank_group=True) as world:
         for line in sys.stdin:
             case = Case(**json.loads(line))
-            torch.save(sharded(world, case, int(rank), Path(out)), Path(out) / f"{rank}.pt")
+            try:
+                found = sharded(world, case, int(rank), Path(out))
+            except DivergenceError as error:
+                found = {"error": str(error)}
+            torch.save(found, Path(out) / f"{rank}.pt")
             print("done", flush=True)
 
 

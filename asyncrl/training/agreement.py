@@ -1,0 +1,78 @@
+"""Whether ranks that hold the same masters still do. Their optimizer steps are equal to the last bit, so one other bit is a fault.
+
+Each rank sends a checksum of its masters with the metrics of a step, at its first step and then every `EVERY` steps. If checksums
+differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import DivergenceError
+
+from .optimizer import Parameters
+from .reducer import Reducer, sum_over_ranks
+
+EVERY = 10
+
+
+def bit_sum(values: Tensor) -> Tensor:
+    """The sum of the bits of float32 or float64 `values` as int64 numbers, modulo 2^64. One flipped bit always changes it."""
+    flat = values.detach().view(-1)
+    if flat.dtype == torch.float64:
+        return flat.view(torch.int64).sum()
+    # Most of the elements as pairs, since sums of int32 take 20 times as long on a CPU. A pair begins at an even element.
+    first = flat.storage_offset() % 2
+    last = first + max(flat.numel() - first, 0) // 2 * 2
+    alone = torch.cat([flat[:first], flat[last:]]).view(torch.int32).sum(dtype=torch.int64)
+    return alone if last == first else alone + flat[first:last].view(torch.int64).sum()
+
+
+def bit_sums(parameters: Parameters) -> Tensor:
+    """`bit_sum` of each master, int64 [tensors]."""
+    return torch.stack([bit_sum(master) for _, master in parameters.named_masters()])
+
+
+def exact(sums: Tensor) -> Tensor:
+    """int64 [n] as float64 [2 n] on the CPU: the upper and the lower halves, which float64 holds exactly."""
+    sums = sums.cpu()
+    return torch.cat([sums >> 32, sums & 0xFFFFFFFF]).double()
+
+
+def different_ranks(rows: Tensor, shards: int) -> list[int]:
+    """Ranks whose row differs from that of most ranks with the same masters: every `shards`-th rank. `rows`: [ranks, columns]."""
+    different = list[int]()
+    for shard in range(shards):
+        group = [tuple(row) for row in rows[shard::shards].tolist()]
+        # Of two that are equally frequent, the row of the first rank counts.
+        usual = Counter(group).most_common(1)[0][0]
+        different += [shard + shards * copy for copy, row in enumerate(group) if row != usual]
+    return sorted(different)
+
+
+def require_same_weights(
+    rows: Tensor, sums: Tensor, names: list[str], reducer: Reducer, shards: int, device: torch.device, version: int
+) -> None:
+    """`rows`: the checksums of all ranks [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: of its tensors. A second collective
+    if the checksums differ. Errors: DivergenceError on every rank."""
+    if not (different := different_ranks(rows, shards)):
+        return
+    tensors = torch.zeros(reducer.world_size, 2 * len(sums), dtype=torch.float64)
+    tensors[reducer.rank] = exact(sums)
+    by_tensor = sum_over_ranks(reducer, tensors, device).view(reducer.world_size, 2, len(sums))
+    found = list[str]()
+    for rank in different:
+        first = next(
+            (name for i, name in enumerate(names) if rank in different_ranks(by_tensor[:, :, i], shards)), "no tensor"
+        )
+        found.append(f"rank {rank} (first in {first})")
+    error = DivergenceError(
+        f"the weights of version {version} are not the same on all ranks: {' and '.join(found)} differ from most ranks, or from "
+        "rank 0 if two disagree. A memory or a transfer has failed, or the ranks run on unlike processors, whose optimizer steps "
+        "differ in the last bits. Replace the machine, and resume from a checkpoint"
+    )
+    error.unusable_weights = True
+    raise error
