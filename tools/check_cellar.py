@@ -50,6 +50,8 @@ ALLOWED: dict[str, str] = {
     "asyncrl.distributed.line:LineServer.tell_all": "nodes: roles",
     "asyncrl.distributed.line:LineServer.peers": "nodes: roles",
     "asyncrl.distributed.replica": "long sequences: the ranks that share a sequence",
+    "asyncrl.weights.broadcast": "nodes: opened by the roles of ranks (runtime/workers.py)",
+    "asyncrl.weights.orders": "nodes: as above",
     "asyncrl.models.native.library:build_name": ".ci/run checks that there are kernels; benchmarks print it beside each number",
     "asyncrl.telemetry.output:LossyStream.writelines": "a text stream has it: libraries that write to stdout call it",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",

@@ -1,0 +1,219 @@
+"""The way of a version of the weights from the training ranks to the generating nodes, by `torch.distributed`.
+
+    sender's loop     SendingNodes.update_weights   a version lies in a half of this rank's board (sync.py): rank 0 is told
+    rank 0            Orders.run                    every receiver has a free half: all nodes get an order (orders.py)
+    sender's lane     Stripes.broadcast             this rank's stripe of the half goes to all receivers, bucket by bucket
+    receiver's lane   Stripes.broadcast             the stripes of all senders come into the free half of the receiver's board
+    receiver's loop   WeightReceiver                the receiver's workers move to that half as they do on the trainer's node
+
+Each sender has one stripe: a contiguous part of the half. The broadcasts of a sender run in a process group of that sender and all
+receivers. So no sender waits for another one, and no process receives a stripe that it has. A rank runs its broadcasts on a lane
+that runs nothing else. The trainer's lane and the workers go on meanwhile.
+
+The fixed row of rank 0 comes with the order, and each worker compares it: a stripe or bucket at a wrong place ends the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.concurrency import awake
+from asyncrl.concurrency.lane import Lane
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.errors import first_line
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.words import fault
+from asyncrl.types import PostedVersion
+
+from .orders import Order, OrderDesk
+from .sync import BoardOwner, BoardWorkers
+
+BUCKET_BYTES = 64 << 20
+_ASK_EVERY_S = 0.0002
+
+
+def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
+    """Of each sender: the (start, end) of its buckets in `total` bytes. Stripes differ by at most 64 bytes."""
+    units = total // 64
+    edges = [units * i // senders * 64 for i in range(senders)] + [total]
+    return [[(start, min(start + size, end)) for start in range(first, end, size)] for first, end in pairwise(edges)]
+
+
+class Stripes:
+    """The process groups of one node, one for each sender. Use it on the lane of the weights."""
+
+    def __init__(self, node: str, store: dist.Store, device: torch.device, deadline_s: float) -> None:
+        """`store`: all nodes reach it. `deadline_s`: of one bucket, and of forming a group."""
+        self._node, self._store, self._device, self._deadline_s = node, store, device, deadline_s
+        self._group = 0
+        # Sender -> ProcessGroupGloo or ProcessGroupNCCL, in the order of the senders.
+        self._groups: dict[str, Any] = {}
+
+    def broadcast(self, order: Order, half: Tensor) -> str | None:
+        """Send this node's stripe of `half`, or receive all stripes into it. Returns a sentence if that failed."""
+        place, root = "forming the process group", dist.BroadcastOptions()
+        works: dict[str, tuple[str, Any]] = {}  # sender -> (what it is, the broadcast that runs)
+        try:
+            self._form(order)
+            data = half.view(torch.uint8)
+            rows = dict(zip(order.senders, buckets(data.numel(), len(order.senders), BUCKET_BYTES), strict=True))
+            for number in range(max(map(len, rows.values())) + 1):
+                for sender, group in self._groups.items():
+                    if sender in works:
+                        place, work = works.pop(sender)
+                        self._wait(work)
+                    if number < len(rows[sender]):
+                        fault(f"weights.bucket.{number}")
+                        place = f"bucket {number + 1} of {len(rows[sender])} from {sender}"
+                        start, end = rows[sender][number]
+                        works[sender] = place, group.broadcast([data[start:end]], root)
+        except (RuntimeError, TimeoutError) as error:
+            self.close()
+            return f"{place} of version {order.version} failed: {first_line(error)}"
+        return None
+
+    def _form(self, order: Order) -> None:
+        if order.group == self._group:
+            return
+        self.close()
+        timeout = timedelta(seconds=self._deadline_s)
+        for sender in order.senders:
+            nodes = [sender, *order.receivers]
+            if self._node in nodes:
+                store = dist.PrefixStore(f"weights/{order.group}/{sender}", self._store)
+                form: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
+                self._groups[sender] = form(store, nodes.index(self._node), len(nodes), timeout)
+        self._group = order.group
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a broadcast. NCCL never completes a broadcast whose peer is lost."""
+        if self._device.type != "cuda":
+            # Raises after the timeout of the group.
+            work.wait()
+            return
+        until = awake.now() + self._deadline_s
+        while not work.is_completed():
+            if awake.now() > until:
+                raise TimeoutError(f"nothing moved for {self._deadline_s:g} s")
+            time.sleep(_ASK_EVERY_S)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+
+    def close(self) -> None:
+        """Close the groups. Other nodes that wait in one of them get an error."""
+        groups, self._groups, self._group = self._groups, {}, 0
+        for group in groups.values():
+            group.abort()
+
+
+class SendingNodes:
+    """The generating nodes as the `BoardWorkers` of a training rank's board."""
+
+    def __init__(self, board: Board, stripes: Stripes, lane: Lane, desk: OrderDesk) -> None:
+        """`lane`: runs only broadcasts."""
+        self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
+        desk.on_order(self._on_order)
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Returns once no order reads the other half. The version goes out when every node has a free half, unless a newer version
+        comes first. Errors: RankLost."""
+        await self._desk.wrote(version, outputs)
+
+    def reads(self, half: int) -> bool:
+        """No node reads a half of this board outside of a broadcast."""
+        return False
+
+    async def wait_unread(self, half: int) -> None:
+        """Returns at once: see `reads`."""
+
+    async def _on_order(self, order: Order) -> str | None:
+        return await self._lane.run(partial(self._send, order), name="weights/send")
+
+    def _send(self, order: Order) -> str | None:
+        held = [self._board.version(half) for half in (0, 1)]
+        if order.version not in held:
+            return f"version {order.version} of the weights is to be sent, and the board holds {held}"
+        return self._stripes.broadcast(order, self._board.half(held.index(order.version)))
+
+
+class WeightReceiver(BoardOwner):
+    """Takes the versions of the training ranks into the board of a generating node, and moves the node's workers to them."""
+
+    def __init__(self, board: Board, workers: BoardWorkers, stripes: Stripes, lane: Lane, desk: OrderDesk) -> None:
+        """`lane`: runs only broadcasts."""
+        super().__init__(board, workers)
+        self._stripes, self._lane, self._desk = stripes, lane, desk
+        self._free: int | None = 0  # the half for the next version
+        self._returned = -1
+        desk.on_order(self._on_order)
+
+    async def post_first(self) -> PostedVersion:
+        """Receive the version that workers start with. Errors: RankLost."""
+        await self._desk.next(-1)
+        assert self._announced is not None, "rank 0 answers after this node's broadcast"
+        self._free, self._current, self._announced = None, self._announced, None
+        self._set_free(1 - self._current.half)
+        return self._current
+
+    async def next(self) -> int:
+        """Returns a version newer than the last result once every worker has it: first the version of `post_first`, then versions
+        that this call receives. A call that was cancelled may be repeated. Errors: RankLost, and those of the workers."""
+        if self._announced is None and self.current.version > self._returned:
+            self._returned = self.current.version
+            return self._returned
+        if self._announced is None:
+            self._free = await self._wait_for_half()
+            # Rank 0 repeats an order that failed on another node, so the half stays free until the answer.
+            await self._desk.next(self.current.version)
+            self._free = None
+        assert self._announced is not None, "rank 0 answers after this node's broadcast"
+        await self._move(self._announced)
+        self._returned = self.current.version
+        return self._returned
+
+    async def _on_order(self, order: Order) -> str | None:
+        half = self._free
+        if half is None:
+            return "no half of the board is free"
+        failure = await self._lane.run(partial(self._fill, order, half), name="weights/receive")
+        if failure is None:
+            self._announced = PostedVersion(order.version, half, order.outputs)
+        return failure
+
+    def _fill(self, order: Order, half: int) -> str | None:
+        self._board.clear(half)
+        failure = self._stripes.broadcast(order, self._board.half(half))
+        if failure is None:
+            self._board.write(half, order.version)
+        return failure
+
+
+class AllReaders:
+    """The workers of this node and the generating nodes, as one `BoardWorkers`."""
+
+    def __init__(self, *readers: BoardWorkers) -> None:
+        self._readers = readers
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Returns once this holds for each of them: see `BoardWorkers.update_weights`."""
+        async with plain_task_group() as tasks:
+            for reader in self._readers:
+                spawn(tasks, "hand-over of weights", reader.update_weights, version, half, outputs)
+
+    def reads(self, half: int) -> bool:
+        """Whether one of them may read this half."""
+        return any(reader.reads(half) for reader in self._readers)
+
+    async def wait_unread(self, half: int) -> None:
+        """Returns once none of them reads this half."""
+        for reader in self._readers:
+            await reader.wait_unread(half)

@@ -1,0 +1,262 @@
+"""Decides in the process of rank 0 which version of the weights is broadcast to which nodes, and when.
+
+    a training rank      wrote(v)      v lies in a half of its board. Returns when no older version is being sent
+    a generating node    next(has)     a half of its board is free. Returns when a version newer than `has` has come
+    rank 0               ask(order)    all senders and receivers run this broadcast, and answer at its end
+
+An order goes out once every sender holds a newer version than some receivers have, and each of these receivers has a free half.
+Until then the training goes on, and the newest version is in the next order. A sender keeps a version until `wrote` of the next
+version returns, so the version of an order lies in a half of every sender.
+
+A broadcast that failed is repeated in new process groups. A node that is disconnected is lost, and so is a node that does not
+answer within the deadline after the first node has answered. The others go on without a lost receiver. A lost sender ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import anyio
+
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
+
+MOST_FAILURES = 3  # broadcasts in a row in which no node was lost
+
+
+class Order(NamedTuple):
+    """One broadcast, in JSON types. `group`: number of the process groups. `outputs`: see `PostedVersion`."""
+
+    version: int
+    outputs: Sequence[float] | None
+    group: int
+    senders: Sequence[str]
+    receivers: Sequence[str]
+
+
+class Orders:
+    """See the module. Nodes are named as on the line. Use it on one event loop."""
+
+    def __init__(
+        self,
+        senders: Collection[str],
+        receivers: Collection[str],
+        ask: Callable[[str, Order], Awaitable[str | None]],
+        deadline_s: float,
+        on_lost: Callable[[str, str], None],
+    ) -> None:
+        """`receivers`: the first order waits for them; others may come later. `ask(node, order)` returns None, or a sentence if the
+        node's part of the broadcast failed. `on_lost(node, sentence)` is called for a receiver that takes no further part."""
+        self._written = dict.fromkeys(senders, -1)
+        self._has = dict.fromkeys(receivers, -1)
+        self._ask, self._deadline_s, self._on_lost = ask, deadline_s, on_lost
+        self._outputs: dict[int, Sequence[float] | None] = {}
+        self._held = -1  # the newest version that all senders hold
+        self._ready = set[str]()  # receivers with a free half
+        self._group, self._members = 0, list[str]()
+        self._failures = 0  # in a row
+        self._changed = asyncio.Event()
+        self._error: RankLost | None = None
+
+    async def wrote(self, node: str, version: int, outputs: Sequence[float] | None = None) -> None:
+        """A sender holds `version`. `outputs`: the fixed row, which only rank 0 passes. Errors: RankLost if a sender is lost."""
+        if outputs is not None:
+            self._outputs[version] = outputs
+        self._written[node] = max(self._written[node], version)
+        self._notify()
+        await self._until(lambda: self._held >= version)
+
+    async def next(self, node: str, has: int) -> None:
+        """A receiver has a free half, and its workers have version `has`; -1: none. Errors: RankLost; DivergenceError for a
+        receiver that does not have the version that it was sent."""
+        sent = self._has.get(node, -1)
+        if has < sent:
+            sentence = f"{node} has version {has} of the weights, but it was sent version {sent}"
+            self.lose(node, sentence)
+            raise DivergenceError(sentence)
+        self._has[node] = has
+        self._ready.add(node)
+        self._notify()
+        try:
+            await self._until(lambda: self._has.get(node, has + 1) > has)
+        finally:
+            self._ready.discard(node)
+        if node not in self._has:
+            raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
+
+    def lose(self, node: str, reason: str) -> None:
+        """The node takes no further part, unless it calls `next` again. The loss of a sender ends `run`."""
+        if node in self._written:
+            self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
+            self._notify()
+        elif self._has.pop(node, None) is not None:
+            self._on_lost(node, reason)
+            self._notify()
+
+    async def run(self) -> None:
+        """Send orders, without end. Errors: RankLost, which the other calls raise then, too."""
+        try:
+            await self._run()
+        except RankLost as error:
+            self._error = error
+            self._notify()
+            raise
+
+    async def _run(self) -> None:
+        while True:
+            await self._until(lambda: min(self._written.values()) > self._held or self._behind() is not None)
+            self._held = min(self._written.values())
+            self._outputs = {version: row for version, row in self._outputs.items() if version >= self._held}
+            self._notify()
+            if (receivers := self._behind()) is not None:
+                await self._broadcast(receivers)
+
+    def _behind(self) -> list[str] | None:
+        """The receivers of the next order; None: some of them have no free half."""
+        behind = sorted(node for node, version in self._has.items() if version < self._held)
+        return behind if behind and self._ready.issuperset(behind) else None
+
+    async def _broadcast(self, receivers: list[str]) -> None:
+        if receivers != self._members:
+            self._group, self._members = self._group + 1, receivers
+        order = Order(self._held, self._outputs.get(self._held), self._group, sorted(self._written), receivers)
+        tasks = {node: asyncio.ensure_future(self._ask(node, order)) for node in (*order.senders, *receivers)}
+        try:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+            with anyio.move_on_after(self._deadline_s):
+                await asyncio.wait(tasks.values())
+            failures, lost = self._answers(order, tasks)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        for node in receivers:
+            if not failures and node in self._has:
+                self._has[node] = order.version
+                # Its `next` returns soon, and the half is not free any more.
+                self._ready.discard(node)
+        for node, reason in lost.items():
+            self.lose(node, f"{reason}; {failures[0]}" if failures else reason)
+        self._notify()
+        self._failures = self._failures + 1 if failures and not lost else 0
+        if failures:
+            self._members = []
+        if self._failures == MOST_FAILURES:
+            raise RankLost(
+                f"version {order.version} of the weights could not be sent to {', '.join(receivers)}, in {MOST_FAILURES} attempts: "
+                f"{failures[0]}"
+            )
+
+    def _answers(
+        self, order: Order, tasks: Mapping[str, asyncio.Future[str | None]]
+    ) -> tuple[list[str], dict[str, str]]:
+        """(sentences of nodes whose part failed, lost node -> reason)."""
+        failures, lost = list[str](), dict[str, str]()
+        for node, task in tasks.items():
+            if not task.done():
+                lost[node] = (
+                    f"{node} did not end the broadcast of version {order.version} within {self._deadline_s:g} s of the first node"
+                )
+            elif isinstance(error := task.exception(), RankLost):
+                lost[node] = str(error)
+            elif isinstance(error, AsyncrlError):
+                failures.append(f"{node}: {error}")
+            elif (sentence := task.result()) is not None:
+                failures.append(f"{node}: {sentence}")
+        return failures, lost
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while self._error is None and not condition():
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class OrderDesk(Protocol):
+    """`Orders` as one node calls them. Errors of `wrote` and `next`: those of `Orders`."""
+
+    async def wrote(self, version: int, outputs: Sequence[float] | None) -> None: ...
+
+    async def next(self, has: int) -> None: ...
+
+    def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
+        """`run(order)` runs this node's part of a broadcast. Register it before the first other call."""
+        ...
+
+
+class ServedOrders:
+    """The `OrderDesk` of rank 0, which keeps the `Orders` and serves them to the other nodes. `run` must run meanwhile."""
+
+    def __init__(
+        self,
+        server: LineServer,
+        senders: Collection[str],
+        receivers: Collection[str],
+        deadline_s: float,
+        on_lost: Callable[[str, str], None],
+    ) -> None:
+        """See `Orders`. `server.name` is one of the senders. When the server loses a peer, call `orders.lose`."""
+        self.orders = Orders(senders, receivers, self._ask, deadline_s, on_lost)
+        self._server = server
+        self._model: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        server.on("weights/model", self._on_model)
+        server.on("weights/wrote", self._on_wrote)
+        server.on("weights/next", self._on_next)
+
+    def describe(self, model: Mapping[str, Any]) -> None:
+        """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`describe_model`)."""
+        self._model.set_result(model)
+
+    async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:
+        await self.orders.wrote(self._server.name, version, outputs)
+
+    async def next(self, has: int) -> None:
+        await self.orders.next(self._server.name, has)
+
+    def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
+        self._run_own = run
+
+    async def _ask(self, node: str, order: Order) -> str | None:
+        if node == self._server.name:
+            return await self._run_own(order)
+        failure: str | None = (await self._server.ask(node, "weights/broadcast", tuple(order)))[0]
+        return failure
+
+    async def _on_model(self, *_: object) -> tuple[Mapping[str, Any], tuple[()]]:
+        # A node that gives up cancels its own wait, not the future.
+        return await asyncio.shield(self._model), ()
+
+    async def _on_wrote(self, node: str, version: int, _: object) -> None:
+        await self.orders.wrote(node, version)
+
+    async def _on_next(self, node: str, has: int, _: object) -> None:
+        await self.orders.next(node, has)
+
+
+class LineOrders:
+    """The `OrderDesk` of every other node."""
+
+    def __init__(self, client: LineClient) -> None:
+        self._client = client
+
+    async def model(self) -> Mapping[str, Any]:
+        """The argument of rank 0's `describe`. Errors: RankLost."""
+        model: Mapping[str, Any] = (await self._client.ask("weights/model"))[0]
+        return model
+
+    async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:
+        await self._client.ask("weights/wrote", version)
+
+    async def next(self, has: int) -> None:
+        await self._client.ask("weights/next", has)
+
+    def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
+        async def handle(_: str, order: Sequence[Any], __: object) -> tuple[str | None, tuple[()]]:
+            return await run(Order(*order)), ()
+
+        self._client.on("weights/broadcast", handle)
