@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[type[jobs.Job], str, str]] = {
     "head": (jobs.HeadJob, "child_head", "run_head"),
     "handover": (jobs.HandoverJob, "child_handover", "run_handover"),
     "ledger": (jobs.LedgerJob, "child_ledger", "run_ledger"),
+    "broadcast": (jobs.BroadcastJob, "child_broadcast", "run_broadcast"),
     "costs": (jobs.HandoverJob, "child_costs", "run_costs"),
 }
 

@@ -184,6 +184,20 @@ class HandoverJob(Job):
         return {"groups": self.groups, "pace_s": self.pace_s, "seconds": self.seconds}
 
 
+@dataclass(frozen=True, slots=True)
+class BroadcastJob(Job):
+    """Versions of the weights to other processes."""
+
+    model: str
+    dtype: Dtype
+    receivers: int
+    versions: int
+    decodes: bool = False  # the one receiver samples meanwhile
+    sequences: int = 8
+    pause_s: float = 0.0  # between two versions
+    threads: int = 1
+
+
 def write_token_prompts(job: GenerateJob, vocabulary: int) -> None:
     """Random prompts, one per group, and again as many for the warm-up: nothing of theirs is found in a cache."""
     draw = random.Random(job.seed)

@@ -1,8 +1,9 @@
-"""What nodes exchange: transitions of the ledger a second over the line, and groups a second beside other ways.
+"""What nodes exchange: transitions of the ledger a second over the line, groups a second beside other ways, and weights.
 
     ledger    rank 0 with the books in one process; many ranks, each with its own encrypted connection, in a second process.
               Each rank admits a group and ends it, with one request under way. `live`: groups that are in the books all the time.
     groups    groups of 16 trajectories between two processes, beside multiprocessing.Queue and Ray (nodes_groups.py)
+    weights   versions to other nodes beside a bare broadcast, and the pause of a node that samples (nodes_weights.py)
 
 A group costs two to four transitions (admit, claim; with roles also assign and arrive), and a step costs two per rank (commit,
 release). `cpu` is the processor time of rank 0's process per transition, encryption included: its inverse is the rate of a rank 0
@@ -19,9 +20,12 @@ from typing import Any
 
 from asyncrl.telemetry.machine import describe_cpu
 
-from .command import Bench, Measured, Place, child_options, option, positive, turned
+from .command import MODEL, Bench, Measured, Place, child_options, option, positive, turned
 from .job import LedgerJob
-from .nodes_groups import OPTIONS, measure_groups
+from .nodes_groups import OPTIONS as GROUP_OPTIONS
+from .nodes_groups import measure_groups
+from .nodes_weights import OPTIONS as WEIGHT_OPTIONS
+from .nodes_weights import measure_weights
 from .plots import markdown
 
 GOAL = 20_000
@@ -41,7 +45,9 @@ def measure(place: Place) -> Measured:
                 place.write(ledger=runs)
     groups, group_lines = measure_groups(place)
     place.write(ledger=runs, groups=groups)
-    lines = [*table(runs), "", *group_lines]
+    weights, weight_lines = measure_weights(place)
+    place.write(ledger=runs, groups=groups, weights=weights)
+    lines = [*table(runs), "", *group_lines, "", *weight_lines]
     machine = f"{describe_cpu()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
     head = f"`{place.command}`, {time.strftime('%Y-%m-%d')}, {machine}"
     place.file(".md").write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")
@@ -83,7 +89,9 @@ BENCH = Bench(
         option("--live", [0, 1000], "groups that are live all the time", [10], nargs="+", type=int),
         option("--seconds", 5.0, "of each run", 0.5),
         option("--repeats", 3, "runs of everything; medians are shown", 1),
-        *OPTIONS,
+        *GROUP_OPTIONS,
+        *WEIGHT_OPTIONS,
+        MODEL,
         *child_options("nodes", 300.0),
     ),
     measure,
