@@ -45,6 +45,10 @@ _LINGER_MS = 1000  # for the last messages of an end that closes
 _TICK_S = 0.25
 # Messages that are read before other callbacks of the event loop run.
 _AT_ONCE = 200
+# As numbers: the operators of zmq's enumerations take longer than the call that they are for.
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+# Larger buffers are sent without a copy.
+_COPIED = 1 << 16
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -141,7 +145,7 @@ class _End:
             if self._closed or self._socket is None:
                 return
             try:
-                frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+                frames = [self._socket.recv(_NOBLOCK, copy=False)]
             except zmq.Again:
                 return
             while frames[-1].more:
@@ -169,7 +173,9 @@ class _End:
             return
         # Again, EHOSTUNREACH: the peer is disconnected. The message is sent again after its return.
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            for frame in frames[:-1]:
+                self._socket.send(frame, _MORE, copy=len(frame) < _COPIED)
+            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPIED)
         self._read_soon()
 
     def _set_down(self, link: Exchange) -> None:

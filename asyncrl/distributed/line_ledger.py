@@ -1,8 +1,9 @@
 """The ledger of many ranks. The books are at rank 0 (`ledger.py`), and the other ranks ask for every transition over the line.
 
-    rank 0          [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
-    other ranks     the same request, as a message "ledger" of the line
-    after a change  rank 0 sends the new state to each rank as a message "books", and never two at once to one rank
+    rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
+    other ranks      the same request, as a message "ledger" of the line
+    a rank that      waits for a change asks "watch": the answer is the state after the next change
+    every second     rank 0 sends the state to all ranks as a message "books", for their watchdogs
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -13,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from dataclasses import astuple
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..concurrency.shield import wait_shielded
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank")
-# Pause between two rounds of messages to the ranks, per rank: so requests of many ranks are answered in between.
-_PAUSE_S = 50e-6
-# [number of the change, statistics, finished, due, rank and ticket of the group that the open step waits for]
+_EVERY_S = 1.0  # between two states to every rank
+# [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
+# Answers to an operation end before that group: to find it takes longer than the operation.
 State: TypeAlias = Sequence[Any]
 
 
@@ -42,16 +42,20 @@ class Desk:
         self.ledger = LocalLedger.over(books)
         self._line = line
         self._ranks: dict[str, int] = {}  # of the peers that have joined
-        self._informed: set[str] = set()  # peers to which a state is under way
-        self._informing: set[asyncio.Task[None]] = set()
+        self._informing: asyncio.Task[None] | None = None
         line.on("ledger", self._answer)
+        line.on("watch", self._watch)
 
     def state(self, rank: int) -> State:
         """What `rank` may know about the books."""
+        first = self.ledger.books.first_live()
+        return *self._counts(rank), None if first is None else (first.rank, _plain(first.ticket))
+
+    def _counts(self, rank: int) -> State:
         books = self.ledger.books
-        first = books.first_live()
-        awaited = None if first is None else (first.rank, _plain(first.ticket))
-        return self.ledger.changes, astuple(books.statistics()), books.finished(), books.due(rank) or 0, awaited
+        s = books.statistics()
+        counts = s.turn, s.live, s.claimed, s.held, s.admitted, s.trained, s.dropped, s.failed, s.slots
+        return self.ledger.changes, counts, books.finished(), books.due(rank) or 0
 
     async def run(self, operation: str, rank: int, *arguments: Any) -> Any:
         """Run an operation of a rank. Errors: LedgerError."""
@@ -102,45 +106,34 @@ class Desk:
         operation, rank, *arguments = request
         result = await self.run(operation, rank, *arguments)
         if operation == "join":
-            if not self._ranks:
-                self._start(self._inform_all())
+            if self._informing is None:
+                self._informing = asyncio.get_running_loop().create_task(self._inform())
             self._ranks[peer] = rank
-        return (self.state(rank), result), ()
+        return (self._counts(rank), result), ()
 
-    async def _inform_all(self) -> None:
-        """Send each change to all ranks that have joined, until rank 0 closes the line."""
+    async def _watch(self, peer: str, seen: int, buffers: object) -> tuple[State, tuple[()]]:
+        await self.ledger.wait_changed(seen)
+        return self.state(self._ranks[peer]), ()
+
+    async def _inform(self) -> None:
         seen = -1
         while True:
             seen = await self.ledger.wait_changed(seen)
-            for peer, rank in self._ranks.items():
-                if peer not in self._informed:
-                    self._informed.add(peer)
-                    self._start(self._inform(peer, rank))
-            await asyncio.sleep(_PAUSE_S * len(self._ranks))
-
-    async def _inform(self, peer: str, rank: int) -> None:
-        sent = -1
-        try:
-            while sent < self.ledger.changes:
-                sent = self.ledger.changes
-                await self._line.ask(peer, "books", self.state(rank))
-        except (RankLost, LifecycleError):
-            # The peer has left, and `LineServer.on_end` was called.
-            self._ranks.pop(peer, None)
-        finally:
-            self._informed.discard(peer)
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._informing.add(task)
-        task.add_done_callback(self._informing.discard)
+            for peer, rank in [*self._ranks.items()]:
+                try:
+                    await self._line.tell(peer, "books", self.state(rank))
+                except RankLost:
+                    # The peer has left, and `LineServer.on_end` was called.
+                    del self._ranks[peer]
+            await asyncio.sleep(_EVERY_S)
 
     async def aclose(self) -> None:
         """End the messages to the other ranks. Call it after the line is closed."""
-        for task in self._informing:
-            task.cancel()
-        if (cancelled := await wait_shielded(asyncio.gather(*self._informing, return_exceptions=True))) is not None:
-            raise cancelled
+        if self._informing is not None:
+            self._informing.cancel()
+            informing = asyncio.gather(self._informing, return_exceptions=True)
+            if (cancelled := await wait_shielded(informing)) is not None:
+                raise cancelled
 
 
 class LineLedger:
@@ -169,6 +162,7 @@ class LineLedger:
         self._awaited: tuple[int, Ticket] | None = None  # (rank, ticket)
         self._admit_lock = asyncio.Lock()  # this rank admits in the order of the calls
         self._admitting: asyncio.Future[Any] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._opened = self._closed = self._stale = False
         self._lost: RankLost | None = None
         if self._desk is None:
@@ -190,6 +184,8 @@ class LineLedger:
         """Fail every waiter with LifecycleError. A second call does nothing. Rank 0 answers the other ranks until `end_desk`."""
         if not self._closed:
             self._closed = True
+            if self._watching is not None:
+                self._watching.cancel()
             self._wake(LifecycleError("the ledger was closed while a task waited for a change; open a new ledger"))
 
     def lose(self, error: RankLost) -> None:
@@ -283,7 +279,20 @@ class LineLedger:
 
         Errors: LifecycleError if the ledger is closed, RankLost if a rank is lost."""
         self._check_open("wait_changed")
+        if self._desk is None and self._watching is None and self._changes.number <= seen:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
         return await self._changes.wait(seen)
+
+    async def _watch(self) -> None:
+        assert isinstance(self._line, LineClient)
+        try:
+            # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
+            with contextlib.suppress(RankLost, LifecycleError):
+                state, _ = await self._line.ask("watch", self._changes.number)
+                self._watching = None
+                self._set_state(state)
+        finally:
+            self._watching = None
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         await self._complete("end", _plain(ticket), outcome)
@@ -418,11 +427,12 @@ class LineLedger:
                 self._set_state(self._desk.state(self._rank))
 
     def _set_state(self, state: State) -> None:
-        number, statistics, finished, due, awaited = state
+        number, statistics, finished, due, *awaited = state
         if number < self._changes.number:
             return
         self._statistics, self._finished, self._due = LedgerStatistics(*statistics), finished, due
-        self._awaited = None if awaited is None else (awaited[0], Ticket(*awaited[1]))
+        for group in awaited:
+            self._awaited = None if group is None else (group[0], Ticket(*group[1]))
         if number > self._changes.number:
             self._changes.number = number
             self._changes.wake()

@@ -175,7 +175,7 @@ class Reservation:
 
     def finished(self) -> bool:
         """Every rank is exhausted and no group is left to train."""
-        return all(self.exhausted) and not self.entries
+        return not self.entries and all(self.exhausted)
 
     def step_complete(self) -> bool:
         """No further group can get a place in the open step: all places are claimed, or no group is live and none will come."""
@@ -199,7 +199,10 @@ class Reservation:
 
     def first_live(self) -> ReservedGroup | None:
         """The live group with the earliest deadline: the open step waits for it."""
-        return min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
+        if not self._live:
+            return None
+        deadline = min(self._live)
+        return next(e for e in self.entries.values() if not e.claimed and e.ticket.deadline == deadline)
 
     def due(self, rank: int) -> int | None:
         """Groups of the open step that this rank has still to admit; None where ranks have no shares."""

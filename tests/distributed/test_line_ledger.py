@@ -311,6 +311,7 @@ async def test_many_ranks_race_for_the_same_places() -> None:
 async def test_a_rank_that_is_lost_ends_all_waits() -> None:
     async with two_ranks(1, 0) as (a, b):
         await fresh(a, 0)
+        await until_known(b, a.changes)
         for ledger in (a, b):
             waiting = [asyncio.ensure_future(each) for each in (ledger.admit(1), ledger.wait_changed(ledger.changes))]
             await asyncio.sleep(0.05)
