@@ -36,6 +36,11 @@ class Changes:
                 self._waiters.discard(waiter)
         return self.number
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits."""
+        return bool(self._waiters)
+
     def wake(self, error: BaseException | None = None) -> None:
         """Wake all waiters. Each waiter checks `number` again, or raises `error`."""
         for waiter in self._waiters:

@@ -288,9 +288,12 @@ class LineLedger:
         try:
             # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
             with contextlib.suppress(RankLost, LifecycleError):
-                state, _ = await self._line.ask("watch", self._changes.number)
-                self._watching = None
-                self._set_state(state)
+                # A task may have begun to wait for a later change meanwhile.
+                while self._changes.awaited:
+                    state, _ = await self._line.ask("watch", self._changes.number)
+                    self._set_state(state)
+                    # The tasks that were woken leave.
+                    await asyncio.sleep(0)
         finally:
             self._watching = None
 

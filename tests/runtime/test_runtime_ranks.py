@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: 
 
 
 ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """For longer than the time after which a rank without a sign of life is lost; once more while it has no time to recover."""
+    limits = {"interval_s": 0.2, "loop_timeout_s": 4.0}
+    run = tmp_path / "runs/run"
+    with start_two(tmp_path, ENDLESS | {"watchdog": limits}) as ranks:
+        ranks[0].wait_until(lines_at_least(run, 2), "second step")
+        for pause_s in (12.0, 6.0):
+            for each in ranks:
+                each.send(signal.SIGSTOP)
+            time.sleep(pause_s)  # the suspension
+            for each in reversed(ranks):
+                each.send(signal.SIGCONT)
+        ranks[0].wait_until(lines_at_least(run, len(metrics_of(run)) + 4), "steps after the suspension")
+        for each in ranks:
+            each.send(signal.SIGTERM)
+        assert [each.wait(60) for each in ranks] == [143, 143], ranks[0].output + ranks[1].output
+    assert "sign of life" not in ranks[0].output + ranks[1].output
+    assert [line["step"] for line in metrics_of(run)] == [*range(1, len(metrics_of(run)) + 1)]
 
 
 def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_there(tmp_path: Path) -> None:
