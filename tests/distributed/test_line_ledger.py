@@ -18,6 +18,7 @@ import anyio
 import pytest
 import warm
 
+from asyncrl.distributed import line_ledger
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
@@ -320,6 +321,21 @@ async def test_a_rank_that_is_lost_ends_all_waits() -> None:
                 assert isinstance(error, RankLost) and "rank 7" in str(error)
             with pytest.raises(RankLost, match="rank 7"):
                 await ledger.claim([])
+
+
+async def test_a_rank_waits_for_each_next_change_whatever_it_did_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_ledger, "_EVERY_S", 1000.0)  # else the next state to every rank would help
+    async with two_ranks(200, 3) as (a, b):
+        for number in range(0, 100, 2):
+            first = asyncio.ensure_future(b.wait_changed(b.changes))
+            await asyncio.sleep(0)
+            await fresh(b, number)
+            # The answer for `first` may still be under way.
+            second = asyncio.ensure_future(b.wait_changed(b.changes))
+            await asyncio.sleep(0)
+            await fresh(a, number + 1)
+            with anyio.fail_after(30):
+                assert await first <= await second
 
 
 async def test_a_rank_that_handles_nothing_gets_one_state_for_all_changes_of_that_time() -> None:
