@@ -9,6 +9,7 @@ import pytest
 import torch
 from ragged_reference import ReferenceKernel
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.ragged import RaggedWindow
@@ -171,30 +172,31 @@ def test_no_token_of_another_tree_or_suffix_leaks() -> None:
     assert torch.equal(seen, mask[row])
 
 
-def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32() -> None:
-    """1 + 300 * 2^-9 would stay 1 if it were summed in bfloat16."""
-    rows = 301
-    plan = TreePlan([0], [1], 1 + np.arange(rows), np.ones(rows), np.zeros(rows))
-    expected, small = 1 + (rows - 1) * 2.0**-9, 2.0**-9
-    key = torch.zeros(plan.tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    padded = plan._make_rows(key.device).keys_of(key)
-    grad = torch.full_like(padded, small)
-    # The rows are that of the prefix itself, then those of the suffixes.
-    grad[0], grad[1] = 0.0, 1.0
-    padded.backward(grad)
-    assert key.grad is not None
-    torch.testing.assert_close(key.grad[0].float(), torch.full((1, 8), expected), rtol=2**-8, atol=0)
+class Sums(TorchDispatchMode):
+    """The dtypes in which rows are added. On a CPU torch adds bfloat16 in float32, on a GPU by atomics of bfloat16."""
 
-    class Kernel:
-        def backward(self, grad: Tensor, qkv: tuple[Tensor, ...], *given: Any) -> tuple[Tensor, ...]:
-            # Each row with its prefix: the gradient of the prefix is 1 in the first row.
-            part = torch.full_like(qkv[1], small)
-            part[0], part[1] = 0.0, 1.0
-            return torch.zeros_like(qkv[0]), part, part
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
 
-    window = RaggedWindow(Kernel(), plan._own_rows(), 2, key.device)  # type: ignore[arg-type]  # backward alone
-    tokens = key.detach()
-    gradients = tuple(torch.empty_like(tokens) for _ in range(3))
-    window.backward(tokens, (tokens, tokens, tokens, tokens, tokens), 1.0, gradients)  # type: ignore[arg-type]
-    for found in gradients[1:]:
-        torch.testing.assert_close(found[0].float(), torch.full((1, 8), expected), rtol=2**-8, atol=0)
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("index_add", "index_add_"):
+            self.dtypes.append(arguments[0].dtype)
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("way", ["padded", "window"])
+def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32(way: str) -> None:
+    plan = TreePlan([0], [3], [3, 5, 8], [2, 3, 1], [0, 0, 0])
+    qkv = [part.detach().bfloat16().requires_grad_() for part in inputs(plan.tokens, (4, 2, 16), torch.float32)]
+    sums = Sums()
+    with sums:
+        if way == "padded":
+            plan.attend_masked(*qkv, 0.3).sum().backward()
+        else:
+            window = RaggedWindow(ReferenceKernel(), plan._own_rows(), 2, torch.device("cpu"))
+            values = [part.detach() for part in qkv]
+            out, lse = window.forward(*values, 0.3)
+            gradients = tuple(torch.empty_like(part) for part in values)
+            window.backward(out, (*values, out, lse), 0.3, gradients)  # type: ignore[arg-type]  # three of them
+    assert sums.dtypes.count(torch.float32) == 2 and len(sums.dtypes) <= 3, sums.dtypes
