@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.generation.embedded.graphs import DecodeGraphs, bucket
+from asyncrl.models.attention.interface import AttentionTerms
+from asyncrl.models.fused.layers import Mlp
 from asyncrl.models.policy import PolicyModel
 
 
@@ -133,3 +136,24 @@ async def test_a_step_that_cannot_be_captured_is_run_as_before(
             asked = [request(5, 1, max_tokens=6)]
             assert_plain(plain, asked, await generate_all(run.engine, asked))
     assert caplog.text.count("not captured as CUDA graphs (RuntimeError: CUDA error: operation not permitted") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("float32", "there is no kernel for ragged rows of torch.float32"),
+        ("packed", "the model's own code computes the layers"),
+        ("experts", "the kernels of experts depend on the routes"),
+        ("caps", "no capped scores and no sinks"),
+    ],
+)
+def test_steps_that_a_graph_cannot_hold_are_named(kind: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    layer = SimpleNamespace(mlp=torch.nn.Identity(), terms=AttentionTerms())
+    if kind == "caps":
+        layer = SimpleNamespace(mlp=Mlp(None, "silu", None), terms=AttentionTerms(softcap=3.0))  # type: ignore[arg-type]
+    policy = SimpleNamespace(fused=None if kind == "packed" else SimpleNamespace(layers=[layer]))
+    kernel = None if kind == "float32" else ReferenceKernel()
+    cache = SimpleNamespace(kernel=kernel, device=torch.device("cuda"), data=torch.empty(0))
+    with caplog.at_level(logging.INFO):
+        assert DecodeGraphs.of(policy, cache, 64) is None  # type: ignore[arg-type]
+    assert reason in caplog.text

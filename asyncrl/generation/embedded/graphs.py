@@ -85,8 +85,12 @@ class DecodeGraphs:
 
     @classmethod
     def of(cls, policy: Any, cache: KVCache, longest: int) -> DecodeGraphs | None:
-        """None if decode steps cannot be captured. A capture needs CUDA, a kernel for ragged rows, and `can_be_captured`."""
-        if cache.kernel is None or cache.device.type != "cuda" or not can_be_captured(policy):
+        """None without CUDA, and if decode steps cannot be captured, which is logged with the reason."""
+        if cache.device.type != "cuda":
+            return None
+        reason = why_not_captured(policy, cache)
+        if reason is not None:
+            logger.info("decode steps are not captured as CUDA graphs: %s", reason)
             return None
         return cls(policy, cache, longest, CudaCapture(cache.device))
 
@@ -134,14 +138,18 @@ class DecodeGraphs:
         return _Graph(inputs, out, replay, self.policy.fused.scratch.buffers())
 
 
-def can_be_captured(policy: Any) -> bool:
-    """Whether each decode step launches the same kernels. The kernels of experts depend on the routes of the tokens. The kernel for
-    ragged rows has no capped scores and no sinks."""
+def why_not_captured(policy: Any, cache: KVCache) -> str | None:
+    """Why the launches of a decode step depend on its rows. None: each step with the same number of rows launches the same."""
     fused = getattr(policy, "fused", None)
-    return fused is not None and all(
-        isinstance(layer.mlp, Mlp) and layer.terms.softcap is None and layer.terms.sinks is None
-        for layer in fused.layers
-    )
+    if cache.kernel is None:
+        return f"there is no kernel for ragged rows of {cache.data.dtype}"
+    if fused is None:
+        return "the model's own code computes the layers"
+    if not all(isinstance(layer.mlp, Mlp) for layer in fused.layers):
+        return "the kernels of experts depend on the routes of the tokens"
+    if any(layer.terms.softcap is not None or layer.terms.sinks is not None for layer in fused.layers):
+        return "the kernel for ragged rows has no capped scores and no sinks"
+    return None
 
 
 def bucket(rows: int) -> int:
