@@ -98,7 +98,7 @@ CEILINGS: dict[str, int] = {
     "data": 2820,
     "distributed": 3380,
     "environments": 130,
-    "generation": 5583,
+    "generation": 5600,
     "http": 1270,
     "models": 7530,
     "pumps": 3430,
@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "training": 2270,
     "transport": 4570,
     "weights": 800,
-    "tests": 54700,
+    "tests": 54730,
     "tools": 8430,
 }
 BENCHMARKS = "asyncrl_bench"

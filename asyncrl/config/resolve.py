@@ -1,7 +1,7 @@
 """`resolve` fills in presets and derived settings, and checks the whole configuration. The function is pure and idempotent.
 
 preset   max_staleness  streaming   meaning
-sync     0              false       whole steps in prompt order, bit-identical reruns
+sync     0              false       whole steps in prompt order, on CPUs bit-identical reruns
 one_off  1              false       whole steps, one step behind
 async    2              true        every group is trained as it arrives
 """

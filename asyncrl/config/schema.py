@@ -413,7 +413,7 @@ class Config(SettingsSection):
     """The whole configuration of a run: its sections, and settings outside of sections."""
 
     preset: Literal["sync", "one_off", "async"] = field(
-        "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
+        "async", "sync: age 0, on CPUs bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
     # torch and numpy take no larger seed.
     seed: int = field(0, "Random numbers are derived from the seed and (group, member).", ge=0, le=2**64 - 1)
