@@ -90,8 +90,13 @@ class Stripes:
             nodes = [sender, *order.receivers]
             if self._node in nodes:
                 store = dist.PrefixStore(f"weights/{order.group}/{sender}", self._store)
-                form: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
-                self._groups[sender] = form(store, nodes.index(self._node), len(nodes), timeout)
+                rank, size = nodes.index(self._node), len(nodes)
+                if self._device.type != "cuda":
+                    self._groups[sender] = dist.ProcessGroupGloo(store, rank, size, timeout)
+                else:
+                    options = dist.ProcessGroupNCCL.Options()
+                    options._timeout = timeout
+                    self._groups[sender] = dist.ProcessGroupNCCL(store, rank, size, options)
         self._group = order.group
 
     def _wait(self, work: Any) -> None:
