@@ -1,11 +1,11 @@
-"""Checkpoints of a sharded trainer: each rank that holds a copy of the model together with rank 0 writes its rows of every tensor,
-and rank 0 moves the files into the checkpoint.
+"""Checkpoints of a sharded trainer: each rank of the replica of rank 0 writes its rows of every tensor, and rank 0 moves the files
+into the checkpoint.
 
     checkpoints/shards/step_40-rank_1.pt    written by rank 1, which then sends the SHA-256 to rank 0
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
     checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-No collective is used, because while a run stops some ranks may never join a collective. These ranks must see the same directory.
+No collective is used, because while a run stops some ranks may never join a collective. The replica must see one directory.
 A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
 """
 

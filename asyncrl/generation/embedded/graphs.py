@@ -139,7 +139,7 @@ class DecodeGraphs:
 
 
 def why_not_captured(policy: Any, cache: KVCache) -> str | None:
-    """Why the launches of a decode step depend on its rows. None: each step with the same number of rows launches the same."""
+    """Why the launches of a decode step depend on its rows. None: steps with equal numbers of rows launch the same kernels."""
     fused = getattr(policy, "fused", None)
     if cache.kernel is None:
         return f"there is no kernel for ragged rows of {cache.data.dtype}"
