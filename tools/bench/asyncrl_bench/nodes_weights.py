@@ -20,28 +20,26 @@ from .plots import markdown
 
 OPTIONS = (
     option("--receivers", [1, 2, 3], "nodes that receive", [1], nargs="+", type=positive),
-    option("--versions", 12, "versions of a run, after the first", 4),
+    option("--versions", 16, "versions of a run, after the first", 4),
     option("--sequences", 4, "that a node samples while it moves", 2),
-    option("--dtypes", "float32,bfloat16", "of the weights", "float32", type=words(*DTYPES)),
+    option("--dtypes", "bfloat16", "of the weights, float32 or bfloat16", "float32", type=words(*DTYPES)),
 )
 
 
 def measure_weights(place: Place) -> tuple[list[dict[str, Any]], list[str]]:
-    """The runs, and the tables. `place.options` has `OPTIONS`, `repeats` and `model`. Errors: `BenchError`."""
+    """The runs, and the tables. `place.options` has `OPTIONS` and `model`. Errors: `BenchError`."""
     options, model, runs = place.options, place.model(), list[dict[str, Any]]()
-    for repetition in range(options.repeats):
-        for dtype in options.dtypes:
-            for receivers in options.receivers:
-                place.say(f"weights: {dtype}, {receivers} receivers, repetition {repetition + 1}")
-                job = BroadcastJob(model, dtype, receivers, options.versions)
-                found = place.own("broadcast", job, f"{dtype}-{receivers}-{repetition}")
-                runs.append({"dtype": dtype, "receivers": receivers, **found})
-            job = BroadcastJob(
-                model, dtype, 1, options.versions, decodes=True, sequences=options.sequences, pause_s=2.0
-            )
-            runs.append(
-                {"dtype": dtype, "receivers": 1, "decodes": True, **place.own("broadcast", job, f"{dtype}-decodes")}
-            )
+    for dtype in options.dtypes:
+        for receivers in options.receivers:
+            place.say(f"weights: {dtype}, {receivers} receivers")
+            job = BroadcastJob(model, dtype, receivers, options.versions)
+            found = place.own("broadcast", job, f"{dtype}-{receivers}")
+            runs.append({"dtype": dtype, "receivers": receivers, **found})
+        place.say(f"weights: {dtype}, a node that samples")
+        job = BroadcastJob(model, dtype, 1, options.versions, decodes=True, sequences=options.sequences, pause_s=2.0)
+        runs.append(
+            {"dtype": dtype, "receivers": 1, "decodes": True, **place.own("broadcast", job, f"{dtype}-decodes")}
+        )
     return runs, [*table(runs), "", *pause_table(runs)]
 
 
