@@ -227,8 +227,9 @@ class Ledger(Protocol):
         """A text about the group that the open step waits for, if another rank has that group. Call it from any thread."""
         ...
 
-    def live_groups(self) -> list[Ticket]:
-        """This rank's admitted and untrained groups by group id, those of the open step included."""
+    def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
+        """This rank's admitted and untrained groups by group id, those of the open step included. On rank 0 `everywhere` adds the
+        groups of the other ranks."""
         ...
 
     def committed_elsewhere(self) -> list[Ticket]:

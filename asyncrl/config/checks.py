@@ -338,7 +338,7 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
         return [f"world_size is {world_size}; expected at least 1"]
     if config.rollout.groups_per_step < world_size:
         return [
-            f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks, "
+            f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks that train, "
             f"{world_size}: fewer groups than ranks leave a rank without work in every step; raise it or start fewer ranks"
         ]
     return []
@@ -459,7 +459,29 @@ def _check_distributed(config: Config) -> Iterator[str]:
         )
 
 
+def _check_roles(config: Config) -> Iterator[str]:
+    """`distributed/roles.py` compares the roles with the number of ranks."""
+    roles = config.distributed.roles
+    if roles.train is None and roles.generate is None:
+        return
+    prefix = "distributed.roles is set and "
+    if config.door.ring is not None:
+        yield prefix + (
+            f"door.ring is {config.door.ring}: other programs generate the groups, so no rank has to; leave distributed.roles out"
+        )
+    if config.generation.placement == "shared":
+        yield prefix + (
+            "generation.placement is shared: a rank that only generates has no trainer to share a device with; use "
+            "generation.placement=auto"
+        )
+    if config.reroll.start_fraction < 1:
+        yield prefix + (
+            f"reroll.start_fraction is {config.reroll.start_fraction}: the rank with the prompt cursor does not see the rewards "
+            "of all ranks; leave one of them out"
+        )
+
+
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset, _check_rollout, _check_generation, _check_replay, _check_skip, _check_lengths, _check_algorithm, _check_lora,
-    _check_parts, _check_deadlines, _check_door, _check_distributed,
+    _check_parts, _check_deadlines, _check_door, _check_distributed, _check_roles,
 )  # fmt: skip

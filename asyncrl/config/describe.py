@@ -29,7 +29,8 @@ _FREE = (
     "rollout.retries rollout.timeout_s engine.max_sequences engine.kv_positions engine.prefill_tokens engine.kv_after_update "
     "algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio train.weight_decay "
     "train.decay_norms_and_biases train.eps train.grad_clip train.tokens_per_microbatch train.gradient_checkpointing "
-    "train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s train.partial_final_step"
+    "train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s train.partial_final_step "
+    "distributed.roles"
 )
 FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"

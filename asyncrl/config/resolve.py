@@ -74,6 +74,7 @@ def staleness_bound(config: Config) -> int:
 def resolve(
     config: Config,
     world_size: int = 1,
+    generating: int | None = None,
     *,
     embedding: bool = False,
     submitted: bool = False,
@@ -81,9 +82,9 @@ def resolve(
 ) -> Config:
     """The configuration with presets and derived values filled in. Every contradiction is refused.
 
-    `world_size`: trainer ranks. `embedding`: the program passes prompts and rewards to the Runtime and decides when to end,
-    so data, reward functions and a limit of steps may be missing. `submitted`: the program submits finished groups.
-    `own_environment`: the program passes an environment object.
+    `world_size`: trainer ranks. `generating`: ranks that generate; None: as many. `embedding`: the program passes prompts and
+    rewards to the Runtime and decides when to end, so data, reward functions and a limit of steps may be missing. `submitted`: the
+    program submits finished groups. `own_environment`: the program passes an environment object.
     Errors: `ConfigError`, one line per contradiction.
     """
     staleness, streaming = PRESETS[config.preset]
@@ -110,7 +111,7 @@ def resolve(
         # The gate remains "auto" while model.dtype is "auto": the dtype depends on the device, which is not known yet.
         derived["algorithm.mismatch_gate"] = MISMATCH.get(config.model.dtype, "auto") if sampled_here else None
     if config.engine.max_sequences is None:
-        groups_of_rank = -(-slots(config) // world_size)
+        groups_of_rank = -(-slots(config) // (generating or world_size))
         derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
     if config.evaluate.temperature is None:
         derived["evaluate.temperature"] = config.rollout.temperature

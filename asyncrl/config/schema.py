@@ -283,6 +283,16 @@ class TrainConfig(SettingsSection):
     )
 
 
+class RolesConfig(SettingsSection):
+    """Which ranks train and which generate; left out: every rank does both. With two counts the first ranks train and the others
+    generate. With two lists a rank may do both. Rank 0 must train. A rank that only generates has its engine in workers."""
+
+    train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
+    generate: int | tuple[int, ...] | None = field(
+        None, "Number of ranks that only generate, or the ranks that generate."
+    )
+
+
 class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
     the embedded engine, of which each rank has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
@@ -295,6 +305,7 @@ class DistributedConfig(SettingsSection):
         "each rank holds a part of them, which are gathered and summed once a step, or once a microbatch if memory is short. "
         "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
+    roles: RolesConfig = RolesConfig()
 
 
 class EvaluateConfig(SettingsSection):

@@ -44,6 +44,8 @@ class SettingsSection(BaseModel):
         types = (annotation, *get_args(annotation))
         if isinstance(value, bool) and bool not in types and {int, float} & {*types}:
             raise PydanticCustomError("number", "true or false is no number")
+        if type(value) is int and int in types:
+            return value
         if isinstance(value, (str, int, float, dict)) and any(get_origin(kind) is tuple for kind in types):
             return (value,)
         if not isinstance(value, str):

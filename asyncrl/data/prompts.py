@@ -136,6 +136,11 @@ class PromptSource:
         return len(self._rows)
 
     @property
+    def digest(self) -> int:
+        """A fingerprint of all prompts."""
+        return self._digest
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next new prompt, counted from 0."""
         return self._position // len(self._rows)

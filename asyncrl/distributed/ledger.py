@@ -161,9 +161,9 @@ class LocalLedger:
         return self._books.arrive(ticket, sender, rank)
 
     def has(self, ticket: Ticket, rank: int) -> bool:
-        """Whether a group is at this rank."""
+        """Whether a group is at this rank. Rank 0 ends the groups of all ranks at the end of a run."""
         entry = self._books.entries.get(ticket.group_id)
-        return entry is not None and (entry.ticket, entry.rank) == (ticket, rank)
+        return entry is not None and entry.ticket == ticket and rank in (0, entry.rank)
 
     async def wait_changed(self, seen: int) -> int:
         """See `ports.Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""
@@ -207,7 +207,7 @@ class LocalLedger:
         """Live groups past their deadline, for the caller to drop; always empty with `late="wait"`."""
         return self._books.expired()
 
-    def live_groups(self) -> list[Ticket]:
+    def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
         """Groups that were admitted and not trained, by id. A checkpoint stores them, so that a resumed run skips no prompt."""
         return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
 

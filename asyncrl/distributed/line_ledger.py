@@ -152,6 +152,7 @@ class LineLedger:
         self._settings = [getattr(books, name) for name in _SETTINGS]
         # Steps that this rank has committed. Another rank may have committed one more.
         self._turn = self.first_turn = books.turn
+        self._trains = not books.trainers or rank in books.trainers
         self._live: dict[int, Ticket] = {}  # groups of this rank without a place
         # Groups of this rank in the step that this rank has not committed.
         self._open: dict[int, Ticket] = {}
@@ -205,8 +206,9 @@ class LineLedger:
 
     @property
     def turn(self) -> int:
-        """The turn of this rank. The shared turn is one higher if another rank has committed the open step."""
-        return self._turn
+        """The turn of this rank. The shared turn is one higher if another rank has committed the open step. A rank that only
+        generates has the shared turn."""
+        return self._turn if self._trains else self.statistics().turn
 
     @property
     def changes(self) -> int:
@@ -217,7 +219,7 @@ class LineLedger:
     def finished(self) -> bool:
         """Every rank called `exhaust`, no rank has a group to train, and this rank committed every step."""
         self._refresh()
-        return self._finished and self._turn == self._statistics.turn
+        return self._finished and self.turn == self._statistics.turn
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
         """See `ports.Ledger.admit`. Group ids must be unique over all ranks."""
@@ -321,11 +323,18 @@ class LineLedger:
         self._refresh()
         return [ticket for ticket in self._live.values() if ticket.deadline < self._statistics.turn]
 
-    def live_groups(self) -> list[Ticket]:
-        """Groups of this rank that were admitted and not trained, by group id.
+    def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
+        """Groups of this rank that were admitted and not trained, by group id. On rank 0 `everywhere` adds those of other ranks.
 
         Groups of the open step are included until this rank commits, even if another rank has committed the step."""
-        return [ticket for _, ticket in sorted((self._live | self._open).items())]
+        live = self._live | self._open
+        if everywhere and self._desk is not None:
+            books = self._desk.ledger.books
+            live |= {group_id: entry.ticket for group_id, entry in books.entries.items()}
+            if books.turn > self._turn:
+                # Their slots are gone. Only their ids matter.
+                live |= {group_id: Ticket(group_id, -1, -1) for group_id in books.last_step if group_id not in live}
+        return [ticket for _, ticket in sorted(live.items())]
 
     def committed_elsewhere(self) -> list[Ticket]:
         """The part of `live_groups` in a step that another rank has committed and this rank has not."""

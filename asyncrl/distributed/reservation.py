@@ -59,6 +59,8 @@ from ..errors import LedgerError, VersionAhead
 from ..types import LedgerStatistics, Ticket
 
 Late = Literal["wait", "drop"]
+# In place of the acknowledged turn of a rank without engines.
+_NO_ENGINE = 1 << 60
 
 
 @dataclass(slots=True)
@@ -138,6 +140,11 @@ class Reservation:
 
     def _remove(self, entry: ReservedGroup) -> None:
         self._count(self.entries.pop(entry.ticket.group_id), -1)
+
+    def set_generating(self, ranks: Sequence[int]) -> None:
+        """Only these ranks admit groups and have engines."""
+        for rank in set(range(self.ranks)).difference(ranks):
+            self.acknowledged[rank], self.exhausted[rank] = _NO_ENGINE, True
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -366,6 +373,8 @@ class Reservation:
 
     def release(self, turn: int, rank: int = 0) -> bool:
         """This rank's engines have the weights that follow `turn`. True if slots came free: all ranks' engines have them."""
+        if self.acknowledged[rank] == _NO_ENGINE:
+            return False
         if not self.acknowledged[rank] <= turn < self.turn:
             raise LedgerError(
                 f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the "

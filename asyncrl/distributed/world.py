@@ -1,6 +1,7 @@
 """The rank of this process, and its collectives with all other ranks (collectives.py).
 
-All methods block and are for the lane. With one rank no process group is opened, and every collective is a no-op.
+All methods block and are for the lane. With one rank no process group is opened, and every collective is a no-op. If some ranks
+only generate, the collectives of `World.train` run over the training ranks, which have numbers of their own there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
 from .line import SILENCE_S, LineClient, LineServer
 from .ranks_store import RankInfo, RanksStore, RankStore, advertised, open_store
+from .roles import Roles
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long rank 0 waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
@@ -37,13 +39,20 @@ class World(Collectives):
     master_port: int = 0
     # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
     restart: int = 0
+    roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)
     _ranks: RanksStore | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
+    _train: Collectives | None = field(default=None, repr=False)  # set by `open` if roles differ, on training ranks
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _owner: ClassVar[World | None] = None  # the World that created the process group
+
+    def __post_init__(self) -> None:
+        if not self.roles.differ:
+            everyone = tuple(range(self.world_size))
+            self.roles = Roles(everyone, everyone)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -78,6 +87,28 @@ class World(Collectives):
     @property
     def is_open(self) -> bool:
         return self._opened and not self._closed
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains."""
+        return self.roles.trains(self.rank)
+
+    @property
+    def generates(self) -> bool:
+        """Whether this rank generates."""
+        return self.roles.generates(self.rank)
+
+    @property
+    def train(self) -> Collectives:
+        """The collectives over the training ranks: those of this world if every rank trains. Errors: LifecycleError on a rank that
+        only generates, and before `open`."""
+        if not self.roles.differ:
+            return self
+        if self._train is None:
+            raise LifecycleError(
+                f"rank {self.rank} has no collectives of training ranks: it only generates, or is not open"
+            )
+        return self._train
 
     def open(
         self,
@@ -133,11 +164,18 @@ class World(Collectives):
                 timeout=_NO_TIMEOUT,
                 device_id=device if device.type == "cuda" else None,
             )
+            self._make_training_group()
         except (dist.DistError, RuntimeError, OSError) as exc:
             raise PlatformError(
                 f"rank {self.rank} of {self.world_size} could not join the others at {self.master_addr}:{self.master_port}: {exc}"
             ) from exc
         return self
+
+    def _make_training_group(self) -> None:
+        if self.roles.differ:
+            # Ranks that only generate must make the group too.
+            group = dist.new_group(list(self.roles.train), timeout=_NO_TIMEOUT)
+            self._train = TrainingRanks(self, group) if self.trains else None
 
     def _rank_info(self) -> RankInfo:
         one_machine = self.local_world_size == self.world_size
@@ -174,6 +212,8 @@ class World(Collectives):
                     callback()
             finally:  # other ranks must not wait for this rank
                 self._leave_callbacks.clear()
+                if self._train is not None:
+                    self._train.group = None
                 if failed and dist.is_initialized() and dist.get_backend() == "nccl":
                     abort()
                 elif dist.is_initialized():
@@ -187,6 +227,16 @@ class World(Collectives):
 
     def __exit__(self, kind: object, *exc: object) -> None:
         self.close(failed=kind is not None)
+
+    @property
+    def torch_store(self) -> dist.Store:
+        """A store that all ranks reach, for process groups. Errors: LifecycleError."""
+        return self._joined().launcher_store
+
+    @property
+    def secret(self) -> str:
+        """The secret of the run, for further lines. Errors: LifecycleError."""
+        return self._joined().secret
 
     def store(self, name: str) -> RankStore:
         """The ranks' store, for keys below `name`."""
@@ -212,3 +262,15 @@ class World(Collectives):
         if self._ranks is None:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
         return self._ranks
+
+
+class TrainingRanks(Collectives):
+    """The collectives of a world over its training ranks alone."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None) -> None:
+        self._world, self.group, self.lost = world, group, world.lost
+        self.rank, self.world_size = world.roles.train.index(world.rank), len(world.roles.train)
+
+    @property
+    def is_open(self) -> bool:
+        return self._world.is_open

@@ -104,7 +104,9 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
     groups = [group_rows.group for group_rows in rows]
     if over_ranks:
         mine = [(group.group_id, reader.numbers(group)) for group in groups]
-        return _advantages_by_group(groups, advantages_of_rank(ports.advantage, await ports.gather(mine), ports.rank))
+        return _advantages_by_group(
+            groups, advantages_of_rank(ports.advantage, await ports.gather(mine), ports.train_rank)
+        )
     try:
         return reader.advantages(groups)
     except Exception as error:
@@ -138,7 +140,9 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
     count = ports.config.algorithm.minibatches
     if count == 1:
         return [rows]
-    numbers = minibatches_of_rank(await ports.gather([group_rows.group_id for group_rows in rows]), ports.rank, count)
+    numbers = minibatches_of_rank(
+        await ports.gather([group_rows.group_id for group_rows in rows]), ports.train_rank, count
+    )
     return [
         [group_rows for group_rows, number in zip(rows, numbers, strict=True) if number == part]
         for part in range(count)

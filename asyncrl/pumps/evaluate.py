@@ -11,6 +11,9 @@ evaluations differ only by the weights. Only one evaluation runs at a time. `Eva
     the engine cannot pin version v ──▶ the training waits, v is evaluated and reported
     the engine pins version v       ──▶ a task evaluates v during later steps, and reports v, then the versions published meanwhile
 
+If some ranks only generate (`distributed.roles`), rank 0 spreads the prompts over the ranks that generate (`dispatch.py`), and the
+training waits for their answers.
+
 Versions are reported in order, so the lines of metrics.jsonl are in order. A checkpoint is written after all earlier versions were
 reported, so a run that resumes from the checkpoint misses no report.
 """
@@ -21,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import anyio
 import numpy as np
@@ -36,6 +39,23 @@ from .metrics import logged_numbers
 from .pipeline import Ports
 from .rollout import EpisodeFailed, Episodes
 
+
+class Sample(NamedTuple):
+    """The numbers of one scored completion of a held-out prompt: JSON values, because ranks send them to each other."""
+
+    row: int
+    number: int
+    reward: float | None
+    components: dict[str, float | None]
+    # The numbers that reward functions logged.
+    logged: dict[str, float]
+    length: int
+
+
+# Plays and scores the completions of some rows with the weights of a version.
+Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
+# Lets the ranks that generate play these rows. The last argument does so on this rank.
+Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
 # The engine serves the request with the lowest number first. The number of a rollout is its deadline. Without a pin the next
@@ -47,12 +67,16 @@ _AFTER_ROLLOUTS = 1 << 30
 class EvaluatePump:
     """Evaluates one version. `name` is a part of the metrics' names."""
 
-    def __init__(self, ports: Ports, prompts: Sequence[Prompt], name: str, newest: int = -1) -> None:
-        """`newest`: the newest version that was evaluated before a resume; -1 if there is none."""
+    def __init__(
+        self, ports: Ports, prompts: Sequence[Prompt], name: str, newest: int = -1, spread: Spread | None = None
+    ) -> None:
+        """`newest`: the newest version that was evaluated before a resume; -1 if there is none. `spread`: None if this rank plays
+        all prompts."""
         self._ports = ports
         self._settings = settings = ports.config.evaluate
         self._episodes = Episodes(ports)
         self._name = name
+        self._spread = spread
         self.newest = newest
         self.progress: tuple[int, int] | None = None  # (scored, all) completions while an evaluation runs
         selected = prompts[: settings.limit] if settings.limit else prompts
@@ -68,11 +92,31 @@ class EvaluatePump:
         engine samples, and the caller keeps its weights unchanged. Returns `eval/{name}/avg@k` and `eval/{name}/pass@k` with k
         samples per prompt, the mean of each reward component, and the mean length in tokens. If episodes failed,
         `eval/{name}/missing` is their number; the other metrics leave failed episodes out."""
-        ports, samples, recorder = self._ports, self._settings.samples, self._ports.recorder
+        samples, recorder = self._settings.samples, self._ports.recorder
+        rows = range(len(self._prompts))
+        self.progress = 0, len(rows) * samples
+        # `wait` counts the time as idle time of the device. With a pin the device trains meanwhile, so `watch` does not count it.
+        waiter, awaited = "evaluate pump", "held-out rollouts"
+        waiting: AbstractContextManager[object] = recorder.watch(waiter, awaited, on="engine")
+        if pin is None:
+            waiting = recorder.wait(waiter, awaited, on="engine", cause="evaluate")
+        try:
+            with recorder.span("evaluate", track="evaluate", version=version), waiting:
+                if self._spread is None:
+                    scored = await self.play(version, rows, pin)
+                else:
+                    scored = await self._spread(version, rows, self.play)
+        finally:
+            self.progress = None
+        self.newest = version
+        return self._metrics(scored, samples)
+
+    async def play(self, version: int, rows: Sequence[int], pin: PinnedVersion | None = None) -> list[Sample]:
+        """Play and score these rows on this rank, whose engine has `version`. Failed completions have no sample."""
+        ports, samples = self._ports, self._settings.samples
         sampler = ports.engine if pin is None else pin
         priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
-        scored: dict[tuple[int, int], Trajectory] = {}
-        self.progress = 0, len(self._prompts) * samples
+        scored: list[Sample] = []
 
         async def generate(request: GenerationRequest) -> Generation:
             if (temperature := self._settings.temperature) is not None:
@@ -84,30 +128,19 @@ class EvaluatePump:
             await anyio.lowlevel.checkpoint_if_cancelled()
             return await self._episodes.play(prompt, sample, samples, generate, priority)
 
-        # `wait` counts the time as idle time of the device. With a pin the device trains meanwhile, so `watch` does not count it.
-        waiter, awaited = "evaluate pump", "held-out rollouts"
-        waiting: AbstractContextManager[object] = recorder.watch(waiter, awaited, on="engine")
-        if pin is None:
-            waiting = recorder.wait(waiter, awaited, on="engine", cause="evaluate")
-        try:
-            with recorder.span("evaluate", track="evaluate", version=version), waiting:
-                async with plain_task_group() as tasks:
-                    for row, prompt in enumerate(self._prompts):
-                        spawn(tasks, f"evaluation of row {row}", self._evaluate_row, row, prompt, play, scored)
-        finally:
-            self.progress = None
-        self.newest = version
-        return self._metrics(scored, samples)
+        async with plain_task_group() as tasks:
+            for row in rows:
+                spawn(tasks, f"evaluation of row {row}", self._evaluate_row, row, play, scored)
+        return scored
 
     async def _evaluate_row(
         self,
         row: int,
-        prompt: Prompt,
         play: Callable[[Prompt, int], Awaitable[Trajectory]],
-        scored: dict[tuple[int, int], Trajectory],
+        scored: list[Sample],
     ) -> None:
         """Play and score the completions of one prompt. Failed completions get no entry in `scored`."""
-        ports, samples = self._ports, self._settings.samples
+        ports, samples, prompt = self._ports, self._settings.samples, self._prompts[row]
         played: dict[int, Trajectory] = {}
 
         async def score(finished: Sequence[int]) -> None:
@@ -115,8 +148,9 @@ class EvaluatePump:
             if unscored:
                 rewarded = await ports.reward.score(prompt, [played[sample] for sample in unscored])
                 played.update(zip(unscored, rewarded, strict=True))
-            scored.update({(row, sample): played[sample] for sample in finished})
-            self.progress = len(scored), len(self._prompts) * samples
+            scored.extend(_sample(row, sample, played[sample]) for sample in finished)
+            if self.progress is not None:
+                self.progress = len(scored), len(self._prompts) * samples
 
         async def play_and_score(sample: int) -> None:
             with suppress(EpisodeFailed):  # `Episodes` has logged it
@@ -130,30 +164,29 @@ class EvaluatePump:
         if ports.score_groups and played:
             await score(sorted(played))
 
-    def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
+    def _metrics(self, scored: Sequence[Sample], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
         # NaN: the completion is missing, or has no such value.
         rewards, pass_values = np.full((rows, samples), np.nan), np.full((rows, samples), np.nan)
         pass_by = self._settings.pass_by
-        names = {name for trajectory in scored.values() for name in trajectory.components}
+        names = {name for sample in scored for name in sample.components}
         if scored and pass_by != "reward" and pass_by not in names:
             raise ConfigError(f"evaluate.pass_by is {pass_by!r}; expected one of: reward, {', '.join(sorted(names))}")
         components: dict[str, list[float]] = {}
         # Sorted, so that the rounding of the sums does not depend on the order of arrival.
-        for (row, sample), trajectory in sorted(scored.items(), key=lambda item: item[0]):
-            if trajectory.reward is not None:
-                rewards[row, sample] = trajectory.reward
-            pass_value = trajectory.reward if pass_by == "reward" else trajectory.components.get(pass_by)
+        for sample in sorted(scored, key=lambda sample: (sample.row, sample.number)):
+            if sample.reward is not None:
+                rewards[sample.row, sample.number] = sample.reward
+            pass_value = sample.reward if pass_by == "reward" else sample.components.get(pass_by)
             if pass_value is not None:
-                pass_values[row, sample] = pass_value
-            for name, value in {**trajectory.components, **logged_numbers(trajectory)}.items():
+                pass_values[sample.row, sample.number] = pass_value
+            for name, value in {**sample.components, **sample.logged}.items():
                 if value is not None:
                     components.setdefault(name, []).append(value)
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items()}
         if scored:
-            lengths = [trajectory.sampled_length for trajectory in scored.values()]
-            metrics[f"{prefix}/completions/mean_length"] = float(np.mean(lengths))
+            metrics[f"{prefix}/completions/mean_length"] = float(np.mean([sample.length for sample in scored]))
         if len(scored) < rewards.size:
             metrics[f"{prefix}/missing"] = float(rewards.size - len(scored))
         if not np.isnan(rewards).all():
@@ -162,6 +195,12 @@ class EvaluatePump:
             passed = np.nanmax(rows_with_value, axis=1) >= self._settings.pass_reward
             metrics[f"{prefix}/pass@{samples}"] = float(passed.mean())
         return metrics
+
+
+def _sample(row: int, number: int, trajectory: Trajectory) -> Sample:
+    components = {name: None if value is None else float(value) for name, value in trajectory.components.items()}
+    reward = None if trajectory.reward is None else float(trajectory.reward)
+    return Sample(row, number, reward, components, logged_numbers(trajectory), trajectory.sampled_length)
 
 
 class Evaluations:

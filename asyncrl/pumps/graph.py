@@ -18,12 +18,16 @@
 | 4, 5 | slots | nothing, because every group with rows has a slot | the ledger is exhausted and has no live group |
 | 6 | one unfinished publish | the previous publish | the train pump ends |
 
+If ranks have different roles (`distributed.roles`), edge 4 leads to a training rank (`travel.py`). A rank that only trains has no
+rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps.
+
 A pump that ends closes its end of each edge, and the `async for` of the next pump then ends. There are no sentinel items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -31,21 +35,39 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import Supervisor, spawn
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
 
 from .claims import Claims
+from .dispatch import Dispatch
 from .evaluate import EvaluatePump, Evaluations, Report
+from .follow import Follower, FollowPump, Remote
 from .intake import Intake, ScorePump
 from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
-from .rollout import RolloutPump
+from .rollout import OwnPrompts, Prompts, RolloutPump
 from .screen import Reroll
 from .train import TrainPump
+from .travel import Arrivals, Departures
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Apart:
+    """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `follower`: on ranks
+    that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train."""
+
+    dispatch: Dispatch | None = None
+    remote: Remote | None = None
+    follower: Follower | None = None
+    departures: Departures | None = None
+    arrivals: Arrivals | None = None
+
+
 Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
 
 
@@ -61,11 +83,16 @@ class Graph:
         on_step: Callable[[StepReport], None],
         catch_up: Callable[[bool], Awaitable[None]],
         evaluated: int = -1,
+        apart: Apart | None = None,
     ) -> None:
         """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `evaluated`: `newest` of `EvaluatePump`. `catch_up(last)`
-        does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True)."""
+        does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True).
+        `apart`: None if every rank trains and generates."""
         self._ports = ports
         self._prompts = prompts
+        # The program or other processes submit the groups.
+        self._takes_groups = prompts is None and apart is None
+        self._apart = apart = apart or Apart()
         reroll = Reroll(ports, prompts)
         self.intake = Intake(ports, reroll)
         self._catch_up = catch_up
@@ -74,8 +101,15 @@ class Graph:
         self._training_completed = False  # without an error or a cancellation
         self._train = TrainPump(ports, self._claims, reroll, self._publish.wait_published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
-        evaluate = EvaluatePump(ports, held_out, environment, evaluated) if held_out else None
-        self.evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
+        spread = None if apart.dispatch is None else apart.dispatch.evaluate
+        evaluate = EvaluatePump(ports, held_out, environment, evaluated, spread) if held_out else None
+        # Rank 0 alone decides when the other ranks evaluate.
+        self.evaluations = Evaluations(evaluate if apart.remote is None else None, ports.engine, self._publish.sync)
+        self._follow = None
+        if apart.remote is not None:
+            if apart.follower is not None:
+                self._follow = FollowPump(ports, apart.remote, apart.follower)
+            apart.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # set at the end of the train and publish pumps
         self._generated = anyio.Event()  # set at the end of the rollout and score pumps
@@ -90,8 +124,8 @@ class Graph:
 
     def start(self, supervisor: Supervisor) -> None:
         """Start to train the groups that `run` generates and that `submit` gets."""
-        self._accept_groups(True)
-        supervisor.start("training", self._run_training)
+        self._accept_groups(self._takes_groups or self._prompts is not None)
+        supervisor.start("training", self._run_training if self._follow is None else self._run_following)
 
     def _accept_groups(self, accepts: bool) -> None:
         """Set whether groups may come from outside. If they may, idle time of the device is counted as waiting for the program."""
@@ -109,15 +143,48 @@ class Graph:
                 spawn(pumps, "train pump", self._run_train_pump, publications_in)
                 spawn(pumps, "publish pump", self._publish.run, publications_out)
             await self._catch_up(True)
+            if self._apart.dispatch is not None:
+                await self._apart.dispatch.tell_ended(self._ports.trainer.version)
         finally:
-            self._finished.set()
-            for callback in self._finish_callbacks:
-                callback()
+            self._finish()
+
+    def _finish(self) -> None:
+        self._finished.set()
+        for callback in self._finish_callbacks:
+            callback()
+
+    async def _run_following(self) -> None:
+        """In place of `_run_training`, on a rank that only generates."""
+        assert self._follow is not None and self._apart.remote is not None
+        try:
+            async with anyio.create_task_group() as pumps:
+                spawn(pumps, "follow pump", self._follow.run)
+                await self._apart.remote.trained.wait()
+                self._generation_scope.cancel()
+            self._training_completed = True
+        finally:
+            self._generation_scope.cancel()
+            self._accept_groups(False)
+            self.intake.close("the training ended")
+            self._finish()
+
+    async def _wait_version(self, version: int) -> None:
+        """Wait until this rank's engine has this version."""
+        if self._follow is not None:
+            await self._follow.wait_version(version)
+        else:
+            await self._publish.wait_published(version // versions_per_batch(self._ports.config))
 
     async def _run_train_pump(self, publications: QueueSender[Publication]) -> None:
         try:
-            await self._train.run(publications)
+            async with anyio.create_task_group() as tasks:
+                if self._apart.arrivals is not None:
+                    spawn(tasks, "arrivals", self._apart.arrivals.run)
+                await self._train.run(publications)
+                tasks.cancel_scope.cancel()
             self._training_completed = True
+            if self._apart.dispatch is not None:
+                await self._apart.dispatch.tell_trained()
         finally:
             self._accept_groups(False)
             self._ports.book.training_ended = True
@@ -136,21 +203,23 @@ class Graph:
         """Generate, score and train the configured prompts until the end. Groups that no step has trained are dropped and counted.
 
         Without prompts: train the submitted groups; after the time limit no group is accepted any more."""
-        await self._publish.wait_published(self._ports.ledger.turn)
-        if self._prompts is None:
-            self._generated.set()
-        else:
+        pump = self._follow or self._publish
+        await pump.wait_published(self._ports.ledger.turn)
+        if not self._takes_groups:
             self._generating = True
             self._accept_groups(False)
+        if self._ports.generates and not self._takes_groups:
             supervisor.start("generation", self._run_generation)
+        else:
+            self._generated.set()
         limit = self._ports.config.train.time_limit_s
         with anyio.move_on_after(limit) as timer:
             await self._finished.wait()
         if timer.cancelled_caught:
             self.time_is_up = True
-            if self._prompts is None:
+            if self._takes_groups:
                 await self.drain()
-            elif self._ports.ranks == 1:  # several ranks agree on a step and call `stop_at`
+            elif self._ports.ranks == 1 and self._follow is None:  # several ranks agree on a step and call `stop_at`
                 self._claims.stop_after_step()
             await self._finished.wait()
         if not self._training_completed:
@@ -172,6 +241,8 @@ class Graph:
 
     async def _run_generation(self) -> None:
         assert self._prompts is not None
+        prompts: Prompts = self._apart.remote or self._apart.dispatch or OwnPrompts(self._prompts)
+        departures = self._apart.departures
         calls = self._ports.calls_at_once or self._ports.config.reward.workers
         edge: Edge[Scoring] = open_queue("scoring", calls, self._ports.recorder)
         scoring_in, scoring_out = edge
@@ -179,12 +250,19 @@ class Graph:
             with self._generation_scope:
                 async with scoring_in, scoring_out, anyio.create_task_group() as pumps:
                     self._generation_pumps = pumps.cancel_scope
-                    self._rollout = rollout = RolloutPump(self._ports, self._prompts, scoring_in)
+                    self._rollout = rollout = RolloutPump(self._ports, prompts, scoring_in)
+                    if departures is not None:
+                        spawn(pumps, "departures", departures.run)
                     score = ScorePump(self.intake, scoring_out, calls)
                     spawn(pumps, "rollout pump", rollout.run)
-                    spawn(pumps, "score pump", score.run)
+                    spawn(pumps, "score pump", self._run_score_pump, score)
         finally:
             self._generated.set()
+
+    async def _run_score_pump(self, score: ScorePump) -> None:
+        await score.run()
+        if self._apart.departures is not None:
+            self._apart.departures.close()
 
     async def drain(self) -> None:
         """Refuse further groups, train the groups that were accepted, and end. Returns when the training pumps have ended."""
@@ -197,7 +275,7 @@ class Graph:
 
     def open_intake(self) -> Intake:
         """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts."""
-        if self._generating:
+        if self._generating or not (self._ports.trains and self._ports.generates):
             raise LifecycleError(
                 "submit: run() generates the groups of this Runtime; submit groups only if you do not call run()"
             )

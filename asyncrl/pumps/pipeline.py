@@ -63,8 +63,15 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    ranks: int = 1
+    # This rank, the number of ranks that train, and the number of this rank among them; 0 on a rank that only generates.
     rank: int = 0
+    ranks: int = 1
+    train_rank: int = 0
+    # Number of ranks that generate.
+    generating: int = 1
+    # The role of this rank.
+    trains: bool = True
+    generates: bool = True
     gather: Gather = gather_alone
     # Set for a trainer whose microbatches are collectives.
     round: Round | None = None

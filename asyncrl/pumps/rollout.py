@@ -19,6 +19,7 @@ import math
 import struct
 import traceback
 from dataclasses import replace
+from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -45,16 +46,42 @@ _NOT_RETRIED = (ConfigError, GeneratorExit)
 logger = logging.getLogger("asyncrl.pumps")
 
 
+class Prompts(Protocol):
+    """Where the rollout pump takes its prompts: the cursor of this rank, or that of rank 0 (`follow.Remote`)."""
+
+    async def next(self) -> Prompt | None:
+        """The next prompt; None if no prompt is left."""
+        ...
+
+    async def admitted(self) -> None:
+        """Called when the ledger has admitted the group of the newest prompt."""
+        ...
+
+
+class OwnPrompts:
+    """The prompts of this rank's cursor. No method yields to other tasks."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self._source = source
+
+    async def next(self) -> Prompt | None:
+        return self._source.next()
+
+    async def admitted(self) -> None:
+        return
+
+
 class RolloutPump:
     """Plays groups until no more are needed."""
 
-    def __init__(self, ports: Ports, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
+    def __init__(self, ports: Ports, prompts: Prompts, scoring: QueueSender[Scoring]) -> None:
         self._ports = ports
         self._episodes = Episodes(ports)
         self._prompts = prompts
         self._scoring = scoring
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
-        self._own_slots = None if ports.ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ports.ranks))
+        ranks = ports.generating
+        self._own_slots = None if ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ranks))
         self._over_budget = False
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
         # must not clear it, because the cursor has passed this prompt and nobody has played it.
@@ -87,7 +114,7 @@ class RolloutPump:
         if self._own_slots is not None:
             with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
                 await self._own_slots.acquire()
-        prompt = self._prompts.next() if await self._needs_group() else None
+        prompt = await self._prompts.next() if await self._needs_group() else None
         if prompt is None:
             return None
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
@@ -96,6 +123,7 @@ class RolloutPump:
         self.waiting_prompt = None
         assert ticket is not None, "a fresh group always gets a ticket"
         self._ports.book.add(ticket)
+        await self._prompts.admitted()
         return ticket, prompt
 
     async def _needs_group(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
@@ -24,17 +24,22 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.requests import sampling_params
+from asyncrl.models.parameters.source import reward_model_name
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
+from asyncrl.pumps.follow import Follower
+from asyncrl.pumps.graph import Apart
 from asyncrl.pumps.hooks import Hooks, StoreWatch
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
+from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.training.dry_run import DryRunTrainer
 
+from .absent import Absent, TellVersions, ToldVersions
 from .inputs import check_components, columns_of, import_code, known_columns
 
 if TYPE_CHECKING:
@@ -53,14 +58,13 @@ async def open_ports(run: OpenRun) -> None:
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
     # Before the model, which may take minutes to load: a failed import ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
-    run.stages.show(f"starting reward workers: {config.reward.workers}")
-    functions = await stack.enter_async_context(_reward_functions(run))
+    world, functions = run.world, _reward_functions(run)
+    if world.generates:
+        run.stages.show(f"starting reward workers: {config.reward.workers}")
+        await stack.enter_async_context(functions)
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
-    if isinstance(trainer, DryRunTrainer):
-        trainer.meet_ranks = partial(gather, list[int]())
-    reward = _with_models(run, functions, trainer)
-    environment = _environment(run, functions)
+    environment, reward = _environment_and_rewards(run, functions, trainer)
     hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
@@ -79,11 +83,15 @@ async def open_ports(run: OpenRun) -> None:
         reward_penalty=build_reward_penalty(**given),
         advantage=build_advantage(config.algorithm.advantage, **given),
         book=GroupBook(ledger, store),
-        ids=GroupIds(_first_group(run), run.world.world_size),
+        ids=GroupIds(_first_group(run), world.world_size),
         scores=bool(decided.rewards or config.reward.functions or run.reward_models),
         calls_at_once=functions.calls_at_once,
-        ranks=run.world.world_size,
-        rank=run.world.rank,
+        rank=world.rank,
+        ranks=len(world.roles.train),
+        train_rank=world.roles.train.index(world.rank) if world.trains else 0,
+        generating=len(world.roles.generate),
+        trains=world.trains,
+        generates=world.generates,
         gather=gather,
         round=run.round,
         score_groups=isinstance(environment, SingleTurn) if batch == "auto" else batch == "group",
@@ -94,12 +102,46 @@ async def open_ports(run: OpenRun) -> None:
         limits=_limits(run),
         note=run.journal.live.note,
     )
+    if isinstance(trainer, DryRunTrainer):
+        trainer.meet_ranks = partial(gather, list[int]())
+    await _open_apart(run)
+
+
+def _environment_and_rewards(
+    run: OpenRun, functions: RewardPool, trainer: Trainer
+) -> tuple[Environment, RewardPool | ModelRewards]:
+    """`functions` is open on a rank that generates. Errors: ConfigError."""
+    if not run.world.generates:
+        absent = Absent(_configured_weights(run))
+        return cast(Environment, absent), cast(ModelRewards, absent)
+    environment, reward = _environment(run, functions), _with_models(run, functions, trainer)
+    check_components(run.config, reward.weights)
+    return environment, reward
+
+
+async def _open_apart(run: OpenRun) -> None:
+    """Add what a rank needs if ranks have different roles."""
+    if not run.world.roles.differ:
+        return
+    ports, world, epoch = run.ports, run.world, run.world.restart
+    run.apart = Apart(run.dispatch, run.remote, run.follower)
+    if world.generates:
+        run.apart.departures = Departures(ports, run.connections.to, epoch)
+        ports.depart = run.apart.departures.put
+    if world.trains:
+        run.apart.arrivals = Arrivals(ports, epoch)
+        server = await run.connections.serve()
+        server.on(KIND, run.apart.arrivals.take)
+        await run.connections.announce(server)
 
 
 def _first_group(run: OpenRun) -> int:
     """The first id for groups that a program or a door submits. Ids below EMBEDDED_GROUPS belong to prompts of the run's data."""
     rank = run.world.rank
-    return EMBEDDED_GROUPS + rank if run.saved is None else run.saved.next_group(rank)
+    # Nobody submits groups to a run with different roles.
+    if run.saved is None or run.world.roles.differ:
+        return EMBEDDED_GROUPS + rank
+    return run.saved.next_group(rank)
 
 
 def make_ledger(run: OpenRun) -> Any:
@@ -111,24 +153,27 @@ def make_ledger(run: OpenRun) -> Any:
         return LocalLedger(*bounds, recorder=run.recorder, warmup=rollout.sync_warmup_steps)
     has_prompts = run.decided.rows is not None or config.data.train is not None
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
-    shares_per_rank = config.preset == "sync" and has_prompts
+    shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     assert run.line is not None
-    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank)
+    trainers = world.roles.train if world.roles.differ else ()
+    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers)
+    books.set_generating(world.roles.generate)
     return LineLedger(run.line, books, world.rank, recorder=run.recorder)
 
 
 async def _open_gather(run: OpenRun) -> Gather:
     """The collective runs on the trainer's lane: all ranks must run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
-    if world.world_size == 1:
+    if not world.trains or len(world.roles.train) == 1:
         return gather_alone
     if isinstance(lane, SimulatedLane):
         # The lane of a dry run runs its closures on the event loop, which has to serve this rank while others are late.
         lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
+    ranks = world.train
 
     async def gather(part: Any) -> list[Any]:
         mine = encode_part(part)
-        every = await lane.run(lambda: world.all_gather_bytes(mine), name="train/gather", priority=1)
+        every = await lane.run(lambda: ranks.all_gather_bytes(mine), name="train/gather", priority=1)
         return [decode_part(each) for each in every]
 
     return gather
@@ -173,8 +218,16 @@ def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str
                 "`name`"
             )
         weights[OVERLONG] = overlong.weight
-    check_components(run.config, reward.weights)
     return weights
+
+
+def _configured_weights(run: OpenRun) -> dict[str, float]:
+    """The weights of the reward components as the configuration has them: this rank loads no reward function."""
+    reward = run.config.reward
+    given = run.decided.rewards or reward.functions
+    addresses = {each: each.function if isinstance(each.function, str) else each.function.__name__ for each in given}
+    weights = {each.name or address.rpartition(":")[2]: each.weight for each, address in addresses.items()}
+    return weights | {reward_model_name(each): each.weight for each in reward.model}
 
 
 def _environment(run: OpenRun, functions: RewardPool) -> Environment:
@@ -199,19 +252,28 @@ async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink
 
 
 async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    config, costs = run.config, run.config.dry_run
+    config, costs, world = run.config, run.config.dry_run, run.world
     version = run.saved.version if run.saved else 0
     train_lane = await run.stack.enter_async_context(SimulatedLane("device", run.recorder))
     run.lanes, run.tokenizer = (train_lane,), ByteTokenizer()
     engine_lane = train_lane
-    if not costs.shared_device:
+    if not costs.shared_device and world.trains and world.generates:
         engine_lane = await run.stack.enter_async_context(SimulatedLane("generation", run.recorder))
         run.lanes = (train_lane, engine_lane)
-    trainer = DryRunTrainer(
+    trainer: Trainer = DryRunTrainer(
         train_lane, run.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
     )
+    sinks: list[WeightSink] = [] if run.dispatch is None else [TellVersions(run.dispatch)]
+    if not world.generates:
+        return trainer, Absent(), sinks
     assert config.engine.max_sequences is not None
-    weights = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
+    weights: OwnWeights | ToldVersions | None = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
+    if not world.trains:
+        assert run.remote is not None
+        weights = ToldVersions(run.remote, version)
+        run.follower = Follower(weights)
+        # Only its version is read on a rank without a trainer.
+        trainer = cast(Trainer, run.follower)
     engine = DryRunEngine(
         engine_lane,
         run.recorder,
@@ -226,7 +288,9 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     await run.stack.enter_async_context(engine)
     if weights is not None:
         weights.engine = engine
-    return trainer, engine, (weights or engine,)
+    if isinstance(weights, ToldVersions):
+        return trainer, engine, sinks
+    return trainer, engine, [weights or engine, *sinks]
 
 
 class ByteTokenizer:

@@ -31,6 +31,7 @@ from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DtypeName
 from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import load_rows
+from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
@@ -78,6 +79,7 @@ async def decide(
     ConfigError and DataError for the settings, and for the files and code that the settings name."""
     stages.begin("checking the device, the settings and the files that they name")
     world = World.from_env()
+    world.roles = Roles.resolve(config.distributed.roles, world.world_size)
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
@@ -85,9 +87,15 @@ async def decide(
     config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
+    if submitted and world.roles.differ and config.train.kind == "torch":
+        raise ConfigError(
+            "distributed.roles is set and there are no prompts: the program submits the groups, so no rank has to generate; leave "
+            "distributed.roles out, or set data.train"
+        )
     resolve_settings = partial(
         resolve,
-        world_size=world.world_size,
+        world_size=len(world.roles.train),
+        generating=len(world.roles.generate),
         embedding=submitted or prompts is not None,
         submitted=submitted,
         own_environment=environment is not None,

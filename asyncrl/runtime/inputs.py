@@ -27,6 +27,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import IndexedRows, kind_of, load_rows, require_data_hub
 from asyncrl.data.texts import decode
+from asyncrl.distributed.roles import Roles
 from asyncrl.errors import AsyncrlError, ConfigError, GenerationError
 from asyncrl.generation.requests import check_tokens, sampling_params
 from asyncrl.generation.vllm.versions import require_vllm
@@ -62,8 +63,10 @@ def check_start(config: Config, code: bool) -> None:
     """Call before torch is imported, which takes seconds. Checks names, files, and the columns that reward functions need.
     `code`: also run the user's code. A run uses `check_code` instead, under its watchdog, since user code may never end.
     Errors: as `check_inputs`."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    resolved = resolve(config, int(ranks) if ranks.isdecimal() else 1)
+    ranks = os.environ.get("WORLD_SIZE", "")
+    setting = config.distributed.roles
+    roles = Roles.resolve(setting, int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting))
+    resolved = resolve(config, len(roles.train), len(roles.generate))
     # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
     if os.environ.get("RANK", "0") == "0":
         RunDirectory(resolved).refuse_foreign()
@@ -356,7 +359,9 @@ def load_prompts(
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
-    prompts = None if rows is None else _source(rows, config, tokenizer, world)
+    # Rank 0 has the cursor. The other ranks that generate make the prompts that it names.
+    needed = world.generates or world.is_first
+    prompts = None if rows is None or not needed else _source(rows, config, tokenizer, world)
     held_out: list[Prompt] = []
     notes = [] if prompts is None else prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
@@ -369,13 +374,14 @@ def load_prompts(
 
 
 def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World) -> PromptSource:
+    one_cursor = world.roles.differ
     prompts = PromptSource(
         rows,
         tokenizer,
         config.data,
         seed=config.seed,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=0 if one_cursor else world.rank,
+        world_size=1 if one_cursor else world.world_size,
         max_epochs=config.train.max_epochs,
     )
     if config.data.overlong == "refuse":

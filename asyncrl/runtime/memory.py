@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def predicted(
     cut: Cut | None = None,
 ) -> dict[str, int]:
     """Purpose -> bytes that one rank needs, computed from the model's configuration: nothing is allocated. `ranks`: number of
-    ranks. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known.
+    ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known.
     `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks."""
     assert config.engine.max_sequences is not None
     device = config.model.device if placement is None else placement.trainer.type
@@ -90,6 +91,10 @@ def predicted(
         parts["routes"] = bytes_per_token * _routed_tokens(config, ranks, prompts)
     if placement is not None and placement.workers:
         parts |= _parts_with_workers(config, parts, placement, kv_positions(config, prompts))
+        if not placement.trains:
+            parts = {name: parts[name] for name in ("weight_board", "workers", "kv_cache")}
+    elif placement is not None and not placement.generates:
+        del parts["kv_cache"]
     if sizes:
         parts["reward_models"] = sum(size.weights for size in sizes)
         parts["reward_scoring"] = max(size.working for size in sizes)
@@ -100,10 +105,11 @@ def cut_model(
     config: Config, device: torch.device, world: World, placement: Placement | None = None, cards: Cards | None = None
 ) -> Cut:
     """How `distributed.sharding: fsdp` cuts the model. By total memory, which is the same on all machines of one kind."""
-    ranks, per_machine = world.world_size, world.local_world_size
+    ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
     # One rank of each machine, or machines with different numbers of ranks: no machine can hold a copy of its own.
-    shards = ranks if per_machine == 1 or ranks % per_machine else per_machine
+    fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
+    shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):
         if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MOST_USED * memory:
             return cut
@@ -125,7 +131,8 @@ def fit_card(
     lines, cards = [], cards or Cards()
     memory, name = cards.memory(device), cards.describe(device)[0]
     state = _STATE * parameter_count(config.model)
-    if world.world_size > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
+    training = len(world.roles.train)
+    if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
         sharded = with_values(config, {"distributed.sharding": "fsdp"})
         holds = f"replicate would hold {state / GIB:.0f} GiB of state on each {name}"
         # Both calls refuse what does not work with FSDP.
@@ -143,8 +150,8 @@ def fit_card(
         return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
         chosen = resolve(with_values(config, {"train.tokens_per_microbatch": tokens}))
-        placement = place(chosen, device, world, None, cards)
-        if sum(predicted(chosen, world.world_size, placement=placement).values()) <= _MOST_USED * memory:
+        placement = place(chosen, device, replace(world, rank=0), None, cards)  # a rank that trains
+        if sum(predicted(chosen, training, placement=placement).values()) <= _MOST_USED * memory:
             break
     else:
         chosen = resolve(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost
-from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.dispatch import Dispatch
+from asyncrl.pumps.follow import Follower, Remote
+from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
 from asyncrl.rewards.models import TextModel
@@ -34,11 +37,14 @@ from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
-    # These modules import transformers, which takes seconds, and which a dry run does not need.
+    from asyncrl.distributed.connections import Connections
     from asyncrl.distributed.line import LineClient, LineServer
     from asyncrl.distributed.line_ledger import LineLedger
+
+    # These modules import transformers, which takes seconds, and which a dry run does not need.
     from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
+    from asyncrl.weights.orders import ServedOrders
 
     from .gate import Verdict
 
@@ -75,6 +81,13 @@ class OpenRun:
     placed: str = ""  # a sentence: device and threads of the engine
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line
+    # Only if ranks have different roles: on rank 0; on the others; on ranks that only generate.
+    dispatch: Dispatch | None = None
+    remote: Remote | None = None
+    follower: Follower | None = None
+    orders: ServedOrders | None = None  # on rank 0
+    connections: Connections
+    apart: Apart | None = None
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
@@ -109,7 +122,9 @@ class OpenRun:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
         at_version, on_step, catch_up = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, at_version, on_step, catch_up, newest_evaluated)
+        self.graph = Graph(
+            self.ports, self.prompts, held_out, at_version, on_step, catch_up, newest_evaluated, self.apart
+        )
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
@@ -141,7 +156,7 @@ class OpenRun:
     async def run(self) -> RunSummary:
         """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError without either; LifecycleError if
         called twice; the error that ends the pumps."""
-        if self.prompts is None and self.config.door.ring is None:
+        if self.prompts is None and self.config.door.ring is None and self.apart is None:
             raise ConfigError("Runtime.run needs prompts: set data.train or door.ring, or pass Runtime prompts=[...]")
         if self._ran:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
@@ -156,7 +171,7 @@ class OpenRun:
         return RunSummary(
             version=self.ports.trainer.version,
             books=self.ports.ledger.statistics(),
-            reasons=dict(self.ports.book.reasons),
+            reasons=dict(self.ports.book.reasons + (self.dispatch.reasons if self.dispatch else Counter())),
             seconds=time.perf_counter() - self._began,
             shares=self.journal.shares(),
             history=self.journal.history[:],
@@ -173,10 +188,13 @@ class OpenRun:
             return ProgressLimit((), limits.stage_timeout_s, sentence)
         if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
             return None
+        if self.apart is not None and not self.world.is_first and not self.world.generates:
+            return None  # rank 0 alone knows the progress of the ranks that generate
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
         # Tokens count as progress, so a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.
-        counters = (*groups, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
+        remote = self.dispatch.progress if self.dispatch else ()
+        counters = (*groups, *remote, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
@@ -230,13 +248,13 @@ class OpenRun:
     async def _agree_on_time(self) -> None:
         """If the time limit has passed on any rank, make the next step the last on all ranks.
         Some ranks may be in that step already. No rank has finished that step: its end waits for this publish."""
-        world = self.world
-        if world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
+        if len(self.world.roles.train) == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
+        ranks = self.world.train
         time_is_up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
         # On the trainer's lane: all ranks must run their collectives in the same order.
         ranks_with_time_up = await self.lanes[0].run(
-            lambda: float(world.all_reduce_sum_(time_is_up)), name="publish/time", priority=1
+            lambda: float(ranks.all_reduce_sum_(time_is_up)), name="publish/time", priority=1
         )
         if ranks_with_time_up > 0:
             self._stop_agreed = True
@@ -253,14 +271,23 @@ class OpenRun:
         If a rank dies, torchrun sends a signal to this rank, which cancels the wait."""
         ledger = self.ports.ledger
         self.stages.begin("waiting for the other ranks")
+        if self.remote is not None:
+            return await self.remote.leave()
+        if self.dispatch is not None:
+            await self.dispatch.wait_left([f"rank {rank}" for rank in range(1, self.world.world_size)])
+            # Groups that were on their way when both ends stopped.
+            for ticket in ledger.live_groups(everywhere=True):
+                await ledger.end(ticket, "dropped", "the run ended first")
         while self.world.world_size > 1:
             books = ledger.statistics()
             if not books.held + books.live + books.claimed:
-                return
+                break
             seen = ledger.changes
             # `wait_changed` does not notice a change that came before `ledger.changes` was read.
             if ledger.statistics() == books:
                 await ledger.wait_changed(seen)
+        if self.dispatch is not None:
+            self.dispatch.dismiss()
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
@@ -289,7 +316,9 @@ class OpenRun:
                             )
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
-                    await self.ports.book.end_all(outcome)
+                    # With roles rank 0 saves the live groups of all ranks, so no other rank may end them first.
+                    if error is None or self.remote is None:
+                        await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
                     await self.profiler.close(version)
                     await self.journal.write_pending()
@@ -304,7 +333,7 @@ class OpenRun:
                 self.stages.begin("writing the trace and the report")
                 await self.journal.finish(outcome if error is not None else "completed")
                 self.listeners.close()
-            if error is None:
+            if error is None and self.remote is None:
                 self._check_books()
 
     def _check_books(self) -> None:

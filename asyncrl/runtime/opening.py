@@ -11,12 +11,17 @@ from functools import partial
 from asyncrl.concurrency.offload import offload
 from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
+from asyncrl.distributed.connections import Connections
 from asyncrl.distributed.heartbeat import Heartbeat
+from asyncrl.distributed.line import LineServer
 from asyncrl.distributed.world import World
 from asyncrl.errors import RankLost
 from asyncrl.generation.requests import sampling_params
+from asyncrl.pumps.dispatch import Dispatch
+from asyncrl.pumps.follow import Remote
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.weights.orders import ServedOrders
 
 from .build import make_ledger, open_ports
 from .decided import Decided, open_world
@@ -48,9 +53,12 @@ async def open_run(
         )
     stages.begin("restoring the checkpoint")
     saved_parts = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
-    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts)
-    if run.saved is not None:
+    handed = set if run.dispatch is None else run.dispatch.handed
+    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts, handed)
+    if run.saved is not None and run.world.trains:
         await run.checkpointer.restore(run.saved)
+    if run.dispatch is not None and run.prompts is not None:
+        run.dispatch.start(run.prompts)
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
     run.wire(held_out)
@@ -108,6 +116,11 @@ async def _meet_ranks(run: OpenRun) -> None:
         run.saved = await offload(lambda: _agree_on_checkpoint(world, directory, run.saved), "find-checkpoint")
         heartbeat = Heartbeat(world.store("alive"), world.rank, world.world_size)
         run.stages.heartbeat = run.stack.enter_context(heartbeat)
+        if world.roles.differ:
+            for rank in range(world.world_size):
+                run.journal.live.note(world.roles.line(rank))
+            if not world.is_first:
+                print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
         await _open_line(run)
 
 
@@ -120,17 +133,48 @@ async def _open_line(run: OpenRun) -> None:
         if run.ledger is not None:
             run.ledger.lose(lost)
 
+    def on_end(peer: str, lost: RankLost | None) -> None:
+        if run.dispatch is not None and run.orders is not None:
+            run.dispatch.lose(peer, ())
+            run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
+        if lost is not None:
+            lose(lost)
+
+    # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
         run.line, host = world.serve_line()
-        run.line.on_end = lambda peer, lost: None if lost is None else lose(lost)
+        run.line.on_end = on_end
         run.ledger = make_ledger(run)
+        _open_roles(run, run.line)
         server = await run.line.open(host)
         await offload(lambda: world.announce_line(server), "rendezvous")
     else:
         run.line = await offload(world.join_line, "rendezvous", abandon=True)
         run.line.on_end = lose
         run.ledger = make_ledger(run)
+        if world.roles.differ:
+            run.remote = Remote(run.line)
         await run.line.__aenter__()
+    if not world.roles.differ:
+        return
+    run.connections = await run.stack.enter_async_context(Connections(run.line, world.rank, world.secret))
+    if run.remote is not None:
+        await run.remote.arrive()
+    elif run.dispatch is not None:
+        await run.dispatch.wait_here([f"rank {rank}" for rank in range(1, world.world_size)])
+
+
+def _open_roles(run: OpenRun, server: LineServer) -> None:
+    """On rank 0: what the other ranks may ask for, if ranks have different roles."""
+    roles = run.world.roles
+    if not roles.differ:
+        return
+    generating = [f"rank {rank}" if rank else "" for rank in roles.generate]
+    run.dispatch = Dispatch(server, run.recorder, generating, in_order=run.config.preset == "sync")
+    senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
+    deadline_s = run.config.watchdog.loop_timeout_s
+    # A rank that is lost ends the run by the line, too.
+    run.orders = ServedOrders(server, senders, receivers, deadline_s, lambda node, reason: None)
 
 
 def _agree_on_checkpoint(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:

@@ -30,7 +30,7 @@ PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been c
 class Placement:
     """`devices`: `tensor_parallel` for each worker of this rank; empty: the engine shares the trainer's lane. `threads`: threads of
     each process of a worker; `trainer_threads`: threads of the trainer's lane. `line`: what was chosen and why, for the user.
-    `trainer`: the device of the trainer and of the weight board."""
+    `trainer`: the device of the trainer and of the weight board. `trains`, `generates`: the role of this rank."""
 
     devices: tuple[torch.device, ...]
     threads: int
@@ -38,6 +38,8 @@ class Placement:
     line: str
     trainer: torch.device = _CPU
     tensor_parallel: int = 1
+    trains: bool = True
+    generates: bool = True
 
     @property
     def workers(self) -> int:
@@ -124,8 +126,13 @@ def place(
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)
     trainer = _with_index(device)
-    spare = _spare(trainer, world, count)
-    by_auto = generation.placement == "auto" and (configured or vllm or bool(spare))
+    if not world.generates:
+        _, trainer_threads, why_threads = _threads(config, trainer, world, weights, 0)
+        line = f"generation: none on a rank that only trains, on {device}; {trainer_threads} thread(s): {why_threads}"
+        return Placement((), 0, trainer_threads, line, trainer, generates=False)
+    # The device of a rank that only generates is free for its workers.
+    spare = _spare(trainer, world, count) if world.trains else []
+    by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or not world.trains)
     in_workers = generation.placement == "worker" or by_auto
     if not in_workers or config.engine.kind == "dry_run":
         reason = _reason_to_share(config, trainer)
@@ -141,18 +148,21 @@ def place(
     split = generation.tensor_parallel
     workers = len(devices) // split
     per_worker, trainer_threads, why_threads = _threads(config, trainer, world, weights, len(devices))
-    if generation.placement != "auto":
+    if not world.trains:
+        reason = "this rank only generates"
+    elif generation.placement != "auto":
         reason = "as set"
     elif configured:
         reason = "auto: workers, threads or devices are given"
     else:
         reason = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
     names = ", ".join(dict.fromkeys(map(str, devices)))
+    beside = f", {trainer_threads} for the trainer" if world.trains else ""
     line = (
         f"generation: {workers} worker(s){engine}{f', each split over {split} devices,' if split > 1 else ''} on {names}, "
-        f"{per_worker} thread(s) each, {trainer_threads} for the trainer ({reason}); threads: {why_threads}"
+        f"{per_worker} thread(s) each{beside} ({reason}); threads: {why_threads}"
     )
-    return Placement(devices, per_worker, trainer_threads, line, trainer, split)
+    return Placement(devices, per_worker, trainer_threads, line, trainer, split, world.trains)
 
 
 def _threads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.data.texts import eos_token_ids, notes
+from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.requests import sampling_params
@@ -30,14 +32,12 @@ if TYPE_CHECKING:
 def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
     instead of those of this machine. Errors: ConfigError, DataError."""
-    world, cards = World.from_env(), assumed or Cards()
-    if assumed is not None:
-        ranks = assumed.ranks(config)
-        world = World(0, assumed.nodes * ranks, 0, ranks)
+    cards, world, roles = assumed or Cards(), *_planned_world(config, assumed)
     config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
     by_auto = config.generation.engine == "auto"
     config, engine_lines = choose_engine(config, device)
-    config, card_lines = fit_card(config, device, world, partial(resolve, world_size=world.world_size), cards)
+    resolve_settings = partial(resolve, world_size=len(roles.train), generating=len(roles.generate))
+    config, card_lines = fit_card(config, device, world, resolve_settings, cards)
     verdict = _verdict(config) if config.train.kind == "torch" else None
     if by_auto and verdict is not None:
         config, plain_lines = avoid_plain_path(config, verdict.path.name)
@@ -49,29 +49,39 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.world_size} rank(s)",
         f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
+        *(roles.line(rank) for rank in range(world.world_size) if roles.differ),
     ]
     if verdict is not None:
         from asyncrl.models.loading import parameter_count
 
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
-        placement = place(config, device, world, weights, cards)
-        sharded = config.distributed.sharding == "fsdp"
-        cut = cut_model(config, device, world, placement, cards) if sharded else None
-        parts = predicted(config, world.world_size, prompts, verdict.path, placement, cut=cut)
-        memory = ["predicted memory of one rank:", table(parts), *_notes(memory_warnings(parts, device, cards))]
-        if placement.workers and placement.on_other_device(0):
-            # As if trainer and engine shared a device: the worker's cache is a part of the cache of this prediction.
-            shared_parts = predicted(config, world.world_size, prompts, verdict.path, replace(placement, devices=()))
-            worker = worker_parts(config, placement, shared_parts)
-            memory += ["predicted memory of one worker:", table(worker)]
-            memory += _notes(memory_warnings(worker, placement.devices[0], cards))
+        placed_as = partial(place, config, device, weights=weights, cards=cards)
+        # One rank of each kind: trains, generates, or both.
+        kinds = {(roles.trains(rank), roles.generates(rank)): rank for rank in reversed(range(world.world_size))}
+        placements = {
+            f"rank {rank}" if roles.differ else "one rank": placed_as(replace(world, rank=rank))
+            for rank in sorted(kinds.values())
+        }
+        cut = None
+        if config.distributed.sharding == "fsdp":
+            cut = cut_model(config, device, world, next(iter(placements.values())), cards)
+        predict = partial(predicted, config, len(roles.train), prompts, verdict.path, cut=cut)
+        memory: list[str] = []
+        for name, placed in placements.items():
+            memory += [f"predicted memory of {name}:", table(parts := predict(placed))]
+            memory += _notes(memory_warnings(parts, device, cards))
+            if placed.workers and placed.on_other_device(0):
+                # As if trainer and engine shared a device: the worker's cache is a part of the cache of this prediction.
+                worker = worker_parts(config, placed, predict(replace(placed, devices=())))
+                memory += ["predicted memory of one worker:", table(worker)]
+                memory += _notes(memory_warnings(worker, placed.devices[0], cards))
         lines += [
             *dtype_lines,
             *card_lines,
             *engine_lines,
-            *([] if cut is None else [cut.line(world.world_size)]),
-            placement.line,
+            *([] if cut is None else [cut.line(len(roles.train))]),
+            *dict.fromkeys(placed.line for placed in placements.values()),
             *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),
             cache_line(config, prompts),
@@ -81,19 +91,34 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     return "\n".join([*lines, *_notes(warnings(config))])
 
 
+def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World, Roles]:
+    """Rank 0 of the run that is planned, and the roles of its ranks. Errors: ConfigError."""
+    world = World.from_env()
+    if assumed is not None:
+        ranks = assumed.ranks(config)
+        world = World(0, assumed.nodes * ranks, 0, ranks)
+    elif "WORLD_SIZE" not in os.environ:
+        world = World(0, Roles.ranks_named(config.distributed.roles), 0, 1)
+    world.roles = Roles.resolve(config.distributed.roles, world.world_size)
+    return world, world.roles
+
+
 def _notes(lines: Sequence[str]) -> list[str]:
     return [f"note: {line}" for line in lines]
 
 
 def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
-    """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run."""
+    """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run. All ranks if they
+    have different roles."""
     ranks, nodes = world.local_world_size, assumed.nodes
     lines = [f"assumed: {nodes} machine(s) with {assumed.per_node} x {assumed.name}"]
-    for rank in range(ranks):
-        device = choose_device(config.model.device, rank, ranks, assumed)
-        placement = place(config, device, World(rank, world.world_size, rank, ranks), weights, assumed)
+    for rank in range(world.world_size if world.roles.differ else ranks):
+        device = choose_device(config.model.device, rank % ranks, ranks, assumed)
+        placement = place(config, device, replace(world, rank=rank, local_rank=rank % ranks), weights, assumed)
         engines = ", ".join(dict.fromkeys(map(str, placement.devices))) or "the same"
-        lines.append(f"  rank {rank}: trains on {device}, generates on {engines}")
+        does = [f"trains on {device}"] if placement.trains else []
+        does += [f"generates on {engines}"] if placement.generates else []
+        lines.append(f"  rank {rank}: {', '.join(does)}")
     rendezvous = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" if nodes > 1 else ""
     torchrun = f"torchrun --nproc-per-node {ranks}{rendezvous} -m asyncrl.main"
     command = "asyncrl run" if world.world_size == 1 else torchrun

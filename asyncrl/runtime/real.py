@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import torch
@@ -17,29 +18,39 @@ from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_ids_fit, require_saveable
+from asyncrl.models.loading import (
+    Choose,
+    load_policy,
+    load_served,
+    load_tokenizer_of,
+    parameter_count,
+    require_ids_fit,
+    require_saveable,
+)
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, Trainer, WeightSink
+from asyncrl.pumps.follow import Follower
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.sync import SharedWeights
 
+from .absent import Absent
 from .gate import check_run_model
 from .inputs import measure_prompts
 from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_positions
 from .opened import OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
-from .workers import open_workers
+from .workers import open_generating, open_sender, open_workers
 
 
-async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
-    """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError,
-    OutOfMemory, WorkerDied."""
+async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
+    """Lane, policy, trainer and engine, on one device or with workers beside it, as far as the role of this rank needs them.
+    Errors: ConfigError, PlatformError, OutOfMemory, WorkerDied, RankLost."""
     decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
     transformers_logging.disable_progress_bar()  # a bar would break the live view
     run.stages.show("measuring prompts and memory")
@@ -47,7 +58,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     run.placed = placement.line
     own_environment = decided.environment is not None
     prompts = await offload(lambda: measure_prompts(config, decided.rows, own_environment), "prompts")
-    ranks = world.world_size
+    ranks = len(world.roles.train)
     cut = Cut(ranks)
     if config.distributed.sharding == "fsdp":
         cut = await offload(lambda: cut_model(config, device, world, placement), "memory")
@@ -64,9 +75,17 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))
     run.lanes = (lane,)
     run.stages.show(f"loading: about {needed / GIB:.2f} GiB for the run")
+    positions = kv_positions(config, prompts)
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
+        if world.generates:
+            run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+        if not world.trains:
+            run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
+            workers, receiver = await open_generating(run, placement, positions)
+            run.follower = Follower(receiver)
+            # Only its version is read on a rank without a trainer.
+            return cast(Trainer, run.follower), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
-        run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     if decided.engine_is_auto:
         run.config, lines = avoid_plain_path(config, _policy(run).path.name)
         if lines:
@@ -79,9 +98,14 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round
+    sends = bool(world.roles.receivers)
+    if not world.generates:
+        return trainer, Absent(), [await open_sender(run)] if sends else []
     open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)
-    engine, sink = await open_engine(kv_positions(config, prompts))
-    return trainer, engine, (sink,)
+    engine, sink = await open_engine(positions)
+    if sends and not placement.workers:
+        return trainer, engine, [sink, await open_sender(run)]
+    return trainer, engine, [sink]
 
 
 async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine, SharedWeights]:
@@ -144,11 +168,11 @@ def _build(
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
         # All ranks need the same cut, and machines may differ.
-        cuts = [orjson.loads(each) for each in world.all_gather_bytes(orjson.dumps([*cut]))]
-        shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.world_size)
-        sharded = ShardedTrainer(policy, model, config.train, world, **options, shards=shards, keep=keep)
+        cuts = [orjson.loads(each) for each in world.train.all_gather_bytes(orjson.dumps([*cut]))]
+        shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.train.world_size)
+        sharded = ShardedTrainer(policy, model, config.train, world.train, **options, shards=shards, keep=keep)
         world.before_leaving(sharded.sharded.parameters.release)
         return policy, tokenizer, sharded
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
     second_buffer = needs_second_buffer(config.algorithm)
-    return policy, tokenizer, TorchTrainer(policy, config.train, world, second_buffer=second_buffer, **options)
+    return policy, tokenizer, TorchTrainer(policy, config.train, world.train, second_buffer=second_buffer, **options)

@@ -135,9 +135,10 @@ class Checkpointer:
         lane: Any,
         tokenizer: Any,
         prompts: PromptSource | None,
+        handed: Callable[[], set[int]] = set,
     ) -> None:
         """`core`: the trainer; None in a dry run, which saves nothing. `lane`: the trainer's. `prompts`: None if groups are
-        submitted."""
+        submitted. `handed()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet."""
         self._config = config
         self._directory = directory
         self._world = world
@@ -146,6 +147,7 @@ class Checkpointer:
         self._lane = lane
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._handed = handed
         self._recorder = ports.recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that is written, being written, or refused.
@@ -156,8 +158,12 @@ class Checkpointer:
         self._last_by_time = time.monotonic()
         self._time_is_up = False
         self._lost: DirectoryLost | None = None  # raised after the next checkpoint
+        # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
+        self._ranks = len(world.roles.train)
         self._positions = (
-            Positions(world.store("checkpoint"), world.rank, world.world_size) if world.world_size > 1 else None
+            Positions(world.store("checkpoint"), world.train.rank, self._ranks)
+            if world.trains and self._ranks > 1
+            else None
         )
 
     @property
@@ -182,7 +188,7 @@ class Checkpointer:
         if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
             return False
         core = self._core
-        if core is not None and core.is_sharded and self._world.world_size > 1 and error is not None and not stopped:
+        if core is not None and core.is_sharded and self._ranks > 1 and error is not None and not stopped:
             return False
         return self.due(version, last=True)
 
@@ -213,11 +219,15 @@ class Checkpointer:
     def _position(self, waiting_prompt: int | None) -> RankState:
         ports = self._ports
         waiting = set() if waiting_prompt is None else {waiting_prompt}
-        live = {ticket.group_id for ticket in ports.ledger.live_groups()} | waiting
+        # If there is one cursor for all ranks, rank 0 saves the groups of all ranks.
+        one_cursor = self._world.roles.differ
+        has_cursor = self._world.is_first or not one_cursor
+        tickets = ports.ledger.live_groups(everywhere=one_cursor and has_cursor)
+        live = {ticket.group_id for ticket in tickets} | waiting | self._handed()
         return {
             "turn": ports.ledger.turn,
-            "prompts": self._prompts.state_dict() if self._prompts else None,
-            "untrained": sorted(filter(is_prompt, live)),
+            "prompts": self._prompts.state_dict() if self._prompts and has_cursor else None,
+            "untrained": sorted(filter(is_prompt, live)) if has_cursor else [],
             "next_group": ports.ids.next,
         }
 
@@ -256,9 +266,9 @@ class Checkpointer:
             after["turn"] += 1
             after["untrained"] = [group for group in state["untrained"] if group not in trained]
             await offload(lambda: positions.announce_last(last, after), "leave")
-        others = set(range(self._world.world_size)) - {self._world.rank}
+        silent = [rank for number, rank in enumerate(self._world.roles.train) if number not in departures]
         stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
-        return stop_signal, sorted(others.difference(departures))
+        return stop_signal, [rank for rank in silent if rank != self._world.rank]
 
     async def _committed_elsewhere(self) -> list[Ticket]:
         ledger = self._ports.ledger
@@ -343,7 +353,7 @@ class Checkpointer:
                 self._require_finite(
                     await lane.run(lambda: non_finite_tensor(served, "weights"), name="checkpoint/check"), version
                 )
-            if 0 < self._world.rank < core.shards:
+            if 0 < self._world.train.rank < core.shards:
                 try:
                     state = {**state, "shard": await self._write_shard(core, version)}
                 except (CheckpointError, DivergenceError) as error:
@@ -362,7 +372,7 @@ class Checkpointer:
                 "version": version,
                 "turn": state["turn"],
                 **by_rank,
-                "world_size": self._world.world_size,
+                "world_size": self._ranks,
                 "config": self._config.model_dump(),
             }
             snapshot = await lane.run(lambda: take_snapshot(core), name="checkpoint/capture", priority=2)
@@ -429,7 +439,7 @@ class Checkpointer:
 
     async def _write_shard(self, core: TorchTrainer, version: int) -> list[str]:
         """Write this rank's part of a sharded state, before rank 0 collects the parts. Returns the result of `write_shard`."""
-        directory, rank = self._directory, self._world.rank
+        directory, rank = self._directory, self._world.train.rank
         assert directory is not None
         state = await self._lane.run(lambda: copy_to_host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_finite(await offload(lambda: non_finite_tensor(state, "state"), "checkpoint-check"), version)
@@ -455,8 +465,8 @@ class Checkpointer:
         for rank in [*missing]:
             # The missing rank announced its state one step ago, and all ranks have committed that step.
             if ledger.statistics().turn == turn and states[rank]["turn"] == turn - 1:
-                trained = ledger.last_step(rank)
-                states[rank] |= after_step(states[rank], trained, self._world.world_size)
+                trained = ledger.last_step(self._world.roles.train[rank])
+                states[rank] |= after_step(states[rank], trained, self._ranks)
                 missing.remove(rank)
         return states, missing
 
@@ -466,10 +476,13 @@ class Checkpointer:
         core, run = self._core, saved.checkpoint.run
         if core is None:
             raise CheckpointError("resume=true: a dry run has nothing to resume")
-        if run["world_size"] != self._world.world_size:
+        rank = str(self._world.train.rank)
+        # With one cursor for all ranks a replicated trainer may have another number of ranks.
+        fixed = core.is_sharded or not self._world.roles.differ
+        if fixed and run["world_size"] != self._ranks:
             raise CheckpointError(
-                f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._world.world_size}; "
-                f"start the run with {run['world_size']} ranks"
+                f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._ranks}; start the "
+                f"run with {run['world_size']} ranks"
             )
         from asyncrl.models.rotary import require_frequencies  # imports transformers, which takes seconds
 
@@ -484,11 +497,10 @@ class Checkpointer:
         # The engines started with the weights of model.path.
         for sink in self._ports.sinks:
             await sink.update_weights(core.version)
-        if (prompts := self._prompts) is not None:
-            rank = str(self._world.rank)
+        if (prompts := self._prompts) is not None and (self._world.is_first or not self._world.roles.differ):
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
-        replay, buffer = run.get("replay", {}).get(str(self._world.rank)), self._ports.replay
+        replay, buffer = run.get("replay", {}).get(rank), self._ports.replay
         if buffer is not None and replay is not None:
             await offload(lambda: buffer.load(replay), "replay")
         if self._positions is not None:

@@ -1,17 +1,28 @@
-"""Opens the workers of a rank: the weight board, the engine, and the sink that sends new weights to the workers."""
+"""Opens the weight board of a rank, and those who read it or fill it.
+
+rank                   who writes the board         who reads it                                                opened by
+trains and generates   the trainer                  its workers, and the nodes that only generate, if any       open_workers
+only trains            the trainer                  the nodes that only generate                                open_sender
+only generates         broadcasts of the trainers   its workers                                                 open_generating
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
+from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import row_limit
 from asyncrl.data.texts import eos_token_ids
+from asyncrl.distributed.line import LineClient
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
@@ -21,10 +32,12 @@ from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board, SlabHalves
-from asyncrl.weights.sync import WeightPublisher
+from asyncrl.weights.broadcast import AllReaders, SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.orders import LineOrders
+from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
 from .opened import OpenRun
-from .placement import PLAIN_MESSAGE, Placement, longest_row
+from .placement import Placement, longest_row
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
@@ -37,12 +50,73 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
     model = describe_model(run, run.policy)
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
-    publisher = WeightPublisher(run.policy, board, engine, run.lanes[0])
-    # The workers read the board. They end before the board is closed, because `engine` is entered later.
-    run.stack.callback(publisher.close)
-    engine.begin_with(*await publisher.post_first())
+    nodes = await _open_nodes(run, board, model) if run.world.roles.receivers else None
+    publisher = _make_publisher(run, board, engine if nodes is None else AllReaders(engine, nodes))
+    first = await publisher.post_first()
+    if nodes is not None:
+        await nodes.update_weights(*first)
+    engine.begin_with(*first)
     await _open_engine(run, engine)
     return engine, publisher
+
+
+async def open_sender(run: OpenRun) -> WeightPublisher:
+    """The sink that sends the trainer's weights to the nodes that only generate. Errors: RankLost, and those of `open_workers` for
+    the board and the model."""
+    assert run.policy is not None
+    model = describe_model(run, run.policy)
+    board = await _open_board(run, model)
+    nodes = await _open_nodes(run, board, model)
+    publisher = _make_publisher(run, board, nodes)
+    await nodes.update_weights(*await publisher.post_first())
+    return publisher
+
+
+async def open_generating(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightReceiver]:
+    """The engine of a rank that only generates, once every worker computes with the weights of the training ranks, and the receiver
+    of later versions. The rank reads no weights from files. Errors: RankLost, and those of `open_workers`."""
+    orders = LineOrders(cast(LineClient, run.line))
+    with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
+        model = await orders.model()
+    board = await _open_board(run, model)
+    engine = _make_engine(run, placement, kv_positions, board, model)
+    receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders)
+    with run.recorder.wait("runtime", "the weights", on="the training ranks", cause="start"):
+        engine.begin_with(*await receiver.post_first())
+    await _open_engine(run, engine)
+    return engine, receiver
+
+
+def _make_publisher(run: OpenRun, board: Board, readers: BoardWorkers) -> WeightPublisher:
+    assert run.policy is not None
+    publisher = WeightPublisher(run.policy, board, readers, run.lanes[0])
+    # The workers read the board. They end before the board is closed, because they are opened later.
+    run.stack.callback(publisher.close)
+    return publisher
+
+
+async def _open_nodes(run: OpenRun, board: Board, model: Mapping[str, Any]) -> SendingNodes:
+    """The nodes that only generate, as readers of this rank's board."""
+    orders = run.orders
+    nodes = SendingNodes(board, *await _open_stripes(run), orders or LineOrders(cast(LineClient, run.line)))
+    if orders is not None:
+        orders.describe(model)
+        task = asyncio.create_task(orders.orders.run())
+        # Its error is raised by every call of the nodes.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        run.stack.callback(task.cancel)
+    return nodes
+
+
+async def _open_stripes(run: OpenRun) -> tuple[Stripes, ThreadLane]:
+    world, device = run.world, run.decided.device
+    on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start))
+    # An attempt of torchrun must not meet the process groups of the attempt before.
+    store = dist.PrefixStore(f"attempt {world.restart}", world.torch_store)
+    stripes = Stripes(f"rank {world.rank}", store, device, run.config.watchdog.loop_timeout_s)
+    run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
+    return stripes, lane
 
 
 def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
@@ -132,7 +206,8 @@ def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: Routes
     `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
-            f"generation.engine is vllm, and {type(policy.module).__name__} {PLAIN_MESSAGE}; use generation.engine=embedded"
+            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
+            "not been compared with vLLM's; use generation.engine=embedded"
         )
     text = policy.config.get_text_config()
     longest = longest_row(text)

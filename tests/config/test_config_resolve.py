@@ -141,7 +141,7 @@ def test_contradictions_are_refused(overrides: list[str], parts: tuple[str, ...]
 
 
 def test_ranks() -> None:
-    assert "at least the number of ranks, 9" in refused(world_size=9)
+    assert "at least the number of ranks that train, 9" in refused(world_size=9)
     assert "world_size is 0" in refused(world_size=0)
     resolve(config(), world_size=8)
 

@@ -1,0 +1,124 @@
+"""The roles of the ranks: which ranks train, and which generate. `distributed.roles` gives counts or lists of ranks.
+
+    {train: 2, generate: 6}                   ranks 0 and 1 train, ranks 2 to 7 generate
+    {train: [0, 1], generate: [1, 2, 3]}      rank 1 does both
+    absent                                    every rank does both
+
+Rank 0 always trains. It has the ledger and the prompt cursor of the run, and writes the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..config.schema import RolesConfig
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Numbers of the ranks that train and of those that generate, ascending. A rank may be in both."""
+
+    train: tuple[int, ...] = (0,)
+    generate: tuple[int, ...] = (0,)
+
+    @classmethod
+    def resolve(cls, setting: RolesConfig, ranks: int) -> Roles:
+        """The roles of a run with this many ranks. Errors: ConfigError."""
+        if setting.train is None and setting.generate is None:
+            return cls(tuple(range(ranks)), tuple(range(ranks)))
+        if setting.train is None or setting.generate is None:
+            given, missing = ("generate", "train") if setting.train is None else ("train", "generate")
+            raise ConfigError(
+                f"distributed.roles.{given} is set and distributed.roles.{missing} is not; set both, or none: then every rank "
+                "trains and generates"
+            )
+        if isinstance(setting.train, int) != isinstance(setting.generate, int):
+            raise ConfigError(
+                f"distributed.roles is {{train: {_shown(setting.train)}, generate: {_shown(setting.generate)}}}: give two counts, "
+                "or two lists of ranks"
+            )
+        if isinstance(setting.train, int) and isinstance(setting.generate, int):
+            train, generate = setting.train, setting.generate
+            if train + generate != ranks:
+                raise ConfigError(
+                    f"distributed.roles is {{train: {train}, generate: {generate}}}, which are {train + generate} ranks, and the "
+                    f"run has {ranks}; start {train + generate} ranks, or give counts whose sum is {ranks} (for ranks that do "
+                    "both, give lists)"
+                )
+            roles = cls(tuple(range(train)), tuple(range(train, ranks)))
+        else:
+            assert isinstance(setting.train, tuple) and isinstance(setting.generate, tuple)
+            _check_list("train", setting.train, ranks)
+            _check_list("generate", setting.generate, ranks)
+            roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)))
+        for name, chosen in (("train", roles.train), ("generate", roles.generate)):
+            if not chosen:
+                raise ConfigError(
+                    f"distributed.roles.{name} names no rank; a run needs one rank or more that can {name}"
+                )
+        if without := sorted(set(range(ranks)).difference(roles.train, roles.generate)):
+            raise ConfigError(
+                f"distributed.roles gives {_named(without)} no role, and the run has {ranks} ranks; add the missing ranks to "
+                "train or generate, or start fewer ranks"
+            )
+        if roles.train[0] != 0:
+            raise ConfigError(
+                f"distributed.roles.train is {_shown(setting.train)}; add rank 0, which writes the checkpoints and so must train"
+            )
+        return roles
+
+    @staticmethod
+    def ranks_named(setting: RolesConfig) -> int:
+        """The number of ranks for which the setting was written; 1 if it is left out."""
+        numbers = [0]
+        for value in (setting.train, setting.generate):
+            numbers += [value] if isinstance(value, int) else value or ()
+        return max(1, sum(numbers) if isinstance(setting.train, int) else max(numbers) + 1)
+
+    @property
+    def differ(self) -> bool:
+        """Whether some rank only trains or only generates. If not, every rank does both, and groups stay on their rank."""
+        return self.train != self.generate
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that only generate. They receive weights."""
+        return tuple(rank for rank in self.generate if rank not in self.train)
+
+    def trains(self, rank: int) -> bool:
+        return rank in self.train
+
+    def generates(self, rank: int) -> bool:
+        return rank in self.generate
+
+    def line(self, rank: int) -> str:
+        """A line for the terminal: what this rank does, and why."""
+        does = [verb for verb, ranks in (("trains", self.train), ("generates", self.generate)) if rank in ranks]
+        only = "" if len(does) == 2 else "only "
+        roles = f"train {_named(self.train)}, generate {_named(self.generate)}"
+        return f"rank {rank} {only}{' and '.join(does)} (distributed.roles: {roles})"
+
+
+def _check_list(name: str, given: tuple[int, ...], ranks: int) -> None:
+    if twice := sorted({rank for rank in given if given.count(rank) > 1}):
+        raise ConfigError(f"distributed.roles.{name} names {_named(twice)} twice; name each rank once")
+    if beyond := sorted(rank for rank in given if not 0 <= rank < ranks):
+        raise ConfigError(
+            f"distributed.roles.{name} names {_named(beyond)}, and the run has the ranks 0 to {ranks - 1}; name only those, or "
+            "start more ranks"
+        )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    numbers = sorted(ranks)
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
+
+
+def _shown(value: int | tuple[int, ...]) -> str:
+    return str(value) if isinstance(value, int) else str(list(value))

@@ -1,0 +1,215 @@
+"""What rank 0 does for ranks that only generate (`distributed.roles`). `follow.py` has the other end.
+
+    rank 0                          the line                     a rank that only generates
+    one prompt cursor      ◀── prompts/next, prompts/admitted ── rollout pump
+    evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
+    recorder, summary      ◀── report: counts, reasons ───────── recorder, book
+    end of the training    ── run/trained, run/ended ──────────▶ ends its pumps
+
+One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. A prompt that rank 0 has given to
+another rank counts as untrained until the ledger has admitted its group. So a checkpoint repeats and loses no prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import RankLost
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.samples import Samples
+from asyncrl.types import Prompt
+
+from .evaluate import Play, Sample
+
+Answer = tuple[Any, Sequence[Any]]
+Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
+NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
+HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
+
+
+class ServerLine(Protocol):
+    """The part of `distributed.line.LineServer` that rank 0 needs here."""
+
+    def on(self, kind: str, handler: Handler) -> None: ...
+
+    async def ask(self, peer: str, kind: str, header: Any) -> Answer: ...
+
+    async def tell(self, peer: str, kind: str, header: Any) -> None: ...
+
+
+class Dispatch:
+    """See the module docstring. Register it before the first rank can connect; `start` follows when the cursor is restored."""
+
+    def __init__(self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool) -> None:
+        """`generating`: names on the line of the ranks that generate; "" stands for this rank, if it generates, too.
+        `in_order`: give a prompt only when the ledger has admitted the prompts before it. So each step has the same groups in every
+        run."""
+        self._line = line
+        self._recorder = recorder
+        self._generating = list(generating)
+        self._in_order = in_order
+        self._prompts: PromptSource | None = None
+        self._started = asyncio.Event()
+        # Rank -> id of its newest prompt, until the ledger has admitted the group.
+        self._handed: dict[str, int] = {}
+        self._reasons: dict[str, Mapping[str, int]] = {}
+        # Rank -> numbers that only grow while the rank works: they are the progress of the run.
+        self._progress: dict[str, Sequence[float]] = {}
+        line.on(NEXT, self._next)
+        line.on(ADMITTED, self._admitted)
+        line.on(REPORT, self._report)
+        line.on(HERE, self._on_here)
+        line.on(LEFT, self._on_left)
+        self._here: set[str] = set()
+        self._left: set[str] = set()
+        self._changed = asyncio.Event()
+        self._dismissed = asyncio.Event()
+
+    def start(self, prompts: PromptSource) -> None:
+        """Give prompts of this cursor from now on."""
+        self._prompts = prompts
+        self._started.set()
+
+    async def _take(self, peer: str) -> Prompt | None:
+        await self._started.wait()
+        assert self._prompts is not None
+        # A rank that asks again has not got the answer to its last request.
+        if peer in self._handed:
+            return self._prompts.prompt_for(self._handed[peer])
+        while self._in_order and self._handed:
+            await self._changed.wait()
+        if (prompt := self._prompts.next()) is not None:
+            self._handed[peer] = prompt.group_id
+        return prompt
+
+    async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
+        prompt = await self._take(peer)
+        assert self._prompts is not None
+        return {"group": None if prompt is None else prompt.group_id, "digest": self._prompts.digest}, ()
+
+    async def _admitted(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._handed.pop(peer, None)
+        self._notify()
+
+    async def next(self) -> Prompt | None:
+        """The next prompt, for this rank."""
+        return await self._take("")
+
+    async def admitted(self) -> None:
+        """The ledger has admitted the group of this rank's newest prompt."""
+        await self._admitted("", None, ())
+
+    def handed(self) -> set[int]:
+        """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
+        return set(self._handed.values())
+
+    def lose(self, peer: str, group_ids: Sequence[int]) -> None:
+        """A rank is gone: other ranks play the prompts of its groups again. `group_ids`: groups that the ledger has reclaimed."""
+        self._generating = [other for other in self._generating if other != peer]
+        again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
+        self._progress.pop(peer, None)
+        self._add(self._left, peer)
+        if self._prompts is not None:
+            self._prompts.requeue(again)
+
+    async def _report(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._progress[peer] = header["progress"]
+        self._reasons[peer] = header["reasons"]
+        for name, value in header["counts"].items():
+            self._recorder.count(name, value)
+        for name, state in header["samples"].items():
+            self._recorder.merge(name, Samples.from_json(state))
+
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """Numbers that change while a rank that only generates makes progress."""
+        return tuple(number for _, numbers in sorted(self._progress.items()) for number in numbers)
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Reason -> groups that other ranks have dropped or failed."""
+        total: Counter[str] = Counter()
+        for reasons in self._reasons.values():
+            total.update(reasons)
+        return total
+
+    async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
+        """Spread these held-out rows over all ranks that generate. The rows of a rank that is lost go to the others.
+        Errors: RankLost if no rank is left."""
+        scored: list[Sample] = []
+        rest = list(rows)
+        while rest:
+            peers = [*self._generating]
+            if not peers:
+                raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
+            shares = {peer: rest[number :: len(peers)] for number, peer in enumerate(peers)}
+            rest = []
+
+            async def ask(peer: str, share: list[int], left: list[int] = rest) -> None:
+                if not peer:
+                    scored.extend(await play(version, share))
+                    return
+                try:
+                    answer, _ = await self._line.ask(peer, EVALUATE, {"version": version, "rows": share})
+                except RankLost:
+                    left.extend(share)
+                else:
+                    scored.extend(Sample(*sample) for sample in answer)
+
+            async with plain_task_group() as tasks:
+                for peer, share in shares.items():
+                    if share:
+                        spawn(tasks, f"evaluation on {peer or 'this rank'}", ask, peer, share)
+        return scored
+
+    async def tell_version(self, version: int) -> None:
+        """The weights have this version. Only for dry runs: others send the weights."""
+        await self._tell(VERSION, {"version": version})
+
+    async def tell_trained(self) -> None:
+        """No step follows: the other ranks generate nothing more."""
+        await self._tell(TRAINED, {})
+
+    async def tell_ended(self, version: int) -> None:
+        """The run has ended at this version: the other ranks end once their engines have the version."""
+        await self._tell(ENDED, {"version": version})
+
+    async def wait_left(self, peers: Sequence[str]) -> None:
+        """Wait until all pumps of these ranks have ended. They wait for `dismiss`."""
+        while not self._left.issuperset(peers):
+            await self._changed.wait()
+
+    def dismiss(self) -> None:
+        """Let the other ranks end: nothing is open in the books."""
+        self._dismissed.set()
+
+    async def _on_left(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._add(self._left, peer)
+        await self._dismissed.wait()
+
+    async def wait_here(self, peers: Sequence[str]) -> None:
+        """Wait until these ranks are connected. Before that no message can be sent to them."""
+        while not self._here.issuperset(peers):
+            await self._changed.wait()
+
+    async def _on_here(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._add(self._here, peer)
+
+    def _add(self, peers: set[str], peer: str) -> None:
+        peers.add(peer)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _tell(self, kind: str, header: Any) -> None:
+        for peer in filter(None, [*self._generating]):
+            with suppress(RankLost):
+                await self._line.tell(peer, kind, header)

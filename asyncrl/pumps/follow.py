@@ -1,0 +1,202 @@
+"""A rank that generates for rank 0 (`distributed.roles`): its prompts, evaluations, counts, and versions of the weights.
+
+The follow pump, on a rank that only generates, stands in for the train pump and the publish pump:
+
+    consumes     versions that this rank's engine has (`Versions`)
+    produces     released turns: the ledger frees the slots of a step when every rank that generates has its weights
+    waits for    the next version; the end of the run
+    is woken by  the receiver of weights, rank 0
+
+`dispatch.py` has rank 0's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import anyio
+
+from asyncrl.concurrency.supervisor import spawn
+from asyncrl.config.resolve import versions_per_batch
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import DataError, RankLost
+from asyncrl.types import Prompt
+
+from .dispatch import ADMITTED, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
+from .evaluate import EvaluatePump
+from .pipeline import Ports
+
+
+class ClientLine(Protocol):
+    """The part of `distributed.line.LineClient` that a generating rank needs here."""
+
+    def on(self, kind: str, handler: Handler) -> None: ...
+
+    async def ask(self, kind: str, header: Any) -> Answer: ...
+
+    async def tell(self, kind: str, header: Any) -> None: ...
+
+
+class Versions(Protocol):
+    """The versions of the weights that a rank receives."""
+
+    async def next(self) -> int:
+        """Wait until this rank's engine has a version newer than the last result. Returns that version."""
+        ...
+
+
+class Follower:
+    """In place of the trainer on a rank that only generates: the version of the engine's weights."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self.version = -1  # the engine has no weights yet
+
+    async def next(self) -> int:
+        """Like the method of `Versions`, which it calls."""
+        self.version = await self._versions.next()
+        return self.version
+
+
+class Remote:
+    """The connection of a generating rank to rank 0's `Dispatch`. Create it before rank 0 can ask; `start` follows."""
+
+    def __init__(self, line: ClientLine) -> None:
+        self._line = line
+        self._started = asyncio.Event()
+        self.trained = asyncio.Event()  # no step follows
+        self.ended = asyncio.Event()
+        self.last_version = -1  # of the run; set before `ended`
+        self._told = -1  # the newest version, in a dry run
+        self._told_more = asyncio.Event()
+        line.on(VERSION, self._on_version)
+        line.on(TRAINED, self._on_trained)
+        line.on(ENDED, self._on_ended)
+        line.on(EVALUATE, self._on_evaluate)
+
+    def start(
+        self,
+        ports: Ports,
+        prompts: PromptSource | None,
+        evaluate: EvaluatePump | None,
+        wait_version: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`prompts`: the rows of rank 0's cursor. `wait_version(v)` returns when the engine has version v."""
+        self._ports, self._prompts, self._evaluate, self._wait_version = ports, prompts, evaluate, wait_version
+        self._started.set()
+
+    async def next(self) -> Prompt | None:
+        """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank reads other prompts."""
+        answer, _ = await self._line.ask(NEXT, {})
+        assert self._prompts is not None
+        if answer["digest"] != self._prompts.digest:
+            raise DataError(
+                "the prompts of this rank are not those of rank 0 (their fingerprints differ); give all ranks the same data.train"
+            )
+        return None if answer["group"] is None else self._prompts.prompt_for(answer["group"])
+
+    async def admitted(self) -> None:
+        """Call after the ledger has admitted the group of the newest prompt."""
+        await self._line.tell(ADMITTED, {})
+
+    async def report(self) -> None:
+        """Send the counts since the last report to rank 0."""
+        ports = self._ports
+        counts, _, samples = ports.recorder.take_metrics()
+        header = {
+            "progress": [ports.engine.statistics().get("tokens", 0.0), ports.book.end_count],
+            "reasons": dict(ports.book.reasons),
+            "counts": counts,
+            "samples": {name: entry.to_json() for name, entry in samples.items()},
+        }
+        await self._line.tell(REPORT, header)
+
+    async def arrive(self) -> None:
+        """Tell rank 0 that this rank is connected."""
+        await self._line.tell(HERE, {})
+
+    async def leave(self) -> None:
+        """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
+        # Rank 0 may end before its answer arrives.
+        with suppress(RankLost):
+            if self._ports.generates:
+                await self.report()
+            await self._line.ask(LEFT, {})
+
+    async def wait_told(self, version: int) -> int:
+        """Wait until rank 0 has told this version or a later one. Returns it. Only for dry runs."""
+        while self._told < version:
+            await self._told_more.wait()
+        return self._told
+
+    async def _on_version(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._told = header["version"]
+        self._told_more.set()
+        self._told_more = asyncio.Event()
+
+    async def _on_trained(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self.trained.set()
+
+    async def _on_ended(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self.last_version = header["version"]
+        self.trained.set()
+        self.ended.set()
+
+    async def _on_evaluate(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
+        await self._started.wait()
+        await self._wait_version(header["version"])
+        if self._evaluate is None:
+            raise DataError("rank 0 has held-out prompts and this rank has none; give all ranks the same data.eval")
+        return [list(sample) for sample in await self._evaluate.play(header["version"], header["rows"])], ()
+
+
+class FollowPump:
+    """See the module docstring."""
+
+    def __init__(self, ports: Ports, remote: Remote, follower: Follower) -> None:
+        self._ports = ports
+        self._remote = remote
+        self._follower = follower
+        self._updates = versions_per_batch(ports.config)
+        self._released = ports.ledger.turn  # turns below this one are released
+        self._advanced = anyio.Event()
+
+    async def wait_version(self, version: int) -> None:
+        """Wait until the engine has this version or a later one."""
+        while self._follower.version < version:
+            await self._advanced.wait()
+
+    async def wait_published(self, turn: int) -> None:
+        """Wait until the engine has the weights of the turns below `turn`."""
+        await self.wait_version(turn * self._updates)
+
+    async def run(self) -> None:
+        """Ends when rank 0 has ended the run and this rank's engine has the last version."""
+        async with anyio.create_task_group() as tasks:
+            spawn(tasks, "versions", self._follow)
+            spawn(tasks, "reports", self._report_often)
+            await self._remote.ended.wait()
+            await self.wait_version(self._remote.last_version)
+            tasks.cancel_scope.cancel()
+
+    async def _follow(self) -> None:
+        ports = self._ports
+        while True:
+            version = await self._follower.next()
+            # A step whose slots are released may be complete before the next report, so its counts come first.
+            await self._remote.report()
+            turn = version // self._updates - 1
+            if turn >= self._released:
+                self._released = turn + 1
+                await ports.ledger.release(turn)
+            self._advanced.set()
+            self._advanced = anyio.Event()
+
+    async def _report_often(self) -> None:
+        while True:
+            await anyio.sleep(self._ports.config.watchdog.interval_s)
+            self._ports.recorder.take_window()  # rank 0 cannot use times of another clock
+            await self._remote.report()

@@ -1,0 +1,67 @@
+"""What stands for the parts that a rank does not have, because of its role (`distributed.roles`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from asyncrl.errors import LifecycleError
+from asyncrl.ports import WeightSink
+from asyncrl.pumps.dispatch import Dispatch
+from asyncrl.pumps.follow import Remote
+
+
+class Absent:
+    """In place of the engine, the environment and the rewards, on a rank that only trains."""
+
+    weights: Mapping[str, float]
+    calls_at_once = 1
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: of the reward components."""
+        self.weights = weights or {}
+
+    async def __aenter__(self) -> Absent:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    async def generate(self, request: Any) -> NoReturn:
+        raise LifecycleError(
+            "this rank only trains (distributed.roles): it has no engine, no environment and no rewards"
+        )
+
+    run = score = generate
+
+
+class TellVersions:
+    """The sink of a dry run with roles, which has no weights to send: rank 0 tells the other ranks each version."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+
+    async def update_weights(self, version: int) -> None:
+        await self._dispatch.tell_version(version)
+
+
+class ToldVersions:
+    """The versions of a dry run's engine on a rank that only generates. Implements `pumps.follow.Versions`."""
+
+    def __init__(self, remote: Remote, version: int) -> None:
+        """`version`: the version at the start."""
+        self._remote = remote
+        self.version = version
+        self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
+        self._first = True
+
+    async def next(self) -> int:
+        if not self._first:
+            self.version = await self._remote.wait_told(self.version + 1)
+        self._first = False
+        assert self.engine is not None
+        await self.engine.update_weights(self.version)
+        return self.version

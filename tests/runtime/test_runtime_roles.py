@@ -1,0 +1,162 @@
+"""Whole runs whose ranks have different roles (`distributed.roles`): weights, groups, prompts, evaluations and the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import (
+    DRY,
+    MODEL,
+    REAL,
+    REWARDS,
+    ROOT,
+    Process,
+    config_of,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    start_two,
+    weights_of,
+)
+from support.pages import blocks
+
+from asyncrl import Runtime
+
+TELEMETRY = {"live": "plain", "trace": False, "report": False}
+SYNC: dict[str, Any] = REAL | {
+    "preset": "sync",
+    "model": REAL["model"] | {"dtype": "float64"},
+    "telemetry": TELEMETRY,
+    "data": REAL["data"] | {"eval": f"{MODEL}:rows"},
+    "evaluate": {"every": 2, "samples": 2, "limit": 5},
+}
+EVALUATED = re.compile("^eval/")
+
+
+def with_roles(tree: dict[str, Any], train: Any, generate: Any, **distributed: Any) -> dict[str, Any]:
+    return tree | {"distributed": {"roles": {"train": train, "generate": generate}, **distributed}}
+
+
+def run_ranks(folder: Path, tree: dict[str, Any], size: int, *own: str) -> list[str]:
+    """The outputs of the ranks, each of which ended well."""
+    folder.mkdir(exist_ok=True)
+    with start_two(folder, tree, size=size, own=own or ("",) * size, WARM_WORKERS="") as ranks:
+        codes = [rank.wait(150) for rank in ranks]
+        assert codes == [0] * size, [rank.output[-3000:] for rank in ranks]
+        return [rank.output for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run by one rank, which trains the same groups."""
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("alone")
+
+    async def run() -> None:
+        async with Runtime(config_of(folder, base=SYNC)) as runtime:
+            await runtime.run()
+
+    asyncio.run(run())
+    return folder / "runs/run"
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "distributed"),
+    [
+        (1, 1, {}),
+        (2, 2, {}),
+        ([0, 1], [1, 2], {}),
+        (2, 1, {"sharding": "fsdp"}),
+    ],
+    ids=["one and one", "two and two", "a rank does both", "fsdp"],
+)
+def test_roles_train_the_weights_of_one_rank(
+    tmp_path: Path, alone: Path, train: Any, generate: Any, distributed: dict[str, Any]
+) -> None:
+    tree = with_roles(SYNC, train, generate, **distributed)
+    size = train + generate if isinstance(train, int) else 3
+    outputs = run_ranks(tmp_path, tree, size)
+    run, version = tmp_path / "runs/run", REAL["train"]["max_steps"]
+    expected = weights_of(alone, version)
+    for name, weight in weights_of(run, version).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+    # Every rank says what it is, and why.
+    for rank, output in enumerate(outputs):
+        assert re.search(rf"rank {rank} .*(trains|generates).*distributed\.roles: train", output), output
+    # Rank 0 reports the sums of all ranks, and the evaluation of one rank.
+    ours, theirs = metrics_of(run), metrics_of(alone)
+    for mine, line in zip(ours, theirs, strict=True):
+        for name in (name for name in line if EVALUATED.match(name) or name in ("reward/mean", "train/groups")):
+            assert mine[name] == pytest.approx(line[name], abs=1e-12), name
+    assert "16 trained" not in outputs[0] and "12 admitted, 12 trained, 0 dropped, 0 failed" in outputs[0]
+
+
+ASYNC = REAL | {"train": REAL["train"] | {"max_steps": 4}, "telemetry": TELEMETRY}
+
+
+def test_a_resume_with_other_ranks_repeats_and_loses_no_prompt(tmp_path: Path) -> None:
+    """The first run is stopped while groups are live on both sides; 1 + 2 ranks go on, then 1 + 1."""
+    endless = ASYNC | {"train": ASYNC["train"] | {"max_steps": 1000}, "checkpoint": {"every": 3}}
+    with start_two(tmp_path, with_roles(endless, 1, 1), WARM_WORKERS="") as ranks:
+        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 4), "step 4")
+        for rank in ranks:
+            rank.send(signal.SIGTERM)
+        assert [rank.wait(60) for rank in ranks] == [143, 143], [rank.output[-3000:] for rank in ranks]
+    stopped_at = metrics_of(tmp_path / "runs/run")[-1]["step"]
+    for size, steps in ((3, 3), (2, 6)):
+        tree = with_roles(ASYNC, 1, size - 1) | {
+            "resume": True,
+            "train": ASYNC["train"] | {"max_steps": stopped_at + steps},
+        }
+        output = run_ranks(tmp_path, tree, size)[0]
+        assert "resume: " in output
+    groups = Counter(row["group_id"] for row in rollouts_of(tmp_path / "runs/run"))
+    assert set(groups.values()) == {REAL["rollout"]["group_size"]}
+    trained = (stopped_at + 6) * REAL["rollout"]["groups_per_step"]
+    assert len(groups) == trained
+    # A prompt is missing only if the last run ended before its turn.
+    assert sorted(groups)[: trained - 12] == list(range(trained - 12))
+
+
+def test_a_dry_run_with_roles_counts_every_group_once(tmp_path: Path) -> None:
+    tree = with_roles(DRY, [0, 1], [1, 2]) | {"reward": f"{REWARDS}:short", "telemetry": TELEMETRY}
+    outputs = run_ranks(tmp_path, tree, 3)
+    assert "12 trained" in outputs[0]
+    lines = [line for line in metrics_of(tmp_path / "runs/run") if "train/groups" in line]
+    assert sum(line["train/groups"] for line in lines) == 12
+    # Counts of the ranks that generate are in rank 0's lines.
+    assert sum(line.get("engine/tokens", 0) for line in lines) > 0
+
+
+@pytest.mark.parametrize(("killed", "other"), [(1, 0), (0, 1)])
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, killed: int, other: int) -> None:
+    endless = with_roles(ASYNC, 1, 1) | {
+        "train": ASYNC["train"] | {"max_steps": 1000},
+        "watchdog": {"loop_timeout_s": 10.0},
+    }
+    with start_two(tmp_path, endless, WARM_WORKERS="") as ranks:
+        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "step 2")
+        os.kill(ranks[killed].pid, signal.SIGKILL)
+        assert ranks[other].wait(90) not in (0, None)
+        assert f"rank {killed}" in ranks[other].output
+
+
+def test_the_command_of_the_page_about_many_nodes(tmp_path: Path) -> None:
+    [block] = blocks("roles")
+    launcher, *words = shlex.split(block.text)
+    assert launcher == "torchrun"
+    short = ["train.max_steps=2", "run.overwrite=false", "rollout.groups_per_step=4", "telemetry.live=plain"]
+    arguments = [str(ROOT / word) if word.endswith(".yaml") else word for word in words]
+    program = ("-m", "torch.distributed.run")
+    run = Process(tmp_path, *arguments, *short, f"run.dir={tmp_path}/runs", program=program, WARM_WORKERS="")
+    assert run.wait(150) == 0, run.output
+    assert "8 trained" in run.output and "rank 1 only generates" in run.output
