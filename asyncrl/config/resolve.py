@@ -133,9 +133,9 @@ def warnings(config: Config) -> list[str]:
             f"{', '.join(changed)} out unless this is intended"
         )
     sentences += warn_algorithm(config, staleness_bound(config))
-    if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+    if (last := last_version(config)) is not None and train.warmup_steps >= last:
         sentences.append(
-            f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: train.lr is never reached"
+            f"train.warmup_steps={train.warmup_steps} is not below the {last} optimizer steps of the run: train.lr is never reached"
         )
     if config.data.eval is not None and config.evaluate.every is None:
         sentences.append("data.eval is set but evaluate.every is not: nothing will be evaluated")

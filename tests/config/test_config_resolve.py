@@ -177,6 +177,7 @@ def test_embedding_and_dry_runs_need_less() -> None:
 
 def test_warnings_do_not_refuse() -> None:
     assert warnings(resolve(config())) == []
+    assert warnings(resolve(config("preset=sync", "algorithm.updates_per_batch=2", "train.warmup_steps=19"))) == []
     for override, word in [
         ("rollout.top_p=0.9", "whole vocabulary"),
         ("rollout.top_k=5", "top_k=5"),
