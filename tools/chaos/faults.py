@@ -31,6 +31,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+if sys.path[0] == str(Path(__file__).parent):
+    del sys.path[0]  # else torch would find http.py of this folder
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import quickstart_model  # noqa: E402
@@ -153,12 +155,12 @@ def beginning(self: Stages, text: str) -> None:
         FAULTS[fault]()
 
 
-async def arriving(self: OpenRun, version: int) -> None:
+async def arriving(self: OpenRun, version: int, **options: Any) -> None:
     if reached(f"version {version}", True):
         FAULTS[fault]()
         if fault == "weights NaN":
             self.policy.weights.working.fill_(float("nan"))
-    await at_version(self, version)
+    await at_version(self, version, **options)
 
 
 if __name__ == "__main__":
