@@ -62,15 +62,12 @@ class Connections:
             return self._line
         async with self._lock:
             if rank not in self._clients:
-                address = (await self._ask_where(rank))[0]
+                line = self._line
+                asked = line.ask(_WHERE, rank) if isinstance(line, LineClient) else self._where("", rank, ())
+                address, _ = await asked
                 client = LineClient(address, self._secret, f"rank {self._rank}", server=f"rank {rank}")
                 self._clients[rank] = await self._stack.enter_async_context(client)
             return self._clients[rank]
-
-    async def _ask_where(self, rank: int) -> tuple[Any, Any]:
-        if isinstance(self._line, LineClient):
-            return await self._line.ask(_WHERE, rank)
-        return await self._where("", rank, ())
 
     async def _here(self, peer: str, header: Any, buffers: Any) -> None:
         rank, self._addresses[rank] = header

@@ -8,10 +8,13 @@ Each rank measures silence by its own clock, as the time in which a counter did 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from ..concurrency import awake
 from ..errors import AsyncrlError
-from .ranks_store import RankStore
+
+if TYPE_CHECKING:
+    from .ranks_store import RankStore
 
 _BYE = b"bye"
 

@@ -160,3 +160,26 @@ def test_the_command_of_the_page_about_many_nodes(tmp_path: Path) -> None:
     run = Process(tmp_path, *arguments, *short, f"run.dir={tmp_path}/runs", program=program, WARM_WORKERS="")
     assert run.wait(150) == 0, run.output
     assert "8 trained" in run.output and "rank 1 only generates" in run.output
+
+
+def test_ragged_groups_spread_evenly_over_the_training_ranks(tmp_path: Path) -> None:
+    """Completions of log-normal length (sigma 1), 16 groups a step on two training ranks, while generation is ahead of training."""
+    lengths = {"group_size": 4, "groups_per_step": 16, "max_tokens": 256, "max_staleness": 2}
+    tree = with_roles(DRY, 2, 2) | {
+        "rollout": lengths,
+        "train": DRY["train"] | {"max_steps": 8, "tokens_per_microbatch": 512},
+        "dry_run": {"decode_step_s": 0.0001, "train_token_s": 0.00002, "finish_s": 0.0005, "length_sigma": 1.0},
+        "reward": f"{REWARDS}:short",
+        "telemetry": TELEMETRY,
+    }
+    run_ranks(tmp_path, tree, 4)
+    lines = [line for line in metrics_of(tmp_path / "runs/run") if "train/balance" in line]
+    balance = [line["train/balance"] for line in lines]
+    assert len(balance) == 8 and max(balance) < 1.7 and sum(balance) / 8 < 1.25, balance
+    counted = Counter[str]()
+    for line in metrics_of(tmp_path / "runs/run"):
+        counted.update({name: value for name, value in line.items() if name.startswith("travel/")})
+    # A rank other than 0 drops what it counted before the first line.
+    assert counted["travel/groups"] > 7 * 16 and counted["travel/bytes"] > 7 * 16 * 1000
+    assert counted["travel/rank_2/groups"] + counted["travel/rank_3/groups"] == counted["travel/groups"]
+    assert min(counted["travel/rank_2/groups"], counted["travel/rank_3/groups"]) > 0
