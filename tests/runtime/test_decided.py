@@ -176,7 +176,7 @@ class TwoRanks:
     def __init__(self, rank: int) -> None:
         self.rank, self.is_first = rank, rank == 0
 
-    def open(self, device: torch.device, *, single_rank_group: bool) -> None:
+    def open(self, device: torch.device, *, single_rank_group: bool, silence_s: float) -> None:
         assert not single_rank_group
 
     def store(self, name: str) -> Any:
