@@ -146,10 +146,6 @@ class Collectives:
     def _wait(self, work: Any) -> None:
         on_nccl, started = dist.get_backend(self.group) == "nccl", time.monotonic()
         while not work.is_completed():
-            if self.lost.reason is not None:
-                # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group or dist.group.WORLD))
-                self.lost.check()
             if on_nccl:
                 # `wait` with a timeout would abort the group at the timeout.
                 pause = _ASK_AFTER * (time.monotonic() - started)
@@ -158,6 +154,11 @@ class Collectives:
                 # Raises at the timeout, too. An error of the collective is raised again below.
                 with contextlib.suppress(RuntimeError):
                     work.wait(_LOOK_EVERY)
+            # After a wait: a rank that ended may have finished its part before.
+            if self.lost.reason is not None and not work.is_completed():
+                # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group or dist.group.WORLD))
+                self.lost.check()
         work.wait()
         if self.lost.aborted:
             self.lost.check()

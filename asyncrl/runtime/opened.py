@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost
+from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost, first_line
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from .gate import Verdict
 
 _SHOWN_EVERY_S = 1.0
+# The kind of the message with which a rank that ends early says why, and the most time for sending it.
+ENDED, _TELL_S = "ended", 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +307,7 @@ class OpenRun:
             try:
                 try:
                     if error is not None and self.world.world_size > 1:
+                        await self._tell_ranks(error)
                         stop_signal, missing = await self.checkpointer.leave(version, state, self.stopped_by)
                         if stop_signal is not None and isinstance(error, RankLost):
                             # All ranks are being stopped. The signal to this rank has not arrived yet.
@@ -335,6 +339,21 @@ class OpenRun:
                 self.listeners.close()
             if error is None and self.remote is None:
                 self._check_books()
+
+    async def _tell_ranks(self, error: BaseException) -> None:
+        """Tell rank 0, or on rank 0 all ranks, that this rank ends early. On nccl a collective with this rank would not fail."""
+        from asyncrl.distributed.line import LineServer
+
+        world, line = self.world, self.line
+        reason = str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}"
+        if self.stopped_by is not None:
+            reason = f"rank {world.rank} was stopped by {self.stopped_by}"
+        # The other end of the line may be gone, or read nothing any more.
+        with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_TELL_S):
+            if isinstance(line, LineServer):
+                await line.tell_all(ENDED, reason)
+            elif line is not None:
+                await line.tell(ENDED, reason)
 
     def _check_books(self) -> None:
         """Check that every admitted group has ended exactly once, and that the store has no rows. Errors: LedgerError."""

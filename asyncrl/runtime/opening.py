@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from asyncrl.concurrency.offload import offload
 from asyncrl.data.texts import decode, eos_token_ids
@@ -28,7 +29,7 @@ from .decided import Decided, open_world
 from .directory import RunDirectory
 from .inputs import load_prompts
 from .journal import Journal
-from .opened import OpenRun
+from .opened import ENDED, OpenRun
 from .performance import StepProfiler
 from .progress import Listeners, Stages, collections_between_steps
 from .saving import Checkpointer, SavedRun
@@ -140,9 +141,13 @@ async def _open_line(run: OpenRun) -> None:
         if lost is not None:
             lose(lost)
 
+    async def hear(peer: str, reason: Any, buffers: Any) -> None:
+        lose(RankLost(reason))
+
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
         run.line, host = world.serve_line()
+        run.line.on(ENDED, hear)
         run.line.on_end = on_end
         run.ledger = make_ledger(run)
         _open_roles(run, run.line)
@@ -150,6 +155,7 @@ async def _open_line(run: OpenRun) -> None:
         await offload(lambda: world.announce_line(server), "rendezvous")
     else:
         run.line = await offload(world.join_line, "rendezvous", abandon=True)
+        run.line.on(ENDED, hear)
         run.line.on_end = lose
         run.ledger = make_ledger(run)
         if world.roles.differ:

@@ -3,6 +3,7 @@
 sums      before the first sum of the step: the others wait for it there
 during    its part of the gradients' reduction is on its way
 gather    the step is applied, and the others wait for its part of the report
+fails     as `sums`, but an error ends it
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def finishes(trainer: TorchTrainer) -> Any:
     global finishing
     finishing = trainer.version + 1
     reached("sums")
+    if os.environ["RANK"] == rank and moment == "fails" and finishing == int(step):
+        raise ArithmeticError("on purpose")
     return finish(trainer)
 
 

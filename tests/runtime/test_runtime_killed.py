@@ -103,3 +103,14 @@ def test_ranks_name_the_one_that_was_killed_in_a_collective_and_save_first(tmp_p
             assert "rank 1 did not say why" in each.output, each.output
     version = json.loads((run / "checkpoints/latest/state/run.json").read_text())["version"]
     assert version == STEP if moment == "gather" else STEP - 1 if moment == "sums" else version in (STEP - 1, STEP)
+
+
+def test_a_rank_that_fails_says_why_to_the_others(tmp_path: Path) -> None:
+    """Of three ranks. On nccl the collectives of the others would not fail."""
+    tree = ENDLESS | {"checkpoint": {"every": None, "save_final": True}}
+    program = (str(Path(__file__).with_name("runtime_reduced.py")),)
+    with start_two(tmp_path, tree, program, size=3, KILLED=f"1 {STEP} fails") as (first, failed, third):
+        assert failed.wait() == 1, failed.output
+        for each in (first, third):
+            assert each.wait() == 12, each.output
+            assert "rank 1 has ended: ArithmeticError: on purpose" in each.output, each.output
