@@ -69,7 +69,7 @@ class PolicyModel:
     ) -> None:
         """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without a comparison.
         lora: if it has a rank, the weights are frozen and adapters are trained, with random initial values from `seed`.
-        served: the modules only read, and the masters are sharded over the ranks.
+        served: the modules only read the weights; another object or process has the masters.
         transform: the scale and cap of the logits. None: `head_transform` finds them by a forward of the model.
         device: the weights move to this device one by one. None: the device of the loaded weights.
         Errors: ConfigError if the model is not supported or `head_kernel` is not available."""

@@ -34,7 +34,7 @@ _WINDOWS = (
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
-# Settings for the number of positions. Some classes have a table with so many rows.
+# Settings for the number of positions. Some classes have a table with a row for each.
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
 # Settings for the hidden size of an MLP. All units run the same code, so the probe needs only some units.
 _MLP_SIZES = (
@@ -214,7 +214,7 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
 
 
 def _smaller_hidden_size(heads: int, hidden: int) -> int:
-    """The smallest multiple of `heads` from `_SMALL_HIDDEN` on with the remainder of `hidden` modulo the kernels' vector size.
+    """The smallest multiple of `heads` from `_SMALL_HIDDEN` on that equals `hidden` modulo the kernels' vector size.
     Many classes require a multiple of the number of heads. Returns `hidden` if no smaller size is possible."""
     sizes = (size for size in range(_SMALL_HIDDEN, hidden) if not size % heads and not (hidden - size) % native.LANES)
     return next(sizes, hidden)
@@ -238,7 +238,7 @@ def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int
 
 
 def layers_with_all_kinds(module: PreTrainedModel) -> int:
-    """The number of first layers that have every kind of layer. At least two, if the model has two layers."""
+    """How many layers, from the first on, contain every kind of layer. At least two, if the model has two layers."""
     first = first_of_kind(module)
     return max(min(2, len(first)), *(number + 1 for number in first)) if first else 0
 

@@ -1,7 +1,7 @@
 """Opens the policy of a process that only generates, without loading its weights from files.
 
 The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
-sends the buffers and the transform of the logits. A model that also has other tensors is loaded from its files instead.
+sends the buffers and the transform of the logits. A model with tensors beside parameters and buffers is loaded from its files.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the other rows of its batch. In asyncrl the longest row that a run can have deci
 | `rope_type` | rows of the run stay within the original context | they may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
 | `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
-| `dynamic`   | the base of the configuration                    | the base that transformers computes for a row so long |
+| `dynamic`   | the base of the configuration                    | the base that transformers computes for that row      |
 
 The model's configuration is not changed, so saved models load elsewhere as before.
 """

@@ -49,7 +49,7 @@ class GroupBook:
         self.training_ended = False
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
-        self.end_count = 0  # ended groups, plus trained steps
+        self.end_count = 0  # how often the callbacks of `on_end` were called
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> ended groups
         self.failed = 0
 
@@ -58,7 +58,7 @@ class GroupBook:
         self._on_ready.append(callback)
 
     def on_end(self, callback: Callable[[Sequence[int]], None]) -> None:
-        """Register a callback for each dropped group and each committed step. It gets the ids of the groups."""
+        """Register a callback for groups that were dropped, failed, trained, or sent to another rank. It gets their ids."""
         self._on_end.append(callback)
 
     def add(self, ticket: Ticket) -> None:

@@ -168,7 +168,7 @@ class Gathering:
                 await anyio.lowlevel.checkpoint()
 
     async def expire(self) -> None:
-        """End groups at their time-out, without end. Errors: StallError with `on_timeout: error`."""
+        """End groups at their time-out, until cancelled. Errors: StallError with `on_timeout: error`."""
         while True:
             for group in await self._stash.wait_expired():
                 if group.trainable:
@@ -178,7 +178,7 @@ class Gathering:
                     self._drop(group)
 
     async def end_epochs(self) -> None:
-        """Drop the incomplete groups of epochs that are over, without end."""
+        """Drop the incomplete groups of epochs that are over, until cancelled."""
         while True:
             changed, now = self._changed, anyio.current_time()
             for epoch in [epoch for epoch, at in self._ends.items() if at <= now]:

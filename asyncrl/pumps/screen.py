@@ -37,7 +37,7 @@ NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
     """The trajectory with the soft overlong punishment as a component, if `reward.overlong.cache` is set. A trajectory without a
-    reward gets no punishment either, and so no statistic counts it."""
+    reward gets None as the component, which no statistic counts."""
     if overlong.cache is None:
         return trajectory
     assert overlong.max_length is not None  # `resolve` has set it

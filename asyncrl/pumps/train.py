@@ -80,7 +80,7 @@ class TrainPump:
         # Optimizer steps of a batch.
         self._updates = versions_per_batch(ports.config)
         streams = bool(rollout.streaming) and self._updates == 1
-        # Train as soon as so many claimed groups are untrained; None: steps are not streamed.
+        # Train as soon as this many claimed groups are untrained; None: steps are not streamed.
         self._streams_from = rollout.streaming_min_groups if streams else None
         # The loss needs sums over the whole step, which all ranks exchange before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)

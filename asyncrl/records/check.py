@@ -88,7 +88,7 @@ def check_trains(trajectory: Trajectory) -> None:
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
     """Errors: DataError for text with a lone surrogate, or more than `MAX_NESTED` + `extra` levels.
 
-    With `written`, for a value that is written into files, also for a tuple or bytes as key, or an integer above 64 bits."""
+    `written`: the value is written into files, where a tuple or bytes as key, or an integer above 64 bits, is an error too."""
     level = [value]
     for _ in range(MAX_NESTED + extra + 1):
         # Items of the next level by id: without ids a list that contains itself twice would double at each level.

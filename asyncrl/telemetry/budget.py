@@ -9,7 +9,8 @@ for a group while the score pump waits for a reward: the cause is `reward`. The 
 2. `start`: the run starts or ends, and nothing can run.
 3. `reward`: the reward functions run, and the other waits wait for their result.
 4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.
-5. `environment`: an environment, a tool, the program or a producer must act next, and the engine has no request.
+5. `environment`: an environment, a tool, a producer, or the program that embeds the Runtime must act next, and the engine
+   has no request.
 6. `group`: training waits for a group, and none of the causes above is active.
 7. `slots`, then `requests`: generation waits for a slot; an engine waits for requests.
 """

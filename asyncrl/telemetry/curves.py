@@ -55,8 +55,8 @@ def is_share(name: str) -> bool:
 
 
 def _accounted(name: str) -> str:
-    """The metric whose count of lines (or seconds) divides the sum of `name`. For a share that is `unexplained` of the same lane,
-    because each line with shares of a lane has `unexplained`; for other metrics it is `name`."""
+    """The metric whose count of lines (or seconds) divides the sum of `name`: for a share, the lane's `idle/unexplained`, which
+    is in each line with shares of the lane; for another metric, `name` itself."""
     lane = name.partition("/")[2].rpartition("/")[0]
     return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
 

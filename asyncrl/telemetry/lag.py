@@ -117,7 +117,7 @@ class BlockSampler:
         sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
         # The sampler needs the GIL, too. If the sampler took a quarter of its samples, then the GIL was free.
         gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
-        # A thread that neither ran nor waited for a processor slept.
+        # The thread slept if it neither ran nor waited for a processor.
         asleep = sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
         return frames.most_common(1)[0][0] if frames else None, asleep
 

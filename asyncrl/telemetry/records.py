@@ -11,7 +11,7 @@ Cause: TypeAlias = Literal[
     "group",  # the train pump waits for a whole group
     "requests",  # an engine has no requests
     "reward",  # a task waits for a reward worker
-    # An environment, a tool, the program or a producer must act next, and the engine has no request.
+    # An environment, a tool, a producer or the embedding program must act, and the engine has no request.
     "environment",
     "publish",  # a task waits until an engine has the new weights
     "evaluate",  # training waits for an evaluation

@@ -26,7 +26,7 @@ from .sinks import read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
-# The times of so many last steps are kept, because the trace may have ended long before the run.
+# The times of this many last steps are kept, because the trace may have ended long before the run.
 _KEPT_STEP_ENDS = 10_000
 _TIMELINE_SPANS = 12_000
 _TIMELINE_ROWS_PER_TRACK = 6

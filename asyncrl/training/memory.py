@@ -36,7 +36,7 @@ _SAVED_SCAN, _TEMPORARY_SCAN = 3, 4
 _ATTENTION_BIN = 8 << 20
 # Rows of the head's forward products on a CPU in float32 and in other dtypes (models/head/logprobs.py).
 _HEAD_ROWS_FLOAT32, _HEAD_ROWS = 256, 64
-# oneDNN compiles a kernel for every new number of rows: bytes of a kernel, and the size of each of its two caches.
+# oneDNN compiles a kernel for every new number of rows: bytes of a kernel, and kernels in each of its two caches.
 _KERNEL_BYTES, _KERNEL_CACHE = 576 << 10, 768
 # Names in configurations: size of a recurrent state; experts per token.
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "linear_key_head_dim")
@@ -267,7 +267,7 @@ def _kernel_bytes(dtype: str, path: ModelPath, device: str, head_rows: int) -> i
 def _cache_bytes(
     text: PretrainedConfig, widths: _Widths, path: ModelPath, itemsize: int, max_sequences: int, positions: int
 ) -> int:
-    """Bytes of keys and values, and of recurrent states. Only the plain path keeps no more than the window of sliding layers."""
+    """Bytes of keys and values, and of recurrent states. Only the plain path limits sliding layers to their window."""
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)

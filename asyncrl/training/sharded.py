@@ -151,8 +151,8 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     ]
     if lists:
         raise ConfigError(
-            f"distributed.sharding is fsdp, but {type(model).__name__} has a module for each expert ({lists[0]}): which of them "
-            "run differs between ranks, and a rank would wait for ever for the gradients of the others; use "
+            f"distributed.sharding is fsdp, but {type(model).__name__} has a module for each expert ({lists[0]}): ranks run "
+            "different experts, and would wait for ever for gradients of the experts that they did not run; use "
             "distributed.sharding=replicate"
         )
     layers = getattr(decoder_of(model), "layers", None)

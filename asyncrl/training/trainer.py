@@ -381,7 +381,7 @@ class TorchTrainer:
         return totals
 
     def _reduce_metrics(self, step: TrainStep, denominators: Mapping[Normaliser, float]) -> dict[str, float]:
-        """The metrics of all ranks. Errors: DivergenceError if ranks with the same masters differ (agreement.py)."""
+        """The metrics of all ranks. Errors: DivergenceError if masters that ranks share differ (agreement.py)."""
         due = self.reducer.world_size > self.shards and self.steps_done >= self._compare_at
         sums = bit_sums(self.parameters) if due else torch.zeros(0, dtype=torch.int64)
         metrics, checksums = step.metrics.reduce(

@@ -116,7 +116,7 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     check_platform()
     path = path_of(name)
     parts = parts_of(name, "ring", "damaged")
-    # Without the segment itself, its rings alone are cleared. Without rings too, `lstat` raises FileNotFoundError.
+    # If only rings of the name exist, only these are cleared. If nothing exists, `lstat` raises FileNotFoundError.
     if not parts or os.path.lexists(path):
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():

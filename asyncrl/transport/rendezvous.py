@@ -1,4 +1,4 @@
-"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. Records go elsewhere.
+"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. No record passes it.
 
     producer                                   owner
     {protocol, producer}                  ->

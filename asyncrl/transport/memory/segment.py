@@ -10,8 +10,8 @@ Guarantees
   `create` links the file to the name, which fails if the name exists. A live segment is never unlinked.
 * The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps it.
 * Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
-* If a process ends without `close`, the names of its created segments are removed, unless `keep_at_exit` is set. The
-  names of its adopted segments stay.
+* If a process exits normally without `close`, the names of its created segments are removed, unless `keep_at_exit` is
+  set. The names of its adopted segments stay. After a kill all names stay.
 * Files in /dev/shm are opened directly. `multiprocessing.shared_memory` would register each attached segment with a
   resource tracker, and the tracker would unlink the segment when the attaching process ends.
 
@@ -209,7 +209,7 @@ class Segment:
 
     @property
     def sealed(self) -> bool:
-        """Whether the owner has stopped reading, or removed the segment. Nobody may ever read a later write."""
+        """Whether the owner has stopped reading, or removed the segment. A later write is perhaps never read."""
         return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:

@@ -103,8 +103,8 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
-        """Make the primary context current. The yielded function takes the reference of new memory. `last`: this is the last call
-        for a block of memory, so drop its reference."""
+        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `last`: this is
+        the last call for a block of memory, so drop its reference."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))

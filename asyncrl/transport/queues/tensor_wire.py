@@ -6,7 +6,7 @@ sender -> receiver   "I", number, (name, handle) of each tensor     an item
 receiver -> sender   "R", number                                    the item is released: its memory and credit are free
                      "C"                                            the receiver takes no more items, but may still read tensors
 
-For a slab on a device, I also has the item's slot and the fence after its writes. R also has the fence after its reads.
+For a slab on a device, "I" also has the item's slot and the fence after its writes, and "R" has the fence after its reads.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ..memory.segment import Segment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
-PAUSE_S = 0.1  # until `accept` is tried again without descriptors
+PAUSE_S = 0.1  # no free descriptor: until `accept` is tried again
 
 
 class Link:

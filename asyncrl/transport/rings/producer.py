@@ -122,7 +122,7 @@ class ProducerCore:
         self.unnotified = True
         if attachment is not None:
             os.eventfd_write(attachment.data, 1)
-            # An owner that is connected after the write was notified. Otherwise a new owner may not know of the record.
+            # If the owner is still connected after the write, it was notified. Else a new owner may not know of the record.
             self.unnotified = self._owner_disconnected()
         if segment.sealed:
             # The owner may have polled the ring for the last time before the store: put the record again, elsewhere.

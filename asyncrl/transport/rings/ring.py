@@ -117,7 +117,7 @@ class RingMemory:
             lost_numbers[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
         if bool(lost_numbers.any()):
             return "a record has lost its number"
-        # Nonzero if the last owner was killed between the two stores of a release: then one slot has this difference.
+        # Nonzero if the last owner was killed between the two stores of a release: then one slot's `released ^ sequence`.
         unfinished = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
         if unfinished and not bool((released ^ sequences == np.uint64(unfinished)).any()):
             return "records are marked as released that no owner released"
@@ -181,7 +181,7 @@ class RingWriter:
         return True
 
     def _withdraw(self, slot: int) -> None:
-        """If the put to this slot was not accepted, give the slot the number back that it had, or a later head would accept it."""
+        """If the put to this slot was not accepted, restore the slot's earlier sequence: a later head would accept the new one."""
         memory = self.memory
         if memory.sequences[slot] > memory.head[0]:
             if not memory.released[slot]:
