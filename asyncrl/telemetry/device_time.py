@@ -3,8 +3,8 @@
     lane's thread    begin.record(), closure, end.record()      on the thread's current stream
     later            query(), and if it is True elapsed_time()  at the begin of the next closure and at `Recorder.take_window`
 
-* Only `finish` waits for a device. Pairs of events are resolved in the order of their closures. An event is used again once its
-  pair is resolved. If `MAX_PENDING` pairs are unresolved, or after an error of the device, further closures count with the host's time.
+* Only `finish` waits for a device. Pairs of events are resolved in the order of their closures, and their events are used again.
+  If `MAX_PENDING` pairs are unresolved, or after an error of the device, further closures count with the host's time.
 * A closure is busy from the end of all earlier work, but not before the host starts it, to the end of its last kernel. Gaps
   between its own kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
 * Only the lane's thread records. While a closure runs no other thread queries, because a query may break a capture of a CUDA graph.
