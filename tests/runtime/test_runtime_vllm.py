@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from runtime_helpers import REAL, Process, equal_weights, metrics_of, rollouts_of, write_yaml
+from test_runtime_roles import run_ranks, with_roles
 from test_runtime_sharded import DUMP, FAST, SHARDED, TORCHRUN
 from test_runtime_workers import gone, left, run, workers_of
 
@@ -185,3 +186,18 @@ def test_what_a_worker_refuses_is_told_in_its_sentence(tmp_path: Path) -> None:
     assert "asyncrl: ConfigError: generation.engine is vllm, and the model's heads have size 16;" in node.output
     assert "Traceback" not in node.output and "WorkerDied" not in node.output
     assert "Traceback" in (tmp_path / "runs/run/workers/worker-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("training", "more"), [(2, {}), (1, {"lora": {"rank": 4}})], ids=["two training ranks", "adapters"]
+)
+def test_a_rank_that_only_generates_with_vllm_gets_its_weights_by_broadcast(
+    training: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    tree = with_roles(WIDE | {"model": WIDE["model"] | more}, training, 1)
+    tree["generation"] = {"engine": "vllm", "threads": 1}
+    run_ranks(tmp_path, tree, training + 1)
+    lines = metrics_of(tmp_path / "runs/run")
+    compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
+    assert len(lines) == 4 and compared and max(compared) < 5e-5
+    assert "vLLM" in (tmp_path / f"runs/run/workers/rank_{training}/worker-0.log").read_text()
