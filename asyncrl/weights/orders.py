@@ -99,8 +99,9 @@ class Orders:
         """Send orders, without end. Errors: RankLost, which the other calls raise then, too."""
         try:
             await self._run()
-        except RankLost as error:
-            self._error = error
+        except Exception as error:
+            # Nobody may wait for an order that never comes.
+            self._error = error if isinstance(error, RankLost) else RankLost(f"rank 0 cannot send weights: {error!r}")
             self._notify()
             raise
 

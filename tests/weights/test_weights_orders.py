@@ -150,6 +150,14 @@ async def test_a_lost_sender_ends_the_run_by_name(answer: RankLost | str) -> Non
             await nodes.orders.next("a", -1)
 
 
+async def test_an_error_of_rank_0_reaches_all_who_wait() -> None:
+    async with opened("a") as nodes:
+        nodes.answers["a"] = [TypeError("no JSON")]
+        await nodes.write(0)
+        with pytest.raises(RankLost, match=r"rank 0 cannot send weights: TypeError\('no JSON'\)"):
+            await nodes.orders.next("a", -1)
+
+
 async def test_a_receiver_that_skipped_a_version_is_refused() -> None:
     async with opened("a") as nodes:
         await nodes.write(3)
