@@ -45,7 +45,7 @@ class Normaliser(StrEnum):
     TOKENS = "tokens"  # tokens with loss mask 1
     SEQUENCES = "sequences"  # all sequences, even fully masked
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
-    # Microbatches of all ranks. For a sum of means of microbatches (bnpo). Not if groups are trained as they arrive.
+    # Microbatches of all ranks. For a sum of means of microbatches (bnpo), which is refused for streamed steps.
     MICROBATCHES = "microbatches"
     NONE = "none"  # not divided
 

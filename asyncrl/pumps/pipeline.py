@@ -28,7 +28,7 @@ from .hooks import Hooks, StoreWatch
 
 T = TypeVar("T")
 
-# Runs one round: a microbatch on every rank of a sharded model, together. Argument: whether this rank is finishing its step.
+# Runs one round: microbatches that all ranks of a sharded model run together. Argument: whether this rank is finishing its step.
 # Result: whether all ranks are finishing and no rank has a microbatch left.
 Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 

@@ -248,7 +248,7 @@ def _check_model(source: str, setting: str) -> None:
 def _read_rows(config: Config, source: str) -> None:
     """Read and check the rows of a source, and keep the rows for the run."""
     rows = load_rows(source)
-    is_cheap = not isinstance(rows, IndexedRows)  # which call user code for each row
+    is_cheap = not isinstance(rows, IndexedRows)  # IndexedRows call user code for each row
     # The constructor checks that there are rows, and that the first row has a prompt.
     prompts = PromptSource(rows, None, config.data)
     prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)

@@ -28,8 +28,8 @@ PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been c
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`devices`: `tensor_parallel` for each worker of this rank; empty: the engine shares the trainer's lane. `threads`: threads of
-    each process of a worker; `trainer_threads`: threads of the trainer's lane. `line`: what was chosen and why, for the user.
+    """`devices`: of this rank's workers, `tensor_parallel` each; empty: the engine shares the trainer's lane, or this rank does not
+    generate. `threads`: of each process of a worker; `trainer_threads`: of the trainer's lane. `line`: what was chosen, and why.
     `trainer`: the device of the trainer and of the weight board. `trains`, `generates`: the role of this rank."""
 
     devices: tuple[torch.device, ...]
@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def workers(self) -> int:
-        """Number of workers; 0: trainer and engine share a lane."""
+        """Number of workers of this rank. See `devices` for 0."""
         return len(self.devices) // self.tensor_parallel
 
     def share(self, total: int) -> int:

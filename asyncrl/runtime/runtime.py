@@ -71,8 +71,8 @@ _COLLECTIVE_FRACTION = 0.25
 class Runtime:
     """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close it.
     `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
-    `steps` iterates over the committed steps. Outside of the block all methods raise LifecycleError. Only the properties,
-    `summary`, `note` and `announce` still work after the block."""
+    `steps` iterates over the committed steps. Outside of the block all methods raise LifecycleError. After the block
+    `summary`, `note`, `announce` and all properties but `intake` still work."""
 
     def __init__(
         self,

@@ -226,9 +226,9 @@ class FlatParameters(FlatWeights):
 
 
 class ServedParameters(FlatParameters):
-    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters,
-    sharded over the ranks. That object calls `write` for each parameter and then `refresh`. Here `master` is the working copy, for
-    the inherited methods.
+    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters.
+    On ranks with shards that object calls `write` for each parameter and then `refresh`. Workers call `move_to`. Here `master` is
+    the working copy, for the inherited methods.
     """
 
     grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor

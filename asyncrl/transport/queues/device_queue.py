@@ -17,8 +17,9 @@ beyond those of `tensor_queue.py`:
   So a change of a tensor after `put` is safe. An item belongs to the stream that is current at `get`. If other streams
   read the item, join these streams before the release (torch's own rule for freeing a tensor).
 * The memory belongs to the sender and ends with its process. So a sender that closes waits, at most `linger_s`, until
-  the receiver has closed and its last tensor is gone. If that takes longer, the sender closes, and its process keeps
-  the memory. If the process dies, `get` raises `anyio.BrokenResourceError`, and the receiver must not use its items.
+  the receiver has closed and its last tensor is gone. If that takes longer, the sender closes with a TransportError,
+  and its process keeps the memory. If the process dies, `get` raises `anyio.BrokenResourceError`, and the receiver must
+  not use its items.
 * If sender and receiver are in one process, the receiver uses the sender's memory directly.
 * `device="cpu"` gives the same queue in shared memory.
 """

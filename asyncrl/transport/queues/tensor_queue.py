@@ -393,7 +393,7 @@ async def share_queue(name: str, capacity: int, size: int, *, linger_s: float = 
     The end of the context waits at most `linger_s` seconds until a receiver has attached and got all items. After an
     error or a cancellation it does not wait.
     Errors: ArenaOwned if the name is in use; TransportError if record rings of this name exist; OutOfMemory; at the end
-    TransportError if no receiver attached for the items.
+    TransportError if no receiver got all items in time.
     """
     await prepare_name(name, capacity)
     async with run_sender(Slab.create(name, size, device="cpu"), TensorSender, capacity, linger_s) as sender:
