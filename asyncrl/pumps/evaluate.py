@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 # Plays and scores the completions of some rows with the weights of a version.
 Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
-# Lets the ranks that generate play these rows. The last argument does so on this rank.
+# Lets the ranks that generate play these rows. The last argument plays rows on this rank.
 Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]

@@ -111,7 +111,7 @@ class Graph:
                 self._follow = FollowPump(ports, apart.remote, apart.follower)
             apart.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
-        self._finished = anyio.Event()  # set at the end of the train and publish pumps
+        self._finished = anyio.Event()  # set at the end of train and publish, or follow pump
         self._generated = anyio.Event()  # set at the end of the rollout and score pumps
         self._generation_scope = anyio.CancelScope()
         self._generation_pumps: anyio.CancelScope | None = None

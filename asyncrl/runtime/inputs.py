@@ -359,7 +359,7 @@ def load_prompts(
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
-    # Rank 0 has the cursor. The other ranks that generate make the prompts that it names.
+    # If roles differ, rank 0 has the only cursor, and the ranks that generate make the prompts that rank 0 names.
     needed = world.generates or world.is_first
     prompts = None if rows is None or not needed else _source(rows, config, tokenizer, world)
     held_out: list[Prompt] = []

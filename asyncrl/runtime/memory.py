@@ -107,7 +107,7 @@ def cut_model(
     """How `distributed.sharding: fsdp` cuts the model. By total memory, which is the same on all machines of one kind."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
-    # One rank of each machine, or machines with different numbers of ranks: no machine can hold a copy of its own.
+    # If a machine has one rank, or training ranks do not fill machines, no machine can hold a copy of its own.
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):

@@ -1,5 +1,5 @@
-"""The positions of all ranks in their prompts, exchanged through the ranks' store. So rank 0 alone can write a checkpoint of the
-last committed version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
+"""The positions of all training ranks in their prompts, exchanged through the ranks' store. So rank 0 alone can write a checkpoint
+of the last committed version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
 
     who          call                                      key in the store        value
     every rank   announce(version), at each version        {version}/{rank}        RankState without the replay buffer
@@ -47,7 +47,8 @@ PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts firs
 
 
 class Positions:
-    """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone."""
+    """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone. `rank`,
+    `ranks`: this rank's number among the ranks that train, and their number. All ranks here are numbered so."""
 
     def __init__(self, store: RankStore, rank: int, ranks: int) -> None:
         self._store = store

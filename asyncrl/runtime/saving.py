@@ -97,7 +97,7 @@ class SavedRun:
         return int(self.checkpoint.run["next_group"][str(rank)])
 
     def positions(self) -> dict[int, RankState]:
-        """Rank -> its state when the checkpoint was written, without the replay buffer."""
+        """Number of a training rank -> its state when the checkpoint was written, without the replay buffer."""
         run = self.checkpoint.run
         return {
             rank: {
