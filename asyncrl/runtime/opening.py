@@ -142,7 +142,8 @@ async def _open_line(run: OpenRun) -> None:
             lose(lost)
 
     async def hear(peer: str, reason: Any, buffers: Any) -> None:
-        lose(RankLost(reason))
+        # Only collectives end: this rank may be about to raise the error that ended the other one.
+        world.lost.report(reason)
 
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
