@@ -213,8 +213,8 @@ class Microbatch:
     """Packed prefix trees for one forward and backward: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`.
 
     A suffix token attends to its prefix, and to the tokens of its suffix up to itself. Positions continue from the prefix. Only the
-    S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state predicts `target[s]`. For
-    the first token of a suffix that is the last token of the prefix.
+    S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state predicts `target[s]`. The
+    first token of a suffix is predicted by the last token of the prefix.
     """
 
     tokens: Int64Array  # [T]

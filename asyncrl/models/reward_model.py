@@ -9,7 +9,7 @@
   long row, alone and together, and refuses a module that ignores its mask. A text is never padded beyond the length at which the
   model would use other rotary frequencies for the text (rotary.py).
 * A classifier of transformers scores at the last token that is not padding. Every text is a batch of its own if the model's
-  configuration has no padding token, and the tokenizer has no padding token either or uses its end token.
+  configuration has no padding token, and the tokenizer's is missing or is its end token.
 
 All methods run on the lane, the thread that owns the device. Shape legend: B texts, L tokens of the longest text.
 """

@@ -40,7 +40,7 @@ class Departure:
     stopped_by: str | None  # the name of a signal; None: the rank failed
 
 
-# A rank that ends early waits so long for the records of other ranks. A rank that is stuck in a collective writes no record.
+# A rank that ends early waits this long for the records of other ranks. A rank that is stuck in a collective writes no record.
 LEAVE_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
 PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first

@@ -244,9 +244,9 @@ class Recorder:
         return WatchSpan(self, who, what, on)
 
     def change_actor(self, old: str, new: str) -> None:
-        """An episode, a hook or a program waited for `old` and now waits for `new`. An empty text means that it waits for nothing.
+        """An activity (an episode, a call of a hook, the run) waited for `old` and now waits for `new`; "" means: for nothing.
 
-        While at least one of them waits for user code and none waits for the engine, idle time has the cause `environment`.
+        While at least one activity waits for user code and none waits for the engine, idle time has the cause `environment`.
         """
         with self._lock:
             for actor, change in ((old, -1), (new, 1)):

@@ -311,7 +311,7 @@ class ShardedTrainer(TorchTrainer):
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""
-        # Every copy of the model has the same gradients, and one of them counts.
+        # Every copy of the model has the same gradients, so only the first copy counts.
         counted = self.sharded.parameters.replica == 0
         squared_norm = torch.tensor([local_norm(gradient) ** 2 if counted else 0.0], dtype=torch.float64)
         return math.sqrt(float(sum_over_ranks(self.reducer, squared_norm, self.policy.device)))

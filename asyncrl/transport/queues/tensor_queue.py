@@ -232,7 +232,7 @@ class TensorSender(_TensorEnd):
             self.slab.free(start)
 
     async def wait_unmapped(self) -> None:
-        """Wait until the slab may be closed. For shared memory that is at once, because a mapping keeps its pages."""
+        """Wait until the slab may be closed. For shared memory it returns at once, because a mapping keeps its pages."""
 
 
 class Received(Mapping[str, Any]):

@@ -94,7 +94,7 @@ class RingMemory:
         return [slot for sequence, slot in sorted(accepted) if sequence != released[slot]]
 
     def has_unfinished_put(self) -> bool:
-        """Whether the producer began a put that is not accepted, or not yet."""
+        """Whether the latest put that the producer began is not accepted: it is running, or was interrupted."""
         return self.state[1] > self.head[0]
 
     def find_damage(self) -> str:
