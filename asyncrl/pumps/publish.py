@@ -10,9 +10,9 @@ Evaluation and checkpoint see exactly this version, because the train pump does 
 evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
 
 With `rollout.weight_sync_interval: k` the sinks get a version k steps after the last version that they got. They get it sooner if
-an evaluation needs the newest weights, in the warm-up, and after the last step. The slots of a step whose version the sinks do not
-have are not released, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more steps
-(`config.resolve.turns_bound`), so no group waits for these slots.
+an evaluation needs the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step whose version
+the sinks do not have are not released, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more
+steps (`config.resolve.turns_bound`), so no group waits for these slots.
 """
 
 from __future__ import annotations

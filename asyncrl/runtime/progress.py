@@ -126,7 +126,7 @@ class StepStream(Generic[T]):
 
 @contextlib.contextmanager
 def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Freeze the objects of the start, and yield a function that makes a full collection if one is due. Call it between two steps.
+    """Freeze the objects of the start, and yield a function to call between two steps, which makes a full collection if it is due.
     A full collection holds the GIL for 0.2 to 0.4 s once transformers is loaded, and Python would start one during any allocation.
     The yielded function uses at most 1 % of the time. If the program has disabled the collector or frozen objects, nothing is
     changed."""
