@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,13 @@ PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts firs
 
 
 class Positions:
-    """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone. `rank`,
-    `ranks`: this rank's number among the ranks that train, and their number. All ranks here are numbered so."""
+    """Not thread-safe: one thread at a time. Every method but `hurry` blocks. `store`: a connection for this object alone. `rank`:
+    this rank's place in `names`, the ranks that train. All ranks here are such places. Only messages have the names."""
 
-    def __init__(self, store: RankStore, rank: int, ranks: int) -> None:
+    def __init__(self, store: RankStore, rank: int, names: Sequence[int]) -> None:
         self._store = store
-        self._rank = rank
-        self._ranks = range(ranks)
+        self._rank, self._names = rank, names
+        self._ranks = range(len(names))
         # Versions whose keys of this rank are in the store, oldest first.
         self._announced: list[int] = []
         # On rank 0: rank -> its newest state that rank 0 has read.
@@ -157,7 +157,7 @@ class Positions:
         while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, timeout_s) - awake.now()))):
             wrong_ranks = [rank for rank, departure in self._departures().items() if departure.version != version]
             if version is not None and wrong_ranks:
-                raise RuntimeError(f"ranks {wrong_ranks} ended at another version")
+                raise RuntimeError(f"ranks {[self._names[rank] for rank in wrong_ranks]} ended at another version")
             if awake.now() >= (deadline := self._deadline(started, timeout_s)):
                 stopped = "" if deadline == started + timeout_s else ", and this run is being stopped"
                 raise RuntimeError(f"nothing came for {awake.now() - started:.1f} s{stopped}")
@@ -176,7 +176,7 @@ class Positions:
     def _unwritten_message(self, version: int, ranks: list[int], error: BaseException | None) -> str:
         return (
             f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
-            f"(waited for {ranks}: {error}); earlier checkpoints are unchanged"
+            f"(waited for {[self._names[rank] for rank in ranks]}: {error}); earlier checkpoints are unchanged"
         )
 
     def _key(self, version: int, rank: int) -> str:

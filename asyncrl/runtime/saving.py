@@ -161,7 +161,7 @@ class Checkpointer:
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(world.roles.train)
         self._positions = (
-            Positions(world.store("checkpoint"), world.train.rank, self._ranks)
+            Positions(world.store("checkpoint"), world.train.rank, world.roles.train)
             if world.trains and self._ranks > 1
             else None
         )
@@ -339,7 +339,7 @@ class Checkpointer:
     async def _capture(self, version: int, state: RankState) -> Captured:
         """Copy the trainer's state on the lane, and collect the state of all ranks on rank 0."""
         assert self._store is not None and self._core is not None
-        core, lane = self._core, self._lane
+        core, lane, trainers = self._core, self._lane, self._world.roles.train
         started = time.perf_counter()
         with (
             self._recorder.span("checkpoint/capture", track="checkpoint", version=version),
@@ -380,9 +380,9 @@ class Checkpointer:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             shards = {rank: states[rank]["shard"] for rank in range(1, core.shards)}
             # A string is the error of that rank.
-            if failures := [f"rank {rank}: {shard}" for rank, shard in shards.items() if isinstance(shard, str)]:
+            if failures := [f"rank {trainers[rank]}: {shard}" for rank, shard in shards.items() if isinstance(shard, str)]:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")
-            return Captured(version, run, snapshot, started, shards, tuple(missing))
+            return Captured(version, run, snapshot, started, shards, tuple(trainers[rank] for rank in missing))
 
     async def check_directory(self, *, raises: bool = True) -> None:
         """Call before each write. Errors: DirectoryLost if the run directory is no longer this run's.

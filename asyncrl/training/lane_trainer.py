@@ -76,10 +76,6 @@ class LaneTrainer:
             await self._run(core.run_agreed, "microbatch")
         return core.ready_to_finish
 
-    async def run(self, fn: Callable[[], T], name: str) -> T:
-        """Run another closure (saving a checkpoint, say) on the lane, in the order of the calls."""
-        return await self._lane.run(fn, name=name, priority=PRIORITY)
-
     async def _run(self, fn: Callable[[], T], name: str, metric: str = "time/train", **args: Any) -> T:
         def closure() -> T:
             with self._recorder.timed(metric):
