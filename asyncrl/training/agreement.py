@@ -68,7 +68,7 @@ def require_same_weights(
         first = next(
             (name for i, name in enumerate(names) if rank in different_ranks(by_tensor[:, :, i], shards)), "no tensor"
         )
-        found.append(f"rank {rank} (first in {first})")
+        found.append(f"training rank {rank} (first in {first})")
     error = DivergenceError(
         f"the weights of version {version} are not the same on all ranks: {' and '.join(found)} differ from most ranks, or from "
         "rank 0 if two disagree. A memory or a transfer has failed, or the ranks run on unlike processors, whose optimizer steps "

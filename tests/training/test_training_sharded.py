@@ -139,7 +139,7 @@ def test_one_flipped_bit_on_one_rank_ends_the_run(four: Ranks, case: Case, flipp
     for part in four.run(lines(four, replace(case, flip=[3, flipped, tensor]))):
         error = part["error"]
         assert error.startswith(
-            f"the weights of version {flipped} are not the same on all ranks: {named} (first in {tensor})"
+            f"the weights of version {flipped} are not the same on all ranks: training {named} (first in {tensor})"
         )
 
 
