@@ -104,7 +104,7 @@ CEILINGS: dict[str, int] = {
     "pumps": 4000,
     "records": 1100,
     "rewards": 1560,
-    "runtime": 6065,
+    "runtime": 6070,
     "telemetry": 2850,
     "training": 2270,
     "transport": 4570,

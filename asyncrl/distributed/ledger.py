@@ -1,12 +1,12 @@
-"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. With several ranks rank 0 has
-one, and `line_ledger.py` asks it for each rank.
+"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. Rank 0 of
+several has one, and `line_ledger.py` asks it.
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
 
 Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order. Where ranks have shares, each rank has an order of its own. If a waiting
-caller is cancelled at the moment when it gets a slot, the next caller gets the slot.
+served strictly in order, so prompts enter in their order (in one order for each rank if each admits only its own share of a step,
+`by_rank`). If a waiting caller is cancelled when it gets a slot, the next caller gets the slot.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ToldVersions:
         """`version`: the version at the start."""
         self._remote = remote
         self.version = version
-        self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
+        self.engine: WeightSink | None = None  # made later: its `version_source` reads `self.version`
         self._first = True
 
     async def next(self) -> int:

@@ -380,7 +380,8 @@ class Checkpointer:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             shards = {rank: states[rank]["shard"] for rank in range(1, core.shards)}
             # A string is the error of that rank.
-            if failures := [f"rank {trainers[rank]}: {shard}" for rank, shard in shards.items() if isinstance(shard, str)]:
+            failed = [(trainers[rank], shard) for rank, shard in shards.items() if isinstance(shard, str)]
+            if failures := [f"rank {rank}: {error}" for rank, error in failed]:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")
             return Captured(version, run, snapshot, started, shards, tuple(trainers[rank] for rank in missing))
 

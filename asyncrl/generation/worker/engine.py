@@ -9,7 +9,7 @@ Guarantees
   another worker or to the worker's successor, with the same random keys. A successor starts with the current weights, but the
   successor of a pinned worker starts with the pinned weights.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
-  While the worker starts, both limits are `watchdog.stage_timeout_s`, if it sends or computes something every `loop_timeout_s`.
+  While it starts, both limits are `watchdog.stage_timeout_s`; it is killed after `loop_timeout_s` without a message or work.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
   last lines of its output), wrong weights, and a first start that fails.
 """
@@ -305,7 +305,7 @@ class WorkerEngine(EngineLife):
                 return
 
     def _retire(self, peer: Peer) -> None:
-        """Return the requests of a worker that ended or is being closed to the router, which sends them to other workers."""
+        """A worker ended or is being closed: give its requests back to the router, which sends them to other workers."""
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._dead_statistics[name] = self._dead_statistics.get(name, 0.0) + peer.statistics.get(name, 0.0)

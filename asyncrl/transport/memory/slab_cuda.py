@@ -274,8 +274,8 @@ def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, byt
     except DriverError as error:
         driver.free(ordinal, address)
         raise PlatformError(
-            f"memory of cuda:{ordinal} cannot be shared with other processes here ({error}): CUDA IPC needs Linux on a "
-            "machine of its own (not WSL, not every integrated or virtual GPU). Use a queue through shared memory, and for weights "
+            f"memory of cuda:{ordinal} cannot be shared with other processes here ({error}): CUDA IPC needs native "
+            "Linux (no WSL), and some integrated and virtual GPUs lack it. Use a queue through shared memory, and for weights "
             "generation.placement=shared"
         ) from error
 
