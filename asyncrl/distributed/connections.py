@@ -47,9 +47,8 @@ class Connections:
             return self._line
         address = self._line.address
         host = await offload(lambda: _own_address(address), "own-address")
-        server = LineServer(self._secret, f"rank {self._rank}")
-        await server.open(host)
-        return await self._stack.enter_async_context(server)
+        server = LineServer(self._secret, f"rank {self._rank}", silence_s=self._line.silence_s)
+        return await self._stack.enter_async_context(await server.open(host))
 
     async def announce(self, server: LineServer) -> None:
         """Tell rank 0 the address of this rank's server. Errors: RankLost."""
@@ -65,7 +64,8 @@ class Connections:
                 line = self._line
                 asked = line.ask(_WHERE, rank) if isinstance(line, LineClient) else self._where("", rank, ())
                 address, _ = await asked
-                client = LineClient(address, self._secret, f"rank {self._rank}", server=f"rank {rank}")
+                name, silence_s = f"rank {self._rank}", line.silence_s
+                client = LineClient(address, self._secret, name, server=f"rank {rank}", silence_s=silence_s)
                 self._clients[rank] = await self._stack.enter_async_context(client)
             return self._clients[rank]
 

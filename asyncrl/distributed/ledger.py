@@ -161,9 +161,9 @@ class LocalLedger:
         return self._books.arrive(ticket, sender, rank)
 
     def has(self, ticket: Ticket, rank: int) -> bool:
-        """Whether a group is at this rank. Rank 0 ends the groups of all ranks at the end of a run."""
+        """Whether a group is at this rank, without a place. Rank 0 ends the groups of all ranks at the end of a run."""
         entry = self._books.entries.get(ticket.group_id)
-        return entry is not None and entry.ticket == ticket and rank in (0, entry.rank)
+        return entry is not None and entry.ticket == ticket and rank in (0, entry.rank) and not entry.claimed
 
     async def wait_changed(self, seen: int) -> int:
         """See `ports.Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""

@@ -74,7 +74,7 @@ class Desk:
             case "arrive", (ticket, sender):
                 return await ledger.arrive(Ticket(*ticket), sender, rank)
             case "end", (ticket, outcome):
-                # A group that travels may have arrived at another rank meanwhile.
+                # A group that travels may have arrived at another rank, and may have a place there.
                 if not ledger.books.trainers or ledger.has(Ticket(*ticket), rank):
                     await ledger.end(Ticket(*ticket), outcome, "")
             case "commit", (turn,):

@@ -45,7 +45,6 @@ MAX_BYTES = 1 << 30
 _MOST = 1 << 30
 # Ranks with metrics of their own. Each metric is a column of every step.
 _NAMED_RANKS = 64
-_ENDED = "the training has ended"
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 logger = logging.getLogger("asyncrl.pumps")
@@ -193,7 +192,10 @@ class Departures:
         header = {"ticket": (ticket.group_id, ticket.admitted, ticket.deadline), "sender": ports.rank, "waited": waited}
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
-        if not answer["refusal"]:
+        if answer["ended"]:
+            # Not dropped here, because rank 0 may still save the prompt.
+            ports.book.add(ticket)
+        elif not answer["refusal"]:
             ports.book.mark_trained((ticket.group_id,))
         return str(answer["refusal"])
 
@@ -202,8 +204,8 @@ class Departures:
 class _Arrival:
     group: Group
     sender: int
-    # An empty text: the group is kept here, or nobody needs it. Else the reason of a refusal.
-    refusal: asyncio.Future[str]
+    # True: the group is kept here, or nobody needs it. False: the training has ended.
+    kept: asyncio.Future[bool]
 
 
 class Arrivals:
@@ -222,7 +224,7 @@ class Arrivals:
         self._epoch = epoch
         edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]] = open_queue("arrivals", _MOST, ports.recorder)
         self._queue_in, self._queue = edge
-        self._unanswered: set[asyncio.Future[str]] = set()
+        self._unanswered: set[asyncio.Future[bool]] = set()
 
     async def take(self, peer: str, header: Mapping[str, Any], buffers: Sequence[Buffer]) -> tuple[Any, tuple[()]]:
         """The handler of `KIND`. Answers when the group is kept here, or is not needed."""
@@ -232,19 +234,19 @@ class Arrivals:
             for trajectory in group.trajectories:
                 check_trajectory(trajectory, ports.limits)
         except (DataError, RecordError) as error:
-            return {"refusal": str(error)}, ()
+            return {"refusal": str(error), "ended": False}, ()
         arrival = _Arrival(group, header["sender"], asyncio.get_running_loop().create_future())
-        self._unanswered.add(arrival.refusal)
+        self._unanswered.add(arrival.kept)
         try:
             self._queue_in.put_nowait(arrival)
-            refusal = await arrival.refusal
+            kept = await arrival.kept
         except anyio.ClosedResourceError:
-            refusal = _ENDED
+            kept = False
         finally:
-            self._unanswered.discard(arrival.refusal)
-        if not refusal:
+            self._unanswered.discard(arrival.kept)
+        if kept:
             self._count(arrival.sender, len(buffers[0]), header["waited"])
-        return {"refusal": refusal}, ()
+        return {"refusal": "", "ended": not kept}, ()
 
     def _count(self, sender: int, size: int, waited: float) -> None:
         count = self._ports.recorder.count
@@ -264,12 +266,12 @@ class Arrivals:
                     # A cancellation must not come between the move and the rows.
                     with anyio.CancelScope(shield=True):
                         await self._keep(arrival)
-                    if not arrival.refusal.done():
-                        arrival.refusal.set_result("")
+                    if not arrival.kept.done():
+                        arrival.kept.set_result(True)
         finally:
-            for refusal in self._unanswered:
-                if not refusal.done():
-                    refusal.set_result(_ENDED)
+            for kept in self._unanswered:
+                if not kept.done():
+                    kept.set_result(False)
 
     async def _keep(self, arrival: _Arrival) -> None:
         ports, group = self._ports, arrival.group

@@ -22,6 +22,7 @@ import pytest
 import warm
 import zmq
 
+from asyncrl.distributed.connections import Connections
 from asyncrl.distributed.exchange import Answer
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import AsyncrlError, LedgerError, LifecycleError, RankLost, VersionAhead, WorkerDied
@@ -382,6 +383,19 @@ async def test_a_peer_that_was_given_up_cannot_come_back_unnoticed() -> None:
         async with LineClient(server.address, SECRET, "rank 1"):
             assert server.peers == ["rank 1"], "a new process of this name may come"
     assert ended[1:] == [("rank 1", None)]
+
+
+async def test_lines_to_training_ranks_have_the_silence_of_the_line_to_rank_0() -> None:
+    async with await LineServer(SECRET, silence_s=7.0).open() as server:
+        first = Connections(server, 0, SECRET)
+        async with (
+            LineClient(server.address, SECRET, "rank 1", silence_s=7.0) as line,
+            Connections(line, 1, SECRET) as rank,
+        ):
+            serving = await rank.serve()
+            await rank.announce(serving)
+            async with first:
+                assert (serving.silence_s, (await first.to(1)).silence_s) == (7.0, 7.0)
 
 
 SERVER = """

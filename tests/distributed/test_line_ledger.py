@@ -116,6 +116,9 @@ async def test_a_group_moves_to_the_rank_that_is_assigned_and_is_claimed_and_end
         assert await b.claim([two]) == (GRANTED, two)
         assert await a.claim([one]) == (GRANTED, one)
         assert (a.live_groups(), b.live_groups()) == ([one], [two])
+        # The acknowledgement is late: rank 0, which may end the groups of all ranks, still has the group in its book.
+        await a.end(two, "dropped", "the run ended first")
+        assert a.statistics().claimed == 2
 
 
 async def test_the_share_of_a_rank_without_prompts_is_anybodys() -> None:
