@@ -156,9 +156,10 @@ class Remote:
 class FollowPump:
     """See the module docstring."""
 
-    def __init__(self, ports: Ports, remote: Remote, follower: Follower) -> None:
+    def __init__(self, ports: Ports, remote: Remote, follower: Follower, base: int) -> None:
         self._ports = ports
         self._remote = remote
+        self._base = base  # see `Graph`
         self._follower = follower
         self._updates = versions_per_batch(ports.config)
         self._released = ports.ledger.turn  # turns below this one are released
@@ -171,7 +172,7 @@ class FollowPump:
 
     async def wait_published(self, turn: int) -> None:
         """Wait until the engine has the weights of the turns below `turn`."""
-        await self.wait_version(turn * self._updates)
+        await self.wait_version(turn * self._updates + self._base)
 
     async def run(self) -> None:
         """Ends when rank 0 has ended the run and this rank's engine has the last version."""
@@ -188,7 +189,7 @@ class FollowPump:
             version = await self._follower.next()
             # A step whose slots are released may be complete before the next report, so its counts come first.
             await self._remote.report()
-            turn = version // self._updates - 1
+            turn = (version - self._base) // self._updates - 1
             if turn >= self._released:
                 self._released = turn + 1
                 await ports.ledger.release(turn)

@@ -19,6 +19,7 @@ import torch
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost, first_line
 from asyncrl.pumps.dispatch import Dispatch
@@ -124,10 +125,9 @@ class OpenRun:
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
-        at_version, on_step, catch_up = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(
-            self.ports, self.prompts, held_out, at_version, on_step, catch_up, newest_evaluated, self.apart
-        )
+        base = self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
+        steps = self._at_version, self._on_step, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, *steps, newest_evaluated, self.apart, base)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:

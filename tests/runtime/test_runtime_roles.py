@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from runtime_helpers import (
@@ -29,6 +30,7 @@ from runtime_helpers import (
 from support.pages import blocks
 
 from asyncrl import Runtime
+from asyncrl.pumps.train import TrainPump
 
 TELEMETRY = {"live": "plain", "trace": False, "report": False}
 SYNC: dict[str, Any] = REAL | {
@@ -125,6 +127,30 @@ def test_a_resume_with_other_ranks_repeats_and_loses_no_prompt(tmp_path: Path) -
     assert len(groups) == trained
     # A prompt is missing only if the last run ended before its turn.
     assert sorted(groups)[: trained - 12] == list(range(trained - 12))
+
+
+async def test_a_run_that_ended_within_a_batch_is_resumed_with_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is then not a multiple of the updates of a batch."""
+    apply, applied = TrainPump._apply, 0
+
+    async def cut_off(pump: TrainPump, step: Any, update: int) -> Any:
+        nonlocal applied
+        applied += 1
+        if applied == 4:
+            raise RuntimeError("cut off")
+        return await apply(pump, step, update)
+
+    tree = ASYNC | {"algorithm": {"updates_per_batch": 2}}
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainPump, "_apply", cut_off)
+        with pytest.raises(RuntimeError, match="cut off"):
+            async with Runtime(config_of(tmp_path, base=tree)) as runtime:
+                await runtime.run()
+    assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 3
+    await anyio.to_thread.run_sync(run_ranks, tmp_path, with_roles(tree, 1, 1) | {"resume": True}, 2)
+    assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 7
 
 
 def test_a_dry_run_with_roles_counts_every_group_once(tmp_path: Path) -> None:
