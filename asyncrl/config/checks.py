@@ -471,8 +471,7 @@ def _check_roles(config: Config) -> Iterator[str]:
         )
     if config.generation.placement == "shared":
         yield prefix + (
-            "generation.placement is shared: a rank that only generates has no trainer to share a device with; use "
-            "generation.placement=auto"
+            "generation.placement is shared: with roles every engine runs in workers; use generation.placement=auto"
         )
     if config.reroll.start_fraction < 1:
         yield prefix + (

@@ -132,7 +132,8 @@ def place(
         return Placement((), 0, trainer_threads, line, trainer, generates=False)
     # The device of a rank that only generates is free for its workers.
     spare = _spare(trainer, world, count) if world.trains else []
-    by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or not world.trains)
+    # A rank that shares its lane could not answer an evaluation of rank 0 while it waits for rank 0 at the end of a step.
+    by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or world.roles.differ)
     in_workers = generation.placement == "worker" or by_auto
     if not in_workers or config.engine.kind == "dry_run":
         reason = _reason_to_share(config, trainer)
@@ -154,8 +155,10 @@ def place(
         reason = "as set"
     elif configured:
         reason = "auto: workers, threads or devices are given"
+    elif spare:
+        reason = f"auto: {spare[0]} trains nothing"
     else:
-        reason = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
+        reason = "auto: vLLM runs in workers" if vllm else "auto: distributed.roles is set"
     names = ", ".join(dict.fromkeys(map(str, devices)))
     beside = f", {trainer_threads} for the trainer" if world.trains else ""
     line = (

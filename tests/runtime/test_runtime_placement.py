@@ -13,6 +13,7 @@ from runtime_helpers import DRY, REAL, config_of
 
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
+from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm import versions
@@ -90,6 +91,11 @@ def test_threads_follow_the_variable_and_else_the_model_and_the_free_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     placement = place(load_config([], overrides), CPU, ONE, weights)
     assert (placement.threads, placement.trainer_threads) == threads and placement.line.endswith(why), placement
+
+
+def test_with_roles_a_rank_that_trains_and_generates_has_workers() -> None:
+    placement = place(load_config([], []), CPU, replace(ONE, world_size=2, roles=Roles((0, 1), (0,))))
+    assert placement.workers == 1 and "(auto: distributed.roles is set)" in placement.line
 
 
 def test_ranks_of_one_machine_share_its_cores() -> None:
