@@ -206,8 +206,9 @@ def _sample(row: int, number: int, trajectory: Trajectory) -> Sample:
 class Evaluations:
     """Decides which versions are evaluated, runs their evaluations, and reports all versions in order."""
 
-    def __init__(self, pump: EvaluatePump | None, engine: Engine, sync: Callable[[], Awaitable[None]]) -> None:
-        """`pump`: None if there are no held-out prompts. `sync`: gives every engine the newest published weights."""
+    def __init__(self, pump: EvaluatePump | None, engine: Engine | None, sync: Callable[[], Awaitable[None]]) -> None:
+        """`pump`: None if there are no held-out prompts. `engine`: pins versions, if it can; None: no version is pinned.
+        `sync`: gives every engine the newest published weights."""
         self._pump = pump
         self._pinning_engine = engine if isinstance(engine, PinsVersions) else None
         self._sync = sync

@@ -106,8 +106,12 @@ class Graph:
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         spread = None if apart.dispatch is None else apart.dispatch.evaluate
         evaluate = EvaluatePump(ports, held_out, environment, evaluated, spread) if held_out else None
+        self._evaluate = evaluate
         # Rank 0 alone decides when the other ranks evaluate.
-        self.evaluations = Evaluations(evaluate if apart.remote is None else None, ports.engine, self._publish.sync)
+        decides = evaluate if apart.remote is None else None
+        # The other ranks of a spread cannot pin a version.
+        pinning = ports.engine if spread is None else None
+        self.evaluations = Evaluations(decides, pinning, self._publish.sync)
         self._follow = None
         if apart.remote is not None:
             if apart.follower is not None:
@@ -295,14 +299,25 @@ class Graph:
             raise type(error)(f"submit: {error}") from error.__cause__
 
     async def wait_published(self) -> None:
-        """Wait until every step is published and reported, and every engine has the newest weights."""
-        await self._publish.wait_published(self._ports.ledger.turn)
+        """Wait until every step is published and reported, and every engine has the newest weights. Errors: LifecycleError if
+        this rank only generates, or if the weights have to come from several training ranks, which do not know of this call."""
+        ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
+        has_roles = self._apart.dispatch is not None or self._apart.remote is not None
+        if has_roles and (not ports.trains or (ports.ranks > 1 and interval > 1)):
+            raise LifecycleError(
+                f"evaluate: distributed.roles is set, {ports.ranks} ranks train, and rollout.weight_sync_interval is {interval}; "
+                "call it on a rank that trains, and with several such ranks set rollout.weight_sync_interval=1"
+            )
+        await self._publish.wait_published(ports.ledger.turn)
         await self.evaluations.wait_reported()
         await self._publish.sync()
 
     async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and
         the `last` version of a run the training waits for the evaluation. The training pumps end after all evaluations."""
+        if self._apart.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
+            # Rank 0 can send the version to its evaluation only when every training rank has handed it over.
+            await self._publish.sync()
         await self.evaluations.evaluate(
             version, report, last=last, beside=None if first or last else self._training_tasks
         )

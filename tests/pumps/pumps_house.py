@@ -40,7 +40,7 @@ from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.book import GroupIds
-from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
@@ -50,9 +50,15 @@ from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
 class House:
     """One life of the pumps. Made by `live`."""
 
-    def __init__(self, plan: Plan, ports: Mapping[str, Any] | None = None) -> None:
-        """`ports`: of the rank, others than those made here."""
+    def __init__(
+        self,
+        plan: Plan,
+        ports: Mapping[str, Any] | None = None,
+        apart: Callable[[House], Apart | None] = lambda house: None,
+    ) -> None:
+        """`ports`: of the rank, others than those made here. `apart`: makes the parts of a rank with a role."""
         self.plan = plan
+        self.apart = apart
         self.brought = ports or {}
         self.store_operations: Counter[str] = Counter()
         self.config = plan.config()
@@ -139,7 +145,7 @@ class House:
         self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
         at = self._at_version, self.reports.append, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *at)  # type: ignore[arg-type]
+        self.graph = Graph(self.ports, self.prompts, held_out, *at, apart=self.apart(self))  # type: ignore[arg-type]
 
     async def _catch_up(self, last: bool) -> None:
         """As the runtime does it."""
@@ -219,6 +225,7 @@ def live(
     *,
     body: Callable[[House, Supervisor], Any] | None = None,
     ports: Mapping[str, Any] | None = None,
+    apart: Callable[[House], Apart | None] = lambda house: None,
     cancel_at_tick: int | None = None,
     native_cancel: bool = False,
 ) -> House:
@@ -227,7 +234,7 @@ def live(
     cancel_at_tick: cancel the run in that iteration of the event loop, through a cancel scope around it or, with
     `native_cancel`, by `Task.cancel` as a signal handler or a foreign loop does.
     """
-    house = House(plan, ports)
+    house = House(plan, ports, apart)
 
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -12,7 +13,10 @@ from pumps_plan import TOKENS, Plan, episode_ports, make_prompt, make_trajectory
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots, staleness_bound, turns_bound
+from asyncrl.errors import LifecycleError
 from asyncrl.pumps.evaluate import EvaluatePump, Evaluations
+from asyncrl.pumps.graph import Apart
+from asyncrl.pumps.rollout import OwnPrompts
 from asyncrl.types import Generation, GenerationRequest
 
 # -- interval, prefetch, warm-up, partial batches --------------------------------------------------------------------
@@ -335,6 +339,49 @@ def test_without_a_part_to_spare_the_next_step_waits() -> None:
     house = beside(plan, Workers(spare=False))
     finished, evaluated = at(house, "finished"), at(house, "evaluated")
     assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]
+
+
+class Rank0(OwnPrompts):
+    """What rank 0 does for other ranks, where it is the only rank that generates."""
+
+    async def evaluate(self, version: int, rows: Sequence[int], play: Any) -> Any:
+        return await play(version, rows)
+
+    async def tell_trained(self) -> None:
+        pass
+
+    async def tell_ended(self, version: int) -> None:
+        pass
+
+
+def rank_0(house: House) -> Apart:
+    return Apart(dispatch=Rank0(house.prompts))  # type: ignore[arg-type]  # what the graph uses of it
+
+
+def test_an_evaluation_by_several_ranks_pins_no_version_and_the_next_step_waits() -> None:
+    """A pin holds on one rank only: the other ranks would sample with later weights."""
+    plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=20.0)
+    workers = Workers()
+    house = beside(plan, workers, apart=rank_0)
+    assert house.error is None and not workers.pins
+    finished, evaluated = at(house, "finished"), at(house, "evaluated")
+    assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]
+
+
+def test_with_roles_an_own_evaluation_that_would_wait_for_other_ranks_is_refused() -> None:
+    """With an interval of the hand-over the weights come from all training ranks, and only this rank knows of the call."""
+
+    async def body(house: House, supervisor: Supervisor) -> None:
+        with pytest.raises(LifecycleError, match=r"2 ranks train, and rollout\.weight_sync_interval is 2"):
+            await house.graph.wait_published()
+        house.ports.ranks = 1
+        await house.graph.wait_published()
+        house.ports.trains = False
+        with pytest.raises(LifecycleError, match="call it on a rank that trains"):
+            await house.graph.wait_published()
+
+    plan = Plan(rollout={"weight_sync_interval": 2})
+    assert live(plan, body=body, ports={"ranks": 2}, apart=rank_0).error is None
 
 
 def test_the_next_evaluation_waits_for_the_one_that_runs() -> None:

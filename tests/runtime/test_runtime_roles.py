@@ -153,6 +153,27 @@ async def test_a_run_that_ended_within_a_batch_is_resumed_with_roles(
     assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 7
 
 
+@pytest.mark.parametrize(
+    ("train", "generate", "placement", "interval"),
+    [([0, 1], [1], "auto", 1), ([0, 1], [2], "worker", 2)],
+    ids=["a rank does both", "every second step hands weights over"],
+)
+def test_evaluations_do_not_wait_for_ranks_that_wait_for_rank_0(
+    tmp_path: Path, train: list[int], generate: list[int], placement: str, interval: int
+) -> None:
+    """Rank 0 waits for an evaluation while another training rank has gone on to the end of the next step."""
+    tree = with_roles(ASYNC, train, generate) | {
+        "rollout": ASYNC["rollout"] | {"max_staleness": 2, "weight_sync_interval": interval},
+        "generation": {"placement": placement},
+        "data": SYNC["data"],
+        "evaluate": {"every": 1, "samples": 2, "limit": 5},
+        "watchdog": {"stall_timeout_s": 32.0},
+    }
+    run_ranks(tmp_path, tree, generate[-1] + 1)
+    evaluated = [line["step"] for line in metrics_of(tmp_path / "runs/run") if any(map(EVALUATED.match, line))]
+    assert evaluated == [*range(ASYNC["train"]["max_steps"] + 1)]
+
+
 def test_a_dry_run_with_roles_counts_every_group_once(tmp_path: Path) -> None:
     tree = with_roles(DRY, [0, 1], [1, 2]) | {"reward": f"{REWARDS}:short", "telemetry": TELEMETRY}
     outputs = run_ranks(tmp_path, tree, 3)
