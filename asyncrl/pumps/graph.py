@@ -281,10 +281,13 @@ class Graph:
             await self._finished.wait()
 
     def open_intake(self) -> Intake:
-        """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts."""
-        if self._generating or not (self._ports.trains and self._ports.generates):
+        """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts, and
+        with roles, whose groups travel only during `run`."""
+        ports = self._ports
+        if self._generating or ports.depart is not None or not (ports.trains and ports.generates):
             raise LifecycleError(
-                "submit: run() generates the groups of this Runtime; submit groups only if you do not call run()"
+                "submit: run() generates the groups of this Runtime; submit groups only if you do not call run(), and leave "
+                "distributed.roles out"
             )
         return self.intake
 

@@ -473,6 +473,16 @@ def test_members_of_a_group_whose_sibling_failed_leave_nothing() -> None:
     assert house.graph.intake.scored == 2 * 4 + 2  # not the one that came back after the end of its group
 
 
+def test_with_roles_no_group_is_taken_from_outside() -> None:
+    """Only `run` sends groups on, so a group that is submitted before it would keep its slot for ever."""
+
+    async def body(house: House, supervisor: Any) -> None:
+        with pytest.raises(LifecycleError, match=r"leave distributed\.roles out"):
+            await submit(house, 0)
+
+    assert live(Plan(), body=body, ports={"depart": lambda group: None}).error is None
+
+
 def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
     """Each becomes metrics, which sinks keep as long as they live."""
     refusals: list[str] = []
