@@ -13,7 +13,7 @@ The follow pump, on a rank that only generates, stands in for the train pump and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,11 +23,16 @@ from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, RankLost
+from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
 from .dispatch import ADMITTED, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
 from .evaluate import EvaluatePump
+from .metrics import COUNTED
 from .pipeline import Ports
+
+# Prefixes of the counts that a rank that trains and generates reports.
+GENERATED = ("engine/", "rollout/", "time/reward")
 
 
 class ClientLine(Protocol):
@@ -102,10 +107,15 @@ class Remote:
         """Call after the ledger has admitted the group of the newest prompt."""
         await self._line.tell(ADMITTED, {})
 
-    async def report(self) -> None:
+    async def report(self, *, last: bool = False) -> None:
         """Send the counts since the last report to rank 0."""
         ports = self._ports
-        counts, _, samples = ports.recorder.take_metrics()
+        samples: Mapping[str, Samples] = {}
+        if ports.trains:
+            # The parts of the steps have the other counts.
+            counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
+        else:
+            counts, _, samples = ports.recorder.take_metrics()
         header = {
             "progress": [ports.engine.statistics().get("tokens", 0.0), ports.book.end_count],
             "reasons": dict(ports.book.reasons),
@@ -113,6 +123,17 @@ class Remote:
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
         await self._line.tell(REPORT, header)
+
+    async def report_often(self) -> None:
+        """Report until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
+        ports = self._ports
+        # The pumps notice it, too, if rank 0 is lost.
+        with suppress(RankLost):
+            while True:
+                await anyio.sleep(ports.config.watchdog.interval_s)
+                if not ports.trains:
+                    ports.recorder.take_window()  # rank 0 cannot use times of another clock
+                await self.report()
 
     async def arrive(self) -> None:
         """Tell rank 0 that this rank is connected."""
@@ -122,8 +143,7 @@ class Remote:
         """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
         # Rank 0 may end before its answer arrives.
         with suppress(RankLost):
-            if self._ports.generates:
-                await self.report()
+            await self.report(last=True)
             await self._line.ask(LEFT, {})
 
     async def wait_told(self, version: int) -> int:
@@ -178,7 +198,6 @@ class FollowPump:
         """Ends when rank 0 has ended the run and this rank's engine has the last version."""
         async with anyio.create_task_group() as tasks:
             spawn(tasks, "versions", self._follow)
-            spawn(tasks, "reports", self._report_often)
             await self._remote.ended.wait()
             await self.wait_version(self._remote.last_version)
             tasks.cancel_scope.cancel()
@@ -195,9 +214,3 @@ class FollowPump:
                 await ports.ledger.release(turn)
             self._advanced.set()
             self._advanced = anyio.Event()
-
-    async def _report_often(self) -> None:
-        while True:
-            await anyio.sleep(self._ports.config.watchdog.interval_s)
-            self._ports.recorder.take_window()  # rank 0 cannot use times of another clock
-            await self._remote.report()

@@ -133,6 +133,8 @@ class Graph:
         """Start to train the groups that `run` generates and that `submit` gets."""
         self._accept_groups(self._takes_groups or self._prompts is not None)
         supervisor.start("training", self._run_training if self._follow is None else self._run_following)
+        if self._apart.remote is not None and self._ports.generates:
+            supervisor.start("reports", self._apart.remote.report_often)
 
     def _accept_groups(self, accepts: bool) -> None:
         """Set whether groups may come from outside. If they may, idle time of the device is counted as waiting for the program."""

@@ -191,8 +191,8 @@ class OpenRun:
             return ProgressLimit((), limits.stage_timeout_s, sentence)
         if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
             return None
-        if self.apart is not None and not self.world.is_first and not self.world.generates:
-            return None  # rank 0 alone knows the progress of the ranks that generate
+        if self.apart is not None and not self.world.is_first:
+            return None  # rank 0 alone knows the progress of all ranks that generate
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
         # Tokens count as progress, so a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.

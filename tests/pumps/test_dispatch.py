@@ -64,6 +64,7 @@ async def connected(
                 recorder=Recorder(max_events=0),
                 engine=SimpleNamespace(statistics=lambda: {"tokens": 7.0}),
                 book=SimpleNamespace(end_count=rank, reasons=Counter({"dropped: no signal": rank})),
+                trains=False,
                 generates=True,
             )
 
@@ -215,6 +216,20 @@ async def test_reports_add_counts_samples_and_reasons() -> None:
         assert metrics["groups/dropped/no signal"] == 3 and metrics["time/reward"] == 6.0
         assert ranks.dispatch.reasons == Counter({"dropped: no signal": 3})
         assert ranks.dispatch.progress == (7.0, 1, 7.0, 2)
+
+
+async def test_a_rank_that_trains_reports_its_reasons_and_no_count_that_the_parts_of_steps_have() -> None:
+    async with connected(1, 2) as ranks:
+        ports = ranks.remote(1)._ports
+        ports.trains, ports.generates = True, False
+        for name in ("train/skipped_groups", "engine/tokens", "time/wait_for_group"):
+            ports.recorder.count(name)
+        await ranks.remote(1).report()
+        assert ports.recorder.take_counts(("train/", "time/")) == {"train/skipped_groups": 1, "time/wait_for_group": 1}
+        ports.book.reasons["failed: a loss"] = 3
+        await all_handled(ranks)
+        assert ranks.dispatch._recorder.drain() == {"engine/tokens": 1}
+        assert ranks.dispatch.reasons["failed: a loss"] == 3
 
 
 async def all_handled(ranks: Ranks) -> None:
