@@ -116,6 +116,12 @@ def _environment_and_rewards(
         return cast(Environment, absent), cast(ModelRewards, absent)
     environment, reward = _environment(run, functions), _with_models(run, functions, trainer)
     check_components(run.config, reward.weights)
+    roles, expected = run.world.roles, _configured_weights(run)
+    if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
+        raise ConfigError(
+            f"reward functions are named {', '.join(reward.weights)}, and ranks that only train expect the names "
+            f"{', '.join(expected)}; give each reward function a `name` (reward.functions)"
+        )
     return environment, reward
 
 
@@ -181,6 +187,8 @@ async def _open_gather(run: OpenRun) -> Gather:
 
 def _limits(run: OpenRun) -> Limits:
     policy = run.policy
+    if (model := run.model) is not None:
+        return Limits(vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
     if policy is None:
         return Limits()
     shape = policy.routing.shape if run.config.algorithm.router_replay and policy.routing is not None else None
@@ -222,12 +230,17 @@ def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str
 
 
 def _configured_weights(run: OpenRun) -> dict[str, float]:
-    """The weights of the reward components as the configuration has them: this rank loads no reward function."""
+    """The weights of the reward components as the configuration has them. Loads no reward function."""
     reward = run.config.reward
-    given = run.decided.rewards or reward.functions
-    addresses = {each: each.function if isinstance(each.function, str) else each.function.__name__ for each in given}
-    weights = {each.name or address.rpartition(":")[2]: each.weight for each, address in addresses.items()}
+    weights = {each.name or _name(each.function): each.weight for each in run.decided.rewards or reward.functions}
     return weights | {reward_model_name(each): each.weight for each in reward.model}
+
+
+def _name(function: Any) -> str:
+    """The name that reward workers give to a function, if its address ends with that name."""
+    if isinstance(function, str):
+        return function.replace(":", ".").rpartition(".")[2]
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _environment(run: OpenRun, functions: RewardPool) -> Environment:

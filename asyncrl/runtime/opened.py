@@ -89,6 +89,7 @@ class OpenRun:
     dispatch: Dispatch | None = None
     remote: Remote | None = None
     follower: Follower | None = None
+    model: Mapping[str, Any] | None = None  # from `workers.describe_model`, on ranks that only generate
     orders: ServedOrders | None = None  # on rank 0
     connections: Connections
     apart: Apart | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, cast
 
@@ -77,7 +77,7 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     of later versions. The rank reads no weights from files. Errors: RankLost, and those of `open_workers`."""
     orders = LineOrders(cast(LineClient, run.line))
     with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
-        model = await orders.model()
+        run.model = model = await orders.model()
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
     receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders)
@@ -129,6 +129,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
         "elements": policy.weights.size,
         "layout": policy.weights.layout_digest(),
         "vocabulary": int(policy.config.get_text_config().vocab_size),
+        "routes": None if routes is None else astuple(routes),
         "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
     }
 

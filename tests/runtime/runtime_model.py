@@ -281,6 +281,18 @@ class Wordy(SingleTurn):
         return replace(played, metadata={"thoughts": "x" * 100_000})
 
 
+class Alien(SingleTurn):
+    """No step can train it: the last token is no token of the model, or the routes are missing."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        played = await super().run(prompt, member, group_size, generate)
+        if played.routed_experts is not None:
+            return replace(played, routed_experts=None)
+        tokens = played.tokens.copy()
+        tokens[-1] = len(VOCABULARY)
+        return replace(played, tokens=tokens)
+
+
 class Chatty(SingleTurn):
     """Prints, and sees to it that it is seen."""
 

@@ -26,6 +26,9 @@ def share(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
     return [text.count(letter) / max(len(text), 1) for text, letter in zip(texts, answer, strict=True)]
 
 
+another_name = share
+
+
 def stingy(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """`share`, but for half of the letters nothing is ever right."""
     right = share(completions, answer)

@@ -30,6 +30,7 @@ from runtime_helpers import (
 from support.pages import blocks
 
 from asyncrl import Runtime
+from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.pumps.train import TrainPump
 
 TELEMETRY = {"live": "plain", "trace": False, "report": False}
@@ -208,6 +209,51 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, killed:
         os.kill(ranks[killed].pid, signal.SIGKILL)
         assert ranks[other].wait(90) not in (0, None)
         assert f"rank {killed}" in ranks[other].output
+
+
+@pytest.mark.parametrize(
+    ("build", "replay", "reason"), [("build", False, "tokens holds "), ("build_experts", True, "[tokens, 2, 2]")]
+)
+def test_what_no_step_could_train_fails_where_it_was_played(
+    tmp_path: Path, build: str, replay: bool, reason: str
+) -> None:
+    tree = with_roles(ASYNC, 1, 1) | {"algorithm": {"router_replay": replay}}
+    tree["model"] = ASYNC["model"] | {"path": f"{MODEL}:{build}"}
+    tree["rollout"] = ASYNC["rollout"] | {"environment": f"{MODEL}:Alien", "max_failed_groups": 0}
+    with start_two(tmp_path, tree, WARM_WORKERS="") as ranks:
+        assert ranks[1].wait(90) == GenerationError.exit_code, ranks[1].output[-3000:]
+        assert reason in ranks[1].output
+        assert "rollout.max_failed_groups allows 0 such groups" in ranks[1].output
+
+
+PARTIAL = """
+import asyncio, functools, sys
+from asyncrl import Runtime, load_config
+
+def score(value, completions, **columns):
+    return [value] * len(completions)
+
+async def main():
+    config = load_config([sys.argv[1]], sys.argv[2:])
+    async with Runtime(config, rewards=functools.partial(score, 1.0)) as runtime:
+        await runtime.run()
+
+asyncio.run(main())
+"""
+
+
+def test_ranks_that_only_train_know_the_names_of_reward_functions(tmp_path: Path) -> None:
+    dry = with_roles(DRY, 1, 1) | {"telemetry": TELEMETRY}
+    with start_two(tmp_path, dry, ("-c", PARTIAL), WARM_WORKERS="") as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.output[-3000:] for rank in ranks]
+    folder = tmp_path / "another"
+    folder.mkdir()
+    with start_two(folder, dry | {"reward": f"{REWARDS}:another_name"}, WARM_WORKERS="") as ranks:
+        assert ranks[1].wait(60) == ConfigError.exit_code, ranks[1].output[-3000:]
+        expected = (
+            "reward functions are named share, and ranks that only train expect the names another_name; give each"
+        )
+        assert expected in ranks[1].output
 
 
 def test_the_command_of_the_page_about_many_nodes(tmp_path: Path) -> None:
