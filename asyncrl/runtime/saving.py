@@ -92,6 +92,22 @@ class SavedRun:
         """The first turn of the resumed ledger."""
         return int(self.checkpoint.run["turn"])
 
+    def require_cursor(self, one: bool) -> None:
+        """`one`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint's cursors do not fit."""
+        prompts = self.checkpoint.run["prompts"]
+        # A checkpoint of one training rank fits both.
+        if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one:
+            return
+        kinds = "one prompt cursor for each rank", "one prompt cursor for all ranks (distributed.roles)"
+        todo = (
+            "without distributed.roles"
+            if one
+            else "with distributed.roles, so that some rank only trains or only generates"
+        )
+        raise CheckpointError(
+            f"resume=true: the checkpoint has {kinds[not one]}, and this run has {kinds[one]}; resume it {todo}"
+        )
+
     def next_group(self, rank: int) -> int:
         """The first unused id for groups of `Runtime.submit`. No id is used twice, because random numbers are derived from ids."""
         return int(self.checkpoint.run["next_group"][str(rank)])
@@ -478,6 +494,7 @@ class Checkpointer:
         if core is None:
             raise CheckpointError("resume=true: a dry run has nothing to resume")
         rank = str(self._world.train.rank)
+        saved.require_cursor(self._world.roles.differ)
         # With one cursor for all ranks a replicated trainer may have another number of ranks.
         fixed = core.is_sharded or not self._world.roles.differ
         if fixed and run["world_size"] != self._ranks:

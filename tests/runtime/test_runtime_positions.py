@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from asyncrl.distributed.line import LineServer
 from asyncrl.distributed.ranks_store import LineThread, RankStore
 from asyncrl.errors import CheckpointError
 from asyncrl.runtime.positions import Departure, Positions, after_step
+from asyncrl.runtime.saving import SavedRun
 
 _opened: list[LineThread] = []
 
@@ -202,3 +205,21 @@ def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[s
     assert first.leave(2, None, wait_s=0.05) == {}
     assert first.gather(2, whole(20), sharded=False, wait_s=0.05)[1] == [1]
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "one", "error"),
+    [
+        ({"0": {}, "1": None}, True, None),
+        ({"0": {}, "1": {}}, False, None),
+        ({"0": {}}, True, None),
+        ({"0": {}}, False, None),
+        ({"0": None, "1": None}, False, None),
+        ({"0": {}, "1": None}, False, "has one prompt cursor for all ranks .* resume it with distributed.roles"),
+        ({"0": {}, "1": {}}, True, "has one prompt cursor for each rank.* resume it without distributed.roles"),
+    ],
+)
+def test_a_resume_with_other_cursors_is_refused_by_name(prompts: Any, one: bool, error: str | None) -> None:
+    saved = SavedRun(SimpleNamespace(run={"prompts": prompts}), -1)  # type: ignore[arg-type]  # what it uses of it
+    with pytest.raises(CheckpointError, match=error) if error else nullcontext():
+        saved.require_cursor(one)
