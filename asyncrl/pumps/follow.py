@@ -212,5 +212,9 @@ class FollowPump:
             if turn >= self._released:
                 self._released = turn + 1
                 await ports.ledger.release(turn)
+            if ports.config.rollout.late == "drop":
+                for ticket in ports.ledger.expired():
+                    if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
+                        ports.recorder.count("staleness/dropped")
             self._advanced.set()
             self._advanced = anyio.Event()

@@ -292,6 +292,8 @@ class TrainPump:
         """This rank's part of the step, with its counts since the last step."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
+        # Of ranks that only generate.
+        ports.counters.update(ports.recorder.take_counts(("staleness/dropped",)))
         sums["staleness/dropped"] = float(ports.counters["staleness/dropped"])
         if ports.replay is not None:
             sums["replay/groups"], sums["replay/size"] = float(len(step.replayed)), float(len(ports.replay))

@@ -11,13 +11,16 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.config.schema import DataConfig
+from asyncrl.config.schema import Config, DataConfig
 from asyncrl.data.prompts import REROLLS, PromptSource
+from asyncrl.data.store import Store
+from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import DataError, RankLost
+from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.evaluate import Sample
-from asyncrl.pumps.follow import Remote
+from asyncrl.pumps.follow import Follower, FollowPump, Remote
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.telemetry.recorder import Recorder
 
@@ -268,3 +271,38 @@ async def test_ranks_hear_of_the_end() -> None:
         await ranks.dispatch.tell_ended(9)
         await remote.ended.wait()
         assert remote.last_version == 9
+
+
+async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> None:
+    versions, reports = iter([1, 2]), []
+    dropped = anyio.Event()
+
+    async def next_version() -> int:
+        return next(versions, None) or await anyio.sleep_forever()  # type: ignore[func-returns-value, return-value]
+
+    async def report() -> None:
+        reports.append(ports.recorder.take_counts(("staleness/",)))
+
+    async with LocalLedger(1, 1, "drop") as ledger:
+        ports: Any = SimpleNamespace(
+            config=Config.model_validate({"rollout": {"late": "drop"}}), ledger=ledger, recorder=Recorder(max_events=0)
+        )
+        book = ports.book = GroupBook(ledger, Store())
+        book.on_end(lambda ids: dropped.set())
+        late = await ledger.admit(0)
+        assert late is not None
+        book.add(late)
+        for group_id in (1, 2):
+            ticket = await ledger.admit(group_id)
+            assert ticket is not None
+            assert (await ledger.claim([ticket]))[1] == ticket
+            await ledger.commit()
+            await ledger.release(group_id - 1)
+        remote: Any = SimpleNamespace(report=report, ended=anyio.Event())
+        pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)), 0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pump.run)
+            with anyio.fail_after(5):
+                await dropped.wait()
+            tasks.cancel_scope.cancel()
+    assert not book.live() and book.reasons == {"dropped: past its deadline": 1}
