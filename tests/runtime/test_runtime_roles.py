@@ -188,9 +188,9 @@ def test_a_dry_run_with_roles_counts_every_group_once(tmp_path: Path) -> None:
 def test_an_episode_longer_than_the_stall_timeout_is_progress_on_every_rank(tmp_path: Path) -> None:
     """Three ranks generate and there are two groups, so one rank idles. Rank 0 only trains, and rank 1 does both."""
     tree = with_roles(DRY, [0, 1], [1, 2, 3]) | {
-        "rollout": DRY["rollout"] | {"groups_per_step": 2, "max_staleness": 0, "max_tokens": 16},
+        "rollout": DRY["rollout"] | {"groups_per_step": 2, "max_staleness": 0, "max_tokens": 30},
         "train": DRY["train"] | {"max_steps": 1},
-        "dry_run": {"decode_step_s": 0.5, "length_sigma": 0.0},
+        "dry_run": {"decode_step_s": 1.0, "length_sigma": 0.0},
         "watchdog": {"stall_timeout_s": 4.0, "interval_s": 0.5},
         "reward": {"functions": [f"{REWARDS}:short"], "timeout_s": 1.0},
         "telemetry": TELEMETRY,
