@@ -82,7 +82,7 @@ def config(*overrides: str) -> Any:
     ("setting", "text"),
     [
         ("door.ring=name", "other programs generate the groups"),
-        ("generation.placement=shared", "a rank that only generates has no trainer"),
+        ("generation.placement=shared", "with roles every engine runs in workers"),
         ("reroll.start_fraction=0.5", "does not see the rewards"),
     ],
 )
