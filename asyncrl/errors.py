@@ -21,7 +21,6 @@
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
     |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)
-    |- FetchFailed              1   the leader of a replica could not read the data for its siblings (also RuntimeError)
     `- TransportError          11   shared memory failed, or the process at its other end
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
@@ -217,10 +216,6 @@ class RankLost(AsyncrlError, RuntimeError):
     exit_code = 12
     # The name of the signal that stopped the other rank, if any. This rank then counts as stopped by the same signal.
     stopped_by: str | None = None
-
-
-class FetchFailed(AsyncrlError, RuntimeError):
-    """The leader of a replica could not read the data for its siblings. The message is the leader's error."""
 
 
 def divergence_of(error: BaseException | None) -> DivergenceError | None:

@@ -89,14 +89,14 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
     "algorithms": 2050,
-    "asyncrl": 1225,
+    "asyncrl": 1220,
     "checkpoint": 730,
     "cli": 670,
     "client": 310,
     "concurrency": 2235,
     "config": 2750,
     "data": 2825,
-    "distributed": 3580,
+    "distributed": 3420,
     "environments": 130,
     "generation": 5600,
     "http": 1270,
@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "training": 2270,
     "transport": 4570,
     "weights": 800,
-    "tests": 55847,
+    "tests": 55730,
     "tools": 8430,
 }
 BENCHMARKS = "asyncrl_bench"
