@@ -50,7 +50,6 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/concurrency/watchdog.py", ("_start_sentry",)): "before the first step: the sentry is started",
     ("asyncrl/runtime/lock.py", ("release",)): "after the last step: one unlink",
     ("asyncrl/main.py", ("_print_summary",)): "after the last step",
-    ("asyncrl/runtime/journal.py", ("_skip_on_error",)): "one unlink, of a file that could not be written",
     ("asyncrl/telemetry/output.py", ("write",)): "standard output and error",
     ("asyncrl/telemetry/sinks.py", ("write",)): "one line a step, into the page cache",
     ("logging/__init__.py", ("emit",)): "a line of a log",

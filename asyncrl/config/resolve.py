@@ -50,10 +50,10 @@ def versions_per_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.minibatches
 
 
-def last_version(config: Config) -> int | None:
-    """The policy version after `train.max_steps` batches; None without that limit."""
+def last_version(config: Config, base: int = 0) -> int | None:
+    """The policy version after `train.max_steps` batches; None without that limit. `base`: see `Ports`."""
     most = config.train.max_steps
-    return None if most is None else most * versions_per_batch(config)
+    return None if most is None else most * versions_per_batch(config) + base
 
 
 def row_limit(config: Config) -> int:

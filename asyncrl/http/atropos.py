@@ -75,7 +75,7 @@ class ServedTerms:
             name=config.run.name,
             batch_size=config.rollout.groups_per_step * config.rollout.group_size,
             limits=ring_door.limits_of(runtime),
-            steps=last_version(config),
+            steps=last_version(config, runtime.built.base),
             checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
         )
 

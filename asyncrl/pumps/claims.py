@@ -70,7 +70,7 @@ class Claims:
             return
         for ticket in ports.ledger.expired():
             if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
-                ports.counters["staleness/dropped"] += 1
+                ports.recorder.count("staleness/dropped")
 
     async def unclaim_all(self) -> None:
         """Make the groups of an aborted step claimable again."""

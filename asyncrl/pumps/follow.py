@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, RankLost
 from asyncrl.telemetry.samples import Samples
@@ -176,12 +175,10 @@ class Remote:
 class FollowPump:
     """See the module docstring."""
 
-    def __init__(self, ports: Ports, remote: Remote, follower: Follower, base: int) -> None:
+    def __init__(self, ports: Ports, remote: Remote, follower: Follower) -> None:
         self._ports = ports
         self._remote = remote
-        self._base = base  # see `Graph`
         self._follower = follower
-        self._updates = versions_per_batch(ports.config)
         self._released = ports.ledger.turn  # turns below this one are released
         self._advanced = anyio.Event()
 
@@ -192,7 +189,8 @@ class FollowPump:
 
     async def wait_published(self, turn: int) -> None:
         """Wait until the engine has the weights of the turns below `turn`."""
-        await self.wait_version(turn * self._updates + self._base)
+        while self._ports.turn_of(self._follower.version) < turn:
+            await self._advanced.wait()
 
     async def run(self) -> None:
         """Ends when rank 0 has ended the run and this rank's engine has the last version."""
@@ -208,7 +206,7 @@ class FollowPump:
             version = await self._follower.next()
             # A step whose slots are released may be complete before the next report, so its counts come first.
             await self._remote.report()
-            turn = (version - self._base) // self._updates - 1
+            turn = ports.turn_of(version) - 1
             if turn >= self._released:
                 self._released = turn + 1
                 await ports.ledger.release(turn)

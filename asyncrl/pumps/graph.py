@@ -35,7 +35,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import Supervisor, spawn
-from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
@@ -84,18 +83,15 @@ class Graph:
         catch_up: Callable[[bool], Awaitable[None]],
         evaluated: int = -1,
         apart: Apart | None = None,
-        base: int = 0,
     ) -> None:
         """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `evaluated`: `newest` of `EvaluatePump`. `catch_up(last)`
         does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True).
-        `apart`: None if every rank trains and generates. `base`: the version that the weights would have at turn 0, if every batch
-        had all its updates; not 0 if a run that is resumed ended within a batch, or with another number of updates."""
+        `apart`: None if every rank trains and generates."""
         self._ports = ports
         self._prompts = prompts
         # The program or other processes submit the groups.
         self._takes_groups = prompts is None and apart is None
         self._apart = apart = apart or Apart()
-        self._base = base
         reroll = Reroll(ports, prompts)
         self.intake = Intake(ports, reroll)
         self._catch_up = catch_up
@@ -115,7 +111,7 @@ class Graph:
         self._follow = None
         if apart.remote is not None:
             if apart.follower is not None:
-                self._follow = FollowPump(ports, apart.remote, apart.follower, base)
+                self._follow = FollowPump(ports, apart.remote, apart.follower)
             apart.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # set at the end of train and publish, or follow pump
@@ -182,7 +178,7 @@ class Graph:
         if self._follow is not None:
             await self._follow.wait_version(version)
         else:
-            await self._publish.wait_published((version - self._base) // versions_per_batch(self._ports.config))
+            await self._publish.wait_published(self._ports.turn_of(version))
 
     async def _run_train_pump(self, publications: QueueSender[Publication]) -> None:
         try:

@@ -21,7 +21,7 @@ from dataclasses import replace
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
-from asyncrl.config.resolve import turns_bound, versions_per_batch
+from asyncrl.config.resolve import turns_bound
 from asyncrl.data.store import REFERENCE, Lease, copy_group
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.records.check import MAX_COMPONENTS, Limits, check_trains, check_trajectory
@@ -106,7 +106,7 @@ class Intake:
             raise DataError(f"group {group_id} was submitted before; submit each group once")
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
         # None: no token has a version. The ledger then treats the group as fresh.
-        oldest = min(versions) // versions_per_batch(ports.config) if versions else None
+        oldest = ports.turn_of(min(versions)) if versions else None
         newest = max(t.newest_version for t in members)
         if newest > (version := ports.trainer.version):
             raise VersionAhead(
@@ -116,7 +116,7 @@ class Intake:
         ends_before = ports.book.end_count
         ticket = await self._admit(group_id, oldest)
         if ticket is None:
-            ports.counters["staleness/dropped"] += 1
+            ports.recorder.count("staleness/dropped")
             assert oldest is not None, "a group without versions is never too old"
             # If a group ended during `admit`, perhaps no group ends later, and nothing would release delayed leases.
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
@@ -213,7 +213,6 @@ class Intake:
             ports.book.mark_ready(group)
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
-            ports.counters[f"filter/{reason}"] += 1
             self._reroll.on_group_end(group)
 
     async def _score_members(self, group: Group) -> tuple[Trajectory, ...]:

@@ -22,7 +22,7 @@ from asyncrl.algorithms.base import reduction_of
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
-COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "travel/", "own/")
+COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "travel/", "own/", "staleness/dropped")
 
 
 class Row(NamedTuple):
@@ -31,8 +31,7 @@ class Row(NamedTuple):
     reward: float | None
     # The reward components, and the numbers that reward functions logged.
     components: dict[str, float | None]
-    # The number of sampled tokens, and of trained tokens.
-    length: int
+    # The number of sampled tokens, which are the trained ones.
     tokens: int
     # The completion ended at its length limit.
     clipped: bool
@@ -108,7 +107,6 @@ def _row(trajectory: Trajectory) -> Row:
         None if trajectory.reward is None else float(trajectory.reward),
         components,
         trajectory.sampled_length,
-        int(trajectory.mask.sum()),
         trajectory.finish_reason is FinishReason.LENGTH,
         trajectory.newest_version > trajectory.oldest_version,
     )
@@ -178,7 +176,7 @@ def _std(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
 
 
 def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    lengths = np.array([row.length for row in rows])
+    lengths = np.array([row.tokens for row in rows])
     return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.kl import RewardPenalty
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store
@@ -63,6 +63,8 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
+    # The version at turn 0, if every batch had all its updates. Below 0 if the run that is resumed ended within a batch.
+    base: int = 0
     # This rank, the number of ranks that train, and the number of this rank among them; 0 on a rank that only generates.
     rank: int = 0
     ranks: int = 1
@@ -92,11 +94,14 @@ class Ports:
     depart: Callable[[Group], None] | None = None
     # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
-    counters: Counter[str] = field(default_factory=Counter)
     # The kinds of failed episodes that were logged.
     logged: set[tuple[str, str]] = field(default_factory=set)
     # Shows a line to the user, in the live view.
     note: Callable[[str], None] = lambda text: None
+
+    def turn_of(self, version: int) -> int:
+        """The turns of the ledger whose steps made these weights."""
+        return (version - self.base) // versions_per_batch(self.config)
 
 
 @dataclass(frozen=True, slots=True)

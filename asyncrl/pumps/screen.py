@@ -106,7 +106,6 @@ class Screen:
         if ports.ledger.turn != self._turn:
             self._turn, self._refused = ports.ledger.turn, 0
         if self._refused >= config.rollout.filter.max_refills * config.rollout.groups_per_step:
-            ports.counters["filter/kept"] += 1
             ports.recorder.count("filter/kept")
             return None
         self._refused += 1
@@ -152,7 +151,6 @@ class Reroll:
 
     def _count(self, name: str, number: int) -> None:
         if number:
-            self._ports.counters[name] += number
             self._ports.recorder.count(name, number)
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:

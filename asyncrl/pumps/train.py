@@ -89,6 +89,7 @@ class TrainPump:
         self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0
         self._building = Building(ports, self._wait_last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
+        self._too_old = 0.0
 
     async def run(self, publications: QueueSender[Publication]) -> None:
         """Make steps until no further group can be ready. Then close the edge to the publish pump."""
@@ -292,9 +293,8 @@ class TrainPump:
         """This rank's part of the step, with its counts since the last step."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
-        # Of ranks that only generate.
-        ports.counters.update(ports.recorder.take_counts(("staleness/dropped",)))
-        sums["staleness/dropped"] = float(ports.counters["staleness/dropped"])
+        self._too_old += sums.get("staleness/dropped", 0.0)
+        sums["staleness/dropped"] = self._too_old
         if ports.replay is not None:
             sums["replay/groups"], sums["replay/size"] = float(len(step.replayed)), float(len(ports.replay))
             sums["replay/evicted"] = float(ports.replay.evicted)

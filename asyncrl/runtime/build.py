@@ -86,6 +86,7 @@ async def open_ports(run: OpenRun) -> None:
         ids=GroupIds(_first_group(run), world.world_size),
         scores=bool(decided.rewards or config.reward.functions or run.reward_models),
         calls_at_once=functions.calls_at_once,
+        base=run.base,
         rank=world.rank,
         ranks=len(world.roles.train),
         train_rank=world.roles.train.index(world.rank) if world.trains else 0,
@@ -207,7 +208,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
     """The reward functions together with the reward models. Errors: ConfigError where two have one name."""
-    reward, last = run.config.reward, last_version(run.config)
+    reward, last = run.config.reward, last_version(run.config, run.base)
     functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if not run.reward_models:
         return functions

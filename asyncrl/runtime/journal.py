@@ -24,6 +24,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import last_version, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.pumps.metrics import COUNTED
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
@@ -47,9 +48,12 @@ class Journal:
     """Used as `async with Journal(...) as journal: await journal.open()`. `live` may be used before `open`.
     All methods are called on the loop's thread. Files are opened, written and rendered on other threads."""
 
-    def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None, base: int = 0
+    ) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
-        `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run."""
+        `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
+        `base`: see `Ports`."""
         self._config = config
         self._directory = directory
         self._recorder = recorder
@@ -69,7 +73,7 @@ class Journal:
         self.history: list[tuple[int, dict[str, float]]] = []
         self._added, self._every = 0, 1  # lines added; distance of the kept lines
         start = max(0, since or 0)
-        self.live = LiveView(config.telemetry.live if directory else "off", last_version(config), start=start)
+        self.live = LiveView(config.telemetry.live if directory else "off", last_version(config, base), start=start)
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
@@ -118,7 +122,8 @@ class Journal:
 
     @contextlib.contextmanager
     def _skip_on_error(self, target: str | Path) -> Iterator[None]:
-        """Warn and continue if `target` cannot be written. A partial file is removed, since a checkpoint may need the space."""
+        """Warn and continue if `target` cannot be written. The partial file of a path is removed, since a checkpoint may need the
+        space: use it for a path outside of the event loop."""
         try:
             yield
         except OSError as error:
@@ -134,7 +139,8 @@ class Journal:
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
-            **self._recorder.drain(),
+            # Counts that came since the report's part was made belong to the next step.
+            **self._recorder.drain(COUNTED),
             # The report replaces metrics of the recorder: its mean reward is over trained groups, not over recently scored ones.
             **report.metrics,
             **self._budget.step(window),
@@ -212,14 +218,18 @@ class Journal:
             for member, value in enumerate(values)
         }
 
-        def write() -> None:
-            free = shutil.disk_usage(writer.directory).free
-            if free < self.reserve:
-                raise OSError(errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of disk are reserved for a checkpoint")
-            writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
-
         path = writer.path(version)
-        with self._skip_on_error(path), self._recorder.watch("publish pump", path.name, on="disk"):
+
+        def write() -> None:
+            with self._skip_on_error(path):
+                free = shutil.disk_usage(writer.directory).free
+                if free < self.reserve:
+                    raise OSError(
+                        errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of disk are reserved for a checkpoint"
+                    )
+                writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
+
+        with self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")
 
     async def write_pending(self) -> None:

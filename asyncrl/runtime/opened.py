@@ -123,12 +123,16 @@ class OpenRun:
         self._ran = False
         self._in_at_version = False  # whether `_at_version` is running
 
+    @property
+    def base(self) -> int:
+        """The base of `Ports`."""
+        return self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
+
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
-        base = self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
         steps = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *steps, newest_evaluated, self.apart, base)
+        self.graph = Graph(self.ports, self.prompts, held_out, *steps, newest_evaluated, self.apart)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:

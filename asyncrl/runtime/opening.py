@@ -85,7 +85,7 @@ async def _open_directory(run: OpenRun) -> None:
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
-    run.journal = Journal(config, directory if run.world.is_first else None, run.recorder, since)
+    run.journal = Journal(config, directory if run.world.is_first else None, run.recorder, since, run.base)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(run.journal.live.status)

@@ -315,9 +315,13 @@ class Recorder:
         """A context manager that adds the seconds inside the block to the count `metric`, whose name begins with `time/`."""
         return Timer(self, metric)
 
-    def drain(self) -> dict[str, float]:
-        """Take the metrics since the last drain, by name: reduced samples, counts, and gauges."""
-        counts, gauges, samples = self.take_metrics()
+    def drain(self, kept: tuple[str, ...] = ()) -> dict[str, float]:
+        """Take the metrics since the last drain, by name: reduced samples, counts, and gauges. Counts whose names begin with one of
+        `kept` stay."""
+        with self._lock:
+            stay = self.take_counts(kept)
+            counts, gauges, samples = self.take_metrics()
+            self._counts.update(stay)
         return {**{name: entry.value() for name, entry in samples.items()}, **counts, **gauges}
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float], dict[str, Samples]]:

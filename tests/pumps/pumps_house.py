@@ -47,6 +47,18 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
 
 
+class CountingRecorder(Recorder):
+    """Also keeps the sums of all counts."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.counted: Counter[str] = Counter()
+
+    def count(self, name: str, by: float = 1) -> None:
+        super().count(name, by)
+        self.counted[name] += int(by)
+
+
 class House:
     """One life of the pumps. Made by `live`."""
 
@@ -97,7 +109,8 @@ class House:
 
     async def build(self, stack: AsyncExitStack) -> None:
         plan, config = self.plan, self.config
-        recorder = Recorder(asyncio.get_running_loop().time, max_events=0, nvtx=False)
+        recorder = CountingRecorder(asyncio.get_running_loop().time, max_events=0, nvtx=False)
+        self.counted = recorder.counted
         self.ledger = await stack.enter_async_context(AuditedLedger(self, config))
         lane = await stack.enter_async_context(SimulatedLane("device", recorder))
         self.trainer = RecordingTrainer(

@@ -285,7 +285,10 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
 
     async with LocalLedger(1, 1, "drop") as ledger:
         ports: Any = SimpleNamespace(
-            config=Config.model_validate({"rollout": {"late": "drop"}}), ledger=ledger, recorder=Recorder(max_events=0)
+            config=Config.model_validate({"rollout": {"late": "drop"}}),
+            ledger=ledger,
+            recorder=Recorder(max_events=0),
+            turn_of=lambda version: version,
         )
         book = ports.book = GroupBook(ledger, Store())
         book.on_end(lambda ids: dropped.set())
@@ -299,7 +302,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             await ledger.commit()
             await ledger.release(group_id - 1)
         remote: Any = SimpleNamespace(report=report, ended=anyio.Event())
-        pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)), 0)
+        pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pump.run)
             with anyio.fail_after(5):

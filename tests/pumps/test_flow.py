@@ -226,7 +226,7 @@ def test_a_straggler_waits_for_its_deadline_and_delays_nobody_before_it() -> Non
 def test_with_late_drop_a_straggler_is_dropped_and_counted_instead() -> None:
     house = live(Plan(groups_per_step=2, max_staleness=2, late="drop", prompts=20, rollout_s=slow(0, seconds=100.0)))
     assert house.error is None and house.books.dropped == 1 and house.books.trained == 19
-    assert house.ports.counters["staleness/dropped"] == 1
+    assert house.counted["staleness/dropped"] == 1
     assert house.events("commit")[2].at < 10.0
     assert house.book.reasons == {"dropped: past its deadline": 1}
 

@@ -184,9 +184,9 @@ def check_refills(house: House) -> None:
     if not rollout.filter.dynamic_sampling:
         return
     kept = sum(not values.any() for report in house.reports for values in report.advantages.values())
-    assert kept <= house.ports.counters["filter/kept"]
+    assert kept <= house.counted["filter/kept"]
     turns = -(-house.trainer.version // house.plan.versions) + 1
-    assert house.ports.counters["filter/no signal"] <= rollout.filter.max_refills * rollout.groups_per_step * turns
+    assert house.book.reasons["dropped: no signal"] <= rollout.filter.max_refills * rollout.groups_per_step * turns
 
 
 def check_syncs(house: House) -> None:

@@ -14,6 +14,7 @@ from pumps_plan import Lease, Plan, ScriptedReward, make_prompt, make_trajectory
 
 from asyncrl.errors import DataError, HookError, LedgerError, LifecycleError, RewardError
 from asyncrl.pumps.hooks import Hooks
+from asyncrl.pumps.metrics import COUNTED
 from asyncrl.records.check import MAX_COMPONENTS, Limits
 from asyncrl.types import Group, Prompt, Trajectory
 
@@ -104,7 +105,7 @@ def life(plan: Plan, hooks: Hooks, body: Any = None) -> tuple[dict[int, list[Any
     }
     books = house.books
     counted = {
-        "counters": dict(house.ports.counters),
+        "counters": {name: number for name, number in house.counted.items() if name.startswith(COUNTED)},
         "reasons": dict(house.book.reasons),
         "books": (books.admitted, books.trained, books.dropped, books.failed),
         "scored": house.graph.intake.scored,
@@ -213,7 +214,7 @@ def test_a_filtered_group_gives_slot_and_lease_back_at_once() -> None:
 
     house = live(plan, body=body)
     assert house.error is None and house.trained() == [[0, 3]]
-    assert house.ports.counters["filter/too easy"] == house.book.reasons["dropped: too easy"] == 2
+    assert house.book.reasons["dropped: too easy"] == 2
 
 
 def broken_hook(group: Group) -> Group:
@@ -381,7 +382,7 @@ def test_a_hopeless_group_ends_its_lease_at_once() -> None:
         await wait_for_version(house, 2)
         lease = Lease(house, 9)
         assert not await submit(house, 9, version=0, leases=[lease])
-        assert lease.ended == 1 and house.ports.counters["staleness/dropped"] == 1
+        assert lease.ended == 1 and house.counted["staleness/dropped"] == 1
 
     house = live(Plan(groups_per_step=2, max_staleness=1), body=body)
     assert house.error is None and nothing_here(house, 9)
@@ -399,7 +400,7 @@ def crowd(end: Callable[[House], Any] | None = None, **settings: Any) -> tuple[H
             await anyio.sleep(1.0)
             assert not await submit(house, 2, version=0, leases=leases[2:])
             assert leases[2].ended == 0 and nothing_here(house, 2)
-            assert house.ports.counters["staleness/dropped"] == 1
+            assert house.counted["staleness/dropped"] == 1
             if end is not None:
                 await end(house)
 
@@ -515,7 +516,7 @@ def test_more_groups_of_one_version_than_can_be_trained_in_time_are_refused_at_o
     house = live(Plan(groups_per_step=2, max_staleness=1), body=body)
     assert house.error is None
     assert answers == [True] * 4 + [False] * 2 and house.books.trained == 4
-    assert house.ports.counters["staleness/dropped"] == 2
+    assert house.counted["staleness/dropped"] == 2
 
 
 def test_submit_waits_for_a_slot_that_comes_back_with_the_publish() -> None:

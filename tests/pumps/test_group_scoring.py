@@ -41,7 +41,7 @@ def test_groups_without_a_signal_are_replaced_and_the_steps_stay_full(preset: st
     assert house.error is None
     assert sorted(group for step in house.trained() for group in step) == [2, 3, 5, 6, *range(8, 16)]
     assert all(len(step) == 3 for step in house.trained())
-    assert house.book.reasons["dropped: no signal"] == house.ports.counters["filter/no signal"] == len(SOLVED)
+    assert house.book.reasons["dropped: no signal"] == len(SOLVED)
     assert house.books.trained == 12 and all(report.result.sequences == 6 for report in house.reports)
     house = live(replace(plan, rollout={}))  # without it they are trained
     assert sorted(group for step in house.trained() for group in step) == list(range(12)) and house.books.dropped == 0
@@ -57,8 +57,8 @@ def test_a_task_without_any_signal_still_ends_its_steps(max_refills: int, droppe
     )
     house = live(plan)
     assert house.error is None and len(house.reports) == 3
-    assert house.ports.counters["filter/no signal"] == 3 * dropped_per_step
-    assert house.ports.counters["filter/kept"] == 6
+    assert house.book.reasons["dropped: no signal"] == 3 * dropped_per_step
+    assert house.counted["filter/kept"] == 6
 
 
 def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
@@ -72,7 +72,7 @@ def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
     )
     house = live(plan)
     assert house.error is None and house.books.failed == 1
-    assert house.ports.counters["filter/no signal"] == len(SOLVED)
+    assert house.book.reasons["dropped: no signal"] == len(SOLVED)
 
 
 def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
@@ -88,7 +88,7 @@ def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
     house = live(plan)
     assert house.error is None and len(house.reports) == 6
     assert max(version - int(batch.versions.min()) for version, batch in house.tokens_trained) <= 1
-    assert house.ports.counters["filter/no signal"] >= 2
+    assert house.book.reasons["dropped: no signal"] >= 2
 
 
 # -- difficulty --------------------------------------------------------------------------------------------------------
@@ -106,16 +106,15 @@ def test_groups_that_are_too_hard_or_too_easy_are_replaced() -> None:
     house = live(plan)
     assert house.error is None
     assert {group % 5 for step in house.trained() for group in step} == {1, 2, 3}
-    counters = house.ports.counters
-    assert counters["filter/too hard"] > 0 and counters["filter/too easy"] > 0
+    assert house.book.reasons["dropped: too hard"] > 0 and house.book.reasons["dropped: too easy"] > 0
 
 
 def test_the_filters_may_look_at_one_component() -> None:
     """The environment's own part makes the sums differ; the scripted component does not."""
     plan = Plan(rollout={"filter": {"dynamic_sampling": True, "by": "scripted"}}, max_steps=2, reward=mixed)
-    assert live(plan).ports.counters["filter/no signal"] == 3
+    assert live(plan).book.reasons["dropped: no signal"] == 3
     plan = replace(plan, rollout={"filter": {"dynamic_sampling": True, "by": "nobody has it", "max_refills": 1}})
-    assert live(plan).ports.counters["filter/kept"] == 4  # a group without the component has no signal in it
+    assert live(plan).counted["filter/kept"] == 4  # a group without the component has no signal in it
 
 
 # -- shaping and batching ----------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def test_every_length_counts_the_tokens_that_were_sampled() -> None:
     group = Group(Ticket(0, 0, 1), make_prompt(0), (episode,))
     assert without_overlong(group, truncated=False, longest=3).trajectories[0].sampled_length == 3
     assert without_overlong(group, truncated=False, longest=2).trajectories[0].sampled_length == 0
-    assert group_rows([group])[0].rows[0].length == 3
+    assert group_rows([group])[0].rows[0].tokens == 3
 
 
 def test_a_completion_without_a_reward_gets_no_punishment() -> None:
@@ -288,7 +287,7 @@ def test_it_starts_at_a_fraction_of_the_run(fraction: float, first: int | None) 
     house = live(with_reroll(reroll={"start_fraction": fraction}, reward=lambda group, member: 0.0))
     found = again(house)
     if first is None:
-        assert found == [] and not house.ports.counters["reroll/failed"]
+        assert found == [] and not house.counted["reroll/failed"]
     else:
         assert min(step for step, _, _ in found) == first + 1
         assert [step for step, _, _ in found] == list(range(first + 1, STEPS + 1))  # one per step, and no more
@@ -318,8 +317,8 @@ def test_what_counts_as_failed() -> None:
 def test_groups_that_the_filters_drop_are_seen_too() -> None:
     house = live(with_reroll(rollout={"filter": {"dynamic_sampling": True}}))
     assert house.error is None
-    assert house.ports.counters["reroll/admitted"] == house.ports.counters["reroll/failed"] == 3
-    assert house.ports.counters["filter/no signal"] == 6  # each of them failed twice
+    assert house.counted["reroll/admitted"] == house.counted["reroll/failed"] == 3
+    assert house.book.reasons["dropped: no signal"] == 6  # each of them failed twice
     assert again(house) == []
 
 
@@ -337,7 +336,7 @@ def test_the_oldest_failure_gives_way_and_is_counted(monkeypatch: pytest.MonkeyP
     house = live(with_reroll(reroll={"start_fraction": 0.5}, reward=lambda group, member: 0.0))
     assert [report.metrics["reroll/waiting"] for report in house.reports][:4] == [2, 3, 3, 3]
     assert again(house)[0] == (6, 7, 1)  # 7, 8 and 9 of the first five steps were left
-    assert house.ports.counters["reroll/evicted"] > 0
+    assert house.counted["reroll/evicted"] > 0
 
 
 def test_what_waits_is_part_of_the_cursors_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import sys
 import tracemalloc
@@ -19,10 +20,14 @@ from test_runtime_embedding import embedded, feed, share_of_nothing
 
 from asyncrl import Runtime
 from asyncrl.config.load import load_config
+from asyncrl.pumps.metrics import COUNTED
+from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime import journal as runtime_journal
 from asyncrl.runtime.journal import Journal
 from asyncrl.runtime.progress import collections_between_steps
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.rollouts import RolloutWriter
+from asyncrl.types import StepResult
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -232,3 +237,28 @@ def test_the_history_of_a_long_run_is_thinned_evenly(monkeypatch: pytest.MonkeyP
         versions = [version for version, _ in history]
         steps = {after - before for before, after in pairwise(versions[:-1])}
         assert len(steps) <= 1, versions  # evenly, but for the last one
+
+
+def test_counts_that_come_while_ranks_gather_a_step_are_in_the_next_step() -> None:
+    recorder = Recorder()
+    journal = Journal(load_config(), None, recorder, None)
+    counts = {"groups/dropped/no signal": 2.0, "staleness/dropped": 1.0}
+    for name, number in {**counts, "engine/tokens": 5.0}.items():
+        recorder.count(name, number)
+    result = StepResult(version=1, loss=0.5, grad_norm=1.0, lr=1e-3, tokens=9, sequences=3, microbatches=1)
+    line = journal.on_commit(StepReport(1, result, dict.fromkeys(counts, 7.0), (), {}), {}).metrics
+    assert line.items() >= {**dict.fromkeys(counts, 7.0), "engine/tokens": 5.0}.items()
+    assert recorder.take_counts(COUNTED) == counts
+
+
+async def test_rollouts_that_cannot_be_written_leave_no_file_and_do_not_block_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(writer: RolloutWriter, version: int, *_: object, **__: object) -> None:
+        writer.path(version).with_name(f"step_{version}.jsonl.partial").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RolloutWriter, "write", write)
+    async with Runtime(config_of(tmp_path, "train.max_steps=1", base=DRY), prompts=[{"prompt": "a"}]) as runtime:
+        await runtime.run()
+    assert list((tmp_path / "runs/run/rollouts").iterdir()) == []

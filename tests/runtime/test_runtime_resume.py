@@ -25,8 +25,9 @@ from runtime_helpers import (
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.http.atropos import ServedTerms
 from asyncrl.runtime.runtime import RunSummary, Runtime
-from asyncrl.types import LedgerStatistics
+from asyncrl.types import LedgerStatistics, StepResult
 
 SYNC: dict[str, Any] = REAL | {
     "preset": "sync",
@@ -179,3 +180,28 @@ async def test_a_resume_does_not_change_the_rotary_frequencies(tmp_path: Path) -
             await run(tmp_path, "rollout.max_tokens=5", "train.max_steps=2", "resume=true", base=base)
     summary = await run(tmp_path, "rollout.max_tokens=3", "train.max_steps=2", "resume=true", base=base)
     assert summary.version == 2
+
+
+async def test_a_resume_within_a_batch_counts_ages_and_the_last_version_from_the_checkpoint(tmp_path: Path) -> None:
+    async def train_a_step(runtime: Runtime) -> None:
+        for _ in range(4):
+            assert await runtime.submit(await runtime.generate([4], n=4), [0.0, 1.0, 2.0, 3.0])
+        await runtime.finish()
+
+    base = REAL | {"data": {"max_prompt_tokens": 12}}
+    settings = "train.max_steps=2", "preset=async", "rollout.max_staleness=0", "algorithm.updates_per_batch=2"
+    with pytest.raises(ValueError, match="the second update"):
+        async with Runtime(config_of(tmp_path, *settings, base=base)) as runtime:
+            trainer, finish = runtime.built.ports.trainer, runtime.built.ports.trainer.finish_train_step
+
+            async def finish_once() -> StepResult:
+                if trainer.version:
+                    raise ValueError("the second update")
+                return await finish()
+
+            trainer.finish_train_step = finish_once  # type: ignore[method-assign]
+            await train_a_step(runtime)
+    async with Runtime(config_of(tmp_path, *settings, "resume=true", base=base)) as runtime:
+        assert runtime.version == 1
+        await train_a_step(runtime)
+    assert runtime.version == 3 == ServedTerms.of(runtime).steps
