@@ -6,20 +6,20 @@ and the torch code of their callers runs.
 """
 
 import shutil
-import zlib
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from asyncrl.builds import checksum  # a build in isolation does not search this folder
+
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
 KERNELS = ["asyncrl/models/native/native.cpp", "asyncrl/models/native/vectors.h"]
-
-
-def stamp(texts: list[str]) -> str:
-    """builds.py refuses what was built of another text."""
-    return f"-DASYNCRL_SOURCE={zlib.crc32(b''.join(Path(text).read_bytes() for text in texts))}u"
+# builds.py refuses what was built of another text.
+SOURCE = f"-DASYNCRL_SOURCE={checksum([Path(text) for text in KERNELS])}u"
 
 
 def kernels(name: str, *machine: str) -> Extension:
@@ -27,7 +27,7 @@ def kernels(name: str, *machine: str) -> Extension:
         f"asyncrl.models.native.{name}",
         KERNELS[:1],
         depends=KERNELS[1:],
-        extra_compile_args=[*FLAGS, *QUIET, stamp(KERNELS), *machine],
+        extra_compile_args=[*FLAGS, *QUIET, SOURCE, *machine],
         extra_link_args=["-fopenmp"],
         language="c++",
         optional=True,

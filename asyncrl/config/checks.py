@@ -114,7 +114,7 @@ def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
     default = type(config)()
     for name in knobs():
         if (value := get(config, name)) != get(default, name) and (reason := _unread_reason(config, name, embedding)):
-            yield f"{name} is {shown_value(value)} but {reason}, or leave it out"
+            yield f"{name} is {shown_value(value)} but {reason}, or leave {name} out"
 
 
 def _unread_reason(config: Config, name: str, embedding: bool) -> str | None:

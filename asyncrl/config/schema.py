@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import ValidationInfo, create_model, field_validator
@@ -463,6 +463,10 @@ class Config(SettingsSection):
     def __new__(cls, /, **tree: Any) -> Config:
         """Makes an instance of `schema_of(tree)`, which has the settings of methods that `algorithm` names by address."""
         return super().__new__(schema_of(tree) if cls is Config else cls)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        # pickle finds no class that `schema_of` has made.
+        return partial(Config, **self.model_dump()), ()
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -45,7 +45,15 @@ class Parameters(Protocol):
         """(name, view of `grad`), in the order of `names`."""
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copies saved masters into the buffer and refreshes the modules. Errors: KeyError for a missing parameter."""
+        """Copies saved masters into the buffer and refreshes the modules."""
+
+
+def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) -> None:
+    """Errors: KeyError if `state` lacks one of the parameters."""
+    if missing := [name for name in names if name not in state]:
+        raise KeyError(
+            f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; is it another model's?"
+        )
 
 
 class FlatAdamW:
@@ -110,9 +118,7 @@ class FlatAdamW:
         if not state:
             self.optimizer.state.clear()
             return
-        missing = [name for name in self.names if name not in state]
-        if missing:
-            raise KeyError(f"the optimizer state lacks {len(missing)} parameters of the model, such as {missing[:3]}")
+        require_names("the optimizer state", self.names, state)
         for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state[name]
             restored: dict[str, Any] = {

@@ -42,7 +42,7 @@ from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 from .accumulators import Counts, Metrics, empty_metrics
 from .agreement import EVERY, bit_sums, exact, require_same_weights
 from .balance import METRIC, Balance, balance_of
-from .optimizer import FlatAdamW, Parameters
+from .optimizer import FlatAdamW, Parameters, require_names
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
@@ -335,6 +335,7 @@ class TorchTrainer:
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+        require_names("the state", self.parameters.names, state["masters"])
         self.parameters.load_masters(state["masters"])
         self.control, self._saved_control = None, state.get("entropy_control", {})
         self.policy.version = int(state["version"])

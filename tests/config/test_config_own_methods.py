@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,7 @@ def test_its_settings_are_read_back_and_compared_as_ours(folder: Path, tmp_path:
     tree = {"loss": f"{folder}/my.py:Flat", "flat": {"slope": 3.0}, "advantage": f"{folder}/my.py:centred"}
     in_code = Config(algorithm=tree)
     assert in_code == Config(algorithm=in_code.algorithm) and type(in_code) is type(config)
+    assert pickle.loads(pickle.dumps(config)) == config
     assert in_code.algorithm == load_config([folder / "x.yaml"]).algorithm
     with pytest.raises(ConfigError, match=r"algorithm\.loss: cannot load .*my\.py has no 'Flut'; did you mean 'Flat'"):
         Config(algorithm={"loss": f"{folder}/my.py:Flut"})

@@ -239,6 +239,11 @@ def test_a_name_in_a_configuration_proves_nothing() -> None:
     assert head_transform(module) == HeadTransform()
 
 
+def test_no_candidate_changes_the_values_of_the_next_one() -> None:
+    """In float64 all candidates read one tensor."""
+    assert head_transform(module_of("granite").double()) == head_transform(module_of("granite")) != HeadTransform()
+
+
 def after(change: Any) -> PreTrainedModel:
     """A model that does `change` to its logits."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transport_helpers import child, finish, line, say
 
-from asyncrl.errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
+from asyncrl.errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, SegmentDamaged, TransportError
 from asyncrl.transport.memory import segment
 from asyncrl.transport.memory.segment import Segment, base_name, new_part, parts_of, path_of
 
@@ -122,8 +122,9 @@ def test_a_foreign_or_damaged_segment_is_refused(name: str, monkeypatch: pytest.
         path(name).write_bytes(raw)
         with pytest.raises(TransportError, match=words):
             Segment.attach(name)
-        with pytest.raises(TransportError, match=words):
+        with pytest.raises(TransportError, match=f"{words}.*asyncrl shm clear") as raised:
             Segment.adopt(name)
+        assert not isinstance(raised.value, SegmentDamaged) or f"clear {name} --drop-records" in str(raised.value)
     path(name).unlink()
     for bad in ("", "a/b", ".hidden", "x" * 121):
         with pytest.raises(ConfigError, match="shared-memory name"):

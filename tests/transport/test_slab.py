@@ -96,8 +96,14 @@ def test_a_tensor_is_the_same_memory_for_everybody_and_strange_handles_are_refus
         )
         seen.fill_(1.5)
         assert slab.array(handle).tolist() == [[0x3FC0] * 3] * 2
-        with pytest.raises(LifecycleError, match="only its owner"):
-            peer.allocate(1)
+        for refused in (lambda: peer.allocate(1), lambda: peer.free(one)):
+            with pytest.raises(LifecycleError, match="only its owner allocates and frees"):
+                refused()
+        slab.free(two)
+        with pytest.raises(LifecycleError, match="nothing is allocated at byte 128"):
+            slab.free(two)
+    with pytest.raises(LifecycleError, match="is closed"):
+        slab.free(one)
         peer.close()
         peer.close()
         for bad in (Handle(b"x" * 16, 0, "<f4", (1,)), Handle(slab.segment.run, 0, "<f4", (32, 33))):

@@ -308,20 +308,28 @@ def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
     """(bytes of data, run, time of creation in ns). Errors: SegmentDamaged; TransportError for another layout."""
     raw, file_size = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
     if len(raw) < _CRC_AT + 4:
-        raise SegmentDamaged(f"{path} is no segment of asyncrl: it has {file_size} bytes")
+        raise _damaged(path, f"it has {file_size} bytes")
     magic, version, size, run, created = _STATIC.unpack_from(raw)
     if magic != _MAGIC:
-        raise SegmentDamaged(f"{path} is no segment of asyncrl: it begins with {magic:#x}")
+        raise _damaged(path, f"it begins with {magic:#x}")
     if version != _VERSION:
         raise TransportError(
             f"{path} has layout version {version}, but this program reads version {_VERSION}: use the same asyncrl in all "
             "processes, or remove segments of an earlier asyncrl with `asyncrl shm clear`"
         )
     if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
-        raise SegmentDamaged(f"{path}: the CRC32 of its header is wrong")
+        raise _damaged(path, "the CRC32 of its header is wrong")
     if file_size != _file_bytes(size):
-        raise SegmentDamaged(f"{path}: {size} bytes of data do not make a file of {file_size} bytes")
+        raise _damaged(path, f"{size} bytes of data do not make a file of {file_size} bytes")
     return size, run, created
+
+
+def _damaged(path: str, problem: str) -> SegmentDamaged:
+    name = Path(path).name.removeprefix(PREFIX)
+    return SegmentDamaged(
+        f"{path} is no whole segment of asyncrl: {problem}; use another name, or remove it with `asyncrl shm clear {name} "
+        "--drop-records`"
+    )
 
 
 def owner_of(fd: int) -> int | None:

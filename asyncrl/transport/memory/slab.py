@@ -120,9 +120,7 @@ class Slab:
 
     def allocate(self, size: int) -> int:
         """Reserve `size` bytes until `free`; returns their start, a multiple of 64. Errors: OutOfMemory."""
-        self._check_open()
-        if not self.segment.owner:
-            raise LifecycleError(f"slab {self.segment.name!r}: only its owner allocates; this process attached")
+        self._check_owner()
         start = first_gap(self._allocated.items(), size, self.size)
         if start is None:
             raise OutOfMemory(
@@ -133,8 +131,17 @@ class Slab:
         return start
 
     def free(self, start: int) -> None:
-        """Free the bytes that `allocate` reserved at `start`."""
-        del self._allocated[start]
+        """Free the bytes that `allocate` reserved at `start`. Errors: LifecycleError."""
+        self._check_owner()
+        if self._allocated.pop(start, None) is None:
+            raise LifecycleError(f"slab {self.segment.name!r}: nothing is allocated at byte {start}; free a block once")
+
+    def _check_owner(self) -> None:
+        self._check_open()
+        if not self.segment.owner:
+            raise LifecycleError(
+                f"slab {self.segment.name!r}: only its owner allocates and frees; this process attached"
+            )
 
     # -- for owner and receivers
 
