@@ -190,7 +190,7 @@ class Ledger(Protocol):
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
         """Move a group from the rank `sender` to this rank. False: `sender` does not have the group any more, so do not keep it.
-        A repeated call has the same result until the group is trained or dropped."""
+        A repeated call has the same result until the group is trained or dropped. Errors: LedgerError if `sender` is lost."""
         ...
 
     async def wait_changed(self, seen: int) -> int:

@@ -8,6 +8,7 @@ Each rank measures silence by its own clock, as the time in which a counter did 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..concurrency import awake
@@ -22,11 +23,11 @@ _BYE = b"bye"
 class Heartbeat:
     """`with Heartbeat(...)` runs the thread. The exit waits at most a second for a call of the store."""
 
-    def __init__(self, store: RankStore, rank: int, ranks: int, every_s: float = 2.0) -> None:
-        """`store`: a connection that nobody else uses (`World.store`)."""
+    def __init__(self, store: RankStore, rank: int, ranks: Iterable[int], every_s: float = 2.0) -> None:
+        """`store`: a connection that nobody else uses (`World.store`). `ranks`: the ranks that are watched."""
         self._store = store
         self._rank = rank
-        self._others = [other for other in range(ranks) if other != rank]
+        self._others = [other for other in ranks if other != rank]
         self._every_s = every_s
         self._values: dict[int, bytes] = {}  # rank -> last value of its key
         # Rank -> number of beats in which the value did not change.

@@ -203,6 +203,12 @@ class LocalLedger:
         self._books.release(turn, rank)
         self._changed()
 
+    def lose_generator(self, rank: int) -> list[int]:
+        """See `Reservation.lose_generator`. Callers that wait get the free slots."""
+        lost = self._books.lose_generator(rank)
+        self._changed()
+        return lost
+
     def expired(self) -> list[Ticket]:
         """Live groups past their deadline, for the caller to drop; always empty with `late="wait"`."""
         return self._books.expired()

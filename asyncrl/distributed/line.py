@@ -259,6 +259,12 @@ class LineServer(_End):
             if isinstance(result, BaseException) and not isinstance(result, RankLost):
                 raise result
 
+    def give_up(self, peer: str, error: RankLost) -> None:
+        """End the exchange with a client, if there is one, and send it the error. Calls `on_end`."""
+        if (link := self._peers.get(peer)) is not None:
+            self._dismiss(peer.encode(), link.session, str(error))
+            self._end(link, error)
+
     def _link(self, peer: str) -> Exchange:
         link = self._peers.get(peer)
         if link is None:
@@ -443,7 +449,7 @@ class LineClient(_End):
         if session != link.session:
             return
         if operation == BYE:
-            self._lose(link, f"has ended ({header})" if header else "has ended")
+            self._lose(link, f"refuses it: {header}" if header else "has ended")
         elif operation == WELCOME:
             if self._server_session not in (None, header):
                 return self._lose(link, "was started anew")

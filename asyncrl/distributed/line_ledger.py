@@ -318,6 +318,14 @@ class LineLedger:
         """See `ports.Ledger.release`, for the engines of this rank. The slots are free after the release of every rank."""
         await self._complete("release", turn)
 
+    def lose_generator(self, rank: int) -> list[int]:
+        """On rank 0: a rank that only generates is lost. Returns the ids of its groups, for other ranks to play again."""
+        assert self._desk is not None
+        lost = self._desk.ledger.lose_generator(rank)
+        if self._recorder is not None and lost:
+            self._recorder.count("groups/dropped/rank lost", len(lost))
+        return lost
+
     def expired(self) -> list[Ticket]:
         """Live groups of this rank past their deadline. Always empty with `late="wait"`."""
         self._refresh()

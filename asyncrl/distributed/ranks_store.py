@@ -190,6 +190,7 @@ class RanksStore:
     notes: list[str] = field(default_factory=list)
     secret_file: Path | None = None  # rank 0 only
     silence_s: float = SILENCE_S
+    lost: set[int] = field(default_factory=set)  # ranks for which `close` does not wait
 
     def wait_for_ranks(self, timeout_s: float) -> None:
         """Block until every rank has joined. Errors: RuntimeError after `timeout_s`."""
@@ -209,7 +210,7 @@ class RanksStore:
         """Leave the store. Rank 0 has the values, so it blocks until all ranks have left, at most `timeout_s`.
 
         Returns, on rank 0, the ranks that have not left."""
-        others, missing = range(1, self.ranks), list[int]()
+        others, missing = sorted({*range(1, self.ranks)} - self.lost), list[int]()
         with contextlib.suppress(RuntimeError):  # rank 0 is lost
             self.store.set(f"bye/{self.rank}", "1")
             if not self.rank and not self.store.poll([f"bye/{rank}" for rank in others], timeout_s):

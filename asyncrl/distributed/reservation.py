@@ -42,6 +42,10 @@ and claimed groups, and is claimed only there. A rank waits with its next claim 
 and a group that may have a place. So two ranks with such groups differ by at most the tokens of one group. No rank waits for ever:
 among the ranks with such a group, the rank with the fewest tokens may always claim.
 
+Lost ranks. If a rank that only generates is lost, its live groups that have not arrived at a training rank are dropped, and `a`
+is the least over the other ranks. This only removes live groups and frees slots, so I holds. A group that has arrived is trained as
+any other. Messages of the lost rank that come later change nothing: `arrive` and `admit` refuse them.
+
 With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
 their deadline, and the caller drops them.
 """
@@ -146,11 +150,16 @@ class Reservation:
         for rank in set(range(self.ranks)).difference(ranks):
             self.acknowledged[rank], self.exhausted[rank] = _NO_ENGINE, True
 
+    def has_engine(self, rank: int) -> bool:
+        """False for a rank that only trains, and for a lost rank."""
+        return rank < len(self.acknowledged) and self.acknowledged[rank] != _NO_ENGINE
+
     # -- questions -------------------------------------------------------------------------------------------------
 
     def open_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
-        return min(self.acknowledged)
+        # The turn itself if no rank has an engine.
+        return min(self.turn, *self.acknowledged)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
@@ -237,6 +246,7 @@ class Reservation:
         """(decided, ticket): (False, None) means "not now, ask again after a change"; (True, None) means "too old"."""
         if group_id in self.entries:
             raise LedgerError(f"group {group_id} was admitted twice")
+        self._check_not_lost(rank)
         admitted = self.open_turn()
         if oldest is not None:
             if oldest > self.turn:
@@ -279,7 +289,9 @@ class Reservation:
         return entry.trainer
 
     def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:
-        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. It may be called again."""
+        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. It may be called again.
+        Errors: LedgerError if `sender` is lost."""
+        self._check_not_lost(sender)
         entry = self.entries.get(ticket.group_id)
         if entry is None or entry.ticket != ticket or entry.rank not in (sender, rank):
             return False
@@ -373,7 +385,7 @@ class Reservation:
 
     def release(self, turn: int, rank: int = 0) -> bool:
         """This rank's engines have the weights that follow `turn`. True if slots came free: all ranks' engines have them."""
-        if self.acknowledged[rank] == _NO_ENGINE:
+        if not self.has_engine(rank):
             return False
         if not self.acknowledged[rank] <= turn < self.turn:
             raise LedgerError(
@@ -381,12 +393,35 @@ class Reservation:
                 f"ledger is at {self.turn}: a step is released once, after its commit"
             )
         self.acknowledged[rank] = turn + 1
+        return self._free_slots()
+
+    def _free_slots(self) -> bool:
         released = [t for t in self.held if t < self.open_turn()]
         for t in released:
             count = self.held.pop(t)
             self.slots.give(count)
             self.trained += count
         return bool(released)
+
+    def lose_generator(self, rank: int) -> list[int]:
+        """A rank that only generates is lost. Its groups that have not arrived at a training rank are dropped. No slot waits for
+        its engine. Returns the ids of these groups, which may be admitted again."""
+        if not self.has_engine(rank):
+            return []
+        lost = [e.ticket for e in self.entries.values() if e.rank == rank and not e.claimed]
+        for ticket in lost:
+            self.end(ticket, "dropped")
+        self.acknowledged[rank] = _NO_ENGINE
+        # If no rank can play the groups again, a last step without them must not begin.
+        self.exhausted[rank] |= any(map(self.has_engine, range(len(self.acknowledged))))
+        self._free_slots()
+        return [ticket.group_id for ticket in lost]
+
+    def _check_not_lost(self, rank: int) -> None:
+        if not self.has_engine(rank):
+            raise LedgerError(
+                f"rank 0 has given up rank {rank}, and other ranks play its groups; see the output of rank 0 for the reason"
+            )
 
     def _live_entry(self, ticket: Ticket) -> ReservedGroup:
         entry = self.entries.get(ticket.group_id)

@@ -242,6 +242,11 @@ class World(Collectives):
         """The ranks' store, for keys below `name`."""
         return self._joined().store.below(name)
 
+    def forget(self, rank: int) -> None:
+        """For rank 0: do not wait in `close` for this rank, which is lost."""
+        if self._ranks is not None:
+            self._ranks.lost.add(rank)
+
     def serve_line(self) -> tuple[LineServer, str]:
         """For rank 0: a server for the event loop, not open yet, and the host where it must listen."""
         ranks = self._joined()

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import RankLost
+from asyncrl.errors import EngineClosed, RankLost
+from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
@@ -55,10 +56,12 @@ class Dispatch:
         self._generating = list(generating)
         self._in_order = in_order
         self._prompts: PromptSource | None = None
+        self._ledger: Ledger | None = None
         self._started = asyncio.Event()
         # Rank -> id of its newest prompt, until the ledger has admitted the group.
         self._handed: dict[str, int] = {}
         self._reasons: dict[str, Mapping[str, int]] = {}
+        self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
         # Rank -> numbers that only grow while the rank works: they are the progress of the run.
         self._progress: dict[str, Sequence[float]] = {}
         line.on(NEXT, self._next)
@@ -66,27 +69,33 @@ class Dispatch:
         line.on(REPORT, self._report)
         line.on(HERE, self._on_here)
         line.on(LEFT, self._on_left)
-        self._here: set[str] = set()
+        self.machines: dict[str, str] = {}  # of the ranks that are connected
         self._left: set[str] = set()
         self._changed = asyncio.Event()
-        self._dismissed = asyncio.Event()
+        self.dismissed = asyncio.Event()
+        self._trained = False  # no step follows
 
-    def start(self, prompts: PromptSource) -> None:
+    def start(self, prompts: PromptSource, ledger: Ledger) -> None:
         """Give prompts of this cursor from now on."""
-        self._prompts = prompts
+        self._prompts, self._ledger = prompts, ledger
         self._started.set()
 
     async def _take(self, peer: str) -> Prompt | None:
         await self._started.wait()
-        assert self._prompts is not None
+        assert self._prompts is not None and self._ledger is not None
         # A rank that asks again has not got the answer to its last request.
-        if peer in self._handed:
-            return self._prompts.prompt_for(self._handed[peer])
-        while self._in_order and self._handed:
-            await self._changed.wait()
-        if (prompt := self._prompts.next()) is not None:
-            self._handed[peer] = prompt.group_id
-        return prompt
+        while peer not in self._handed:
+            if self._in_order and self._handed:
+                await self._changed.wait()
+            elif (prompt := self._prompts.next()) is not None:
+                self._handed[peer] = prompt.group_id
+                return prompt
+            elif self._handed or self._ledger.statistics().live:
+                # The prompts of a rank that is lost come back.
+                await self._ledger.wait_changed(self._ledger.changes)
+            else:
+                return None
+        return self._prompts.prompt_for(self._handed[peer])
 
     async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
         prompt = await self._take(peer)
@@ -105,16 +114,24 @@ class Dispatch:
         """The ledger has admitted the group of this rank's newest prompt."""
         await self._admitted("", None, ())
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether further steps need groups, and no rank that generates is left."""
+        return not (self._generating or self._trained)
+
     def handed(self) -> set[int]:
         """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
         return set(self._handed.values())
 
     def lose(self, peer: str, group_ids: Sequence[int]) -> None:
-        """A rank is gone: other ranks play the prompts of its groups again. `group_ids`: groups that the ledger has reclaimed."""
+        """A rank is gone: other ranks play the prompts of its groups again. `group_ids`: from `lose_generator` of the ledger. Call
+        both without an `await` in between, so that no checkpoint misses a prompt."""
         self._generating = [other for other in self._generating if other != peer]
+        self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
         self._progress.pop(peer, None)
-        self._add(self._left, peer)
+        self._left.add(peer)
+        self._notify()
         if self._prompts is not None:
             self._prompts.requeue(again)
 
@@ -134,7 +151,7 @@ class Dispatch:
     @property
     def reasons(self) -> Counter[str]:
         """Reason -> groups that other ranks have dropped or failed."""
-        total: Counter[str] = Counter()
+        total = +self._lost
         for reasons in self._reasons.values():
             total.update(reasons)
         return total
@@ -143,9 +160,9 @@ class Dispatch:
         """Spread these held-out rows over all ranks that generate. The rows of a rank that is lost go to the others.
         Errors: RankLost if no rank is left."""
         scored: list[Sample] = []
-        rest = list(rows)
+        rest, ending = list(rows), set[str]()
         while rest:
-            peers = [*self._generating]
+            peers = [peer for peer in self._generating if peer not in ending]
             if not peers:
                 raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
             shares = {peer: rest[number :: len(peers)] for number, peer in enumerate(peers)}
@@ -157,7 +174,9 @@ class Dispatch:
                     return
                 try:
                     answer, _ = await self._line.ask(peer, EVALUATE, {"version": version, "rows": share})
-                except RankLost:
+                except (RankLost, EngineClosed):
+                    # An engine closes when its rank ends. The message with the reason may come later.
+                    ending.add(peer)
                     left.extend(share)
                 else:
                     scored.extend(Sample(*sample) for sample in answer)
@@ -174,6 +193,7 @@ class Dispatch:
 
     async def tell_trained(self) -> None:
         """No step follows: the other ranks generate nothing more."""
+        self._trained = True
         await self._tell(TRAINED, {})
 
     async def tell_ended(self, version: int) -> None:
@@ -187,22 +207,20 @@ class Dispatch:
 
     def dismiss(self) -> None:
         """Let the other ranks end: nothing is open in the books."""
-        self._dismissed.set()
+        self.dismissed.set()
 
     async def _on_left(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._add(self._left, peer)
-        await self._dismissed.wait()
+        self._left.add(peer)
+        self._notify()
+        await self.dismissed.wait()
 
     async def wait_here(self, peers: Sequence[str]) -> None:
-        """Wait until these ranks are connected. Before that no message can be sent to them."""
-        while not self._here.issuperset(peers):
+        """Wait until these ranks are connected or lost. Before that no message can be sent to them."""
+        while not (self.machines.keys() | self._left).issuperset(peers):
             await self._changed.wait()
 
     async def _on_here(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._add(self._here, peer)
-
-    def _add(self, peers: set[str], peer: str) -> None:
-        peers.add(peer)
+        self.machines[peer] = header["machine"]
         self._notify()
 
     def _notify(self) -> None:

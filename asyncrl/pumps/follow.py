@@ -13,6 +13,7 @@ The follow pump, on a rank that only generates, stands in for the train pump and
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ import anyio
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import DataError, RankLost
+from asyncrl.errors import DataError, EngineClosed, RankLost, WorkerDied
 from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
@@ -136,7 +137,7 @@ class Remote:
 
     async def arrive(self) -> None:
         """Tell rank 0 that this rank is connected."""
-        await self._line.tell(HERE, {})
+        await self._line.tell(HERE, {"machine": socket.gethostname()})
 
     async def leave(self) -> None:
         """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
@@ -169,7 +170,11 @@ class Remote:
         await self._wait_version(header["version"])
         if self._evaluate is None:
             raise DataError("rank 0 has held-out prompts and this rank has none; give all ranks the same data.eval")
-        return [list(sample) for sample in await self._evaluate.play(header["version"], header["rows"])], ()
+        try:
+            return [list(sample) for sample in await self._evaluate.play(header["version"], header["rows"])], ()
+        except WorkerDied as error:
+            # This rank ends, and others can play the rows.
+            raise EngineClosed(str(error)) from error
 
 
 class FollowPump:

@@ -7,7 +7,7 @@
 Exactly once. The ledger's books at rank 0 say which rank has a group. A training rank keeps a group only if the books move the
 group from the sender to this rank, and acknowledges only when the rows are in its store. So
 * a record that is sent twice finds its rows in the store, or books without the group: it is acknowledged and changes nothing;
-* if the sender dies before the move, its prompt is played again elsewhere, and a record that comes later is not kept;
+* if the sender dies before the move, its prompt is played again elsewhere, and a record that comes later is refused;
 * if the sender dies after the move, the group stays. If a training rank dies, the run restarts from its checkpoint.
 
 Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has at most
@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.client.scored import Scored, Sender, group_draft
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.errors import DataError, RecordError, RecordTooLarge
+from asyncrl.errors import DataError, LedgerError, RankLost, RecordError, RecordTooLarge
 from asyncrl.records.check import check_trajectory
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import group_metadata, is_whole_group, json_bytes, trajectories_of
@@ -227,7 +227,7 @@ class Arrivals:
         self._unanswered: set[asyncio.Future[bool]] = set()
 
     async def take(self, peer: str, header: Mapping[str, Any], buffers: Sequence[Buffer]) -> tuple[Any, tuple[()]]:
-        """The handler of `KIND`. Answers when the group is kept here, or is not needed."""
+        """The handler of `KIND`. Answers when the group is kept here, or is not needed. Errors: RankLost if the sender is lost."""
         ports = self._ports
         try:
             group = decode_group(buffers[0], Ticket(*header["ticket"]), self._epoch)
@@ -265,22 +265,28 @@ class Arrivals:
                 async for arrival in self._queue:
                     # A cancellation must not come between the move and the rows.
                     with anyio.CancelScope(shield=True):
-                        await self._keep(arrival)
+                        lost = await self._keep(arrival)
                     if not arrival.kept.done():
-                        arrival.kept.set_result(True)
+                        arrival.kept.set_exception(lost) if lost else arrival.kept.set_result(True)
         finally:
             for kept in self._unanswered:
                 if not kept.done():
                     kept.set_result(False)
 
-    async def _keep(self, arrival: _Arrival) -> None:
+    async def _keep(self, arrival: _Arrival) -> RankLost | None:
+        """Keep the group, if this rank needs it. Returns an error for a sender that rank 0 has given up."""
         ports, group = self._ports, arrival.group
         # The record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
         if group.group_id in ports.store:
-            return
-        if await ports.ledger.arrive(group.ticket, arrival.sender):
+            return None
+        try:
+            moved = await ports.ledger.arrive(group.ticket, arrival.sender)
+        except LedgerError as error:
+            return RankLost(str(error))
+        if moved:
             ports.book.add(group.ticket)
             ports.book.mark_ready(ports.store.put(group))
+        return None
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

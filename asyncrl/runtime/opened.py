@@ -21,7 +21,17 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost, first_line
+from asyncrl.errors import (
+    ConfigError,
+    LedgerError,
+    LifecycleError,
+    PlatformError,
+    RankLost,
+    StallError,
+    TransportError,
+    WorkerDied,
+    first_line,
+)
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
@@ -53,6 +63,8 @@ if TYPE_CHECKING:
 _SHOWN_EVERY_S = 1.0
 # The kind of the message with which a rank that ends early says why, and the most time for sending it.
 ENDED, _TELL_S = "ended", 1.0
+# The run goes on without a rank that only generates, if the rank ends by one of these or by a signal: another rank may not fail.
+_OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +316,7 @@ class OpenRun:
             self.directory.spare_descriptors.close()
         # In a cancelled scope the deadline is -inf, whatever `error` is.
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
+        stopped |= isinstance(error, RankLost) and error.stopped_by is not None
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the live groups")
             # `end_all` below ends the live groups, which `rank_state` must contain.
@@ -353,12 +366,14 @@ class OpenRun:
         reason = str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}"
         if self.stopped_by is not None:
             reason = f"rank {world.rank} was stopped by {self.stopped_by}"
+        one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)
+        ended = {"reason": reason, "stopped_by": self.stopped_by, "one_rank": one_rank}
         # The other end of the line may be gone, or read nothing any more.
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_TELL_S):
             if isinstance(line, LineServer):
-                await line.tell_all(ENDED, reason)
+                await line.tell_all(ENDED, ended)
             elif line is not None:
-                await line.tell(ENDED, reason)
+                await line.tell(ENDED, ended)
 
     def _check_books(self) -> None:
         """Check that every admitted group has ended exactly once, and that the store has no rows. Errors: LedgerError."""

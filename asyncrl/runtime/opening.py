@@ -59,7 +59,7 @@ async def open_run(
     if run.saved is not None and run.world.trains:
         await run.checkpointer.restore(run.saved)
     if run.dispatch is not None and run.prompts is not None:
-        run.dispatch.start(run.prompts)
+        run.dispatch.start(run.prompts, run.ports.ledger)
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
     run.wire(held_out)
@@ -115,7 +115,9 @@ async def _meet_ranks(run: OpenRun) -> None:
         run.journal.live.note(line)
     if world.world_size > 1:
         run.saved = await offload(lambda: _agree_on_checkpoint(world, directory, run.saved), "find-checkpoint")
-        heartbeat = Heartbeat(world.store("alive"), world.rank, world.world_size)
+        # The line notices the loss of a rank that only generates.
+        watched = world.roles.train if world.roles.differ else range(world.world_size)
+        heartbeat = Heartbeat(world.store("alive"), world.rank, watched)
         run.stages.heartbeat = run.stack.enter_context(heartbeat)
         if world.roles.differ:
             for rank in range(world.world_size):
@@ -135,15 +137,24 @@ async def _open_line(run: OpenRun) -> None:
             run.ledger.lose(lost)
 
     def on_end(peer: str, lost: RankLost | None) -> None:
+        if not world.roles.trains(_rank_of(peer)):
+            return _lose_generator(run, peer, lost or RankLost(f"{peer} has left"))
         if run.dispatch is not None and run.orders is not None:
             run.dispatch.lose(peer, ())
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
         if lost is not None:
             lose(lost)
 
-    async def hear(peer: str, reason: Any, buffers: Any) -> None:
-        # Only collectives end: this rank may be about to raise the error that ended the other one.
-        world.lost.report(reason)
+    async def hear(peer: str, ended: Any, buffers: Any) -> None:
+        lost = RankLost(ended["reason"])
+        lost.stopped_by = ended["stopped_by"]
+        if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
+            # Only collectives end: this rank may be about to raise the error that ended the other one.
+            world.lost.report(str(lost))
+        elif ended["one_rank"]:
+            run.line.give_up(peer, lost)
+        else:
+            lose(lost)
 
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
@@ -180,8 +191,35 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
     run.dispatch = Dispatch(server, run.recorder, generating, in_order=run.config.preset == "sync")
     senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
     deadline_s = run.config.watchdog.loop_timeout_s
-    # A rank that is lost ends the run by the line, too.
-    run.orders = ServedOrders(server, senders, receivers, deadline_s, lambda node, reason: None)
+    run.orders = ServedOrders(
+        server, senders, receivers, deadline_s, lambda node, reason: server.give_up(node, RankLost(reason))
+    )
+
+
+def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
+    """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
+    dispatch, ledger, orders, rank = run.dispatch, run.ledger, run.orders, _rank_of(peer)
+    assert dispatch is not None and ledger is not None and orders is not None
+    # Without an `await` in between: a checkpoint must not miss a prompt.
+    groups = ledger.lose_generator(rank)
+    dispatch.lose(peer, groups)
+    orders.orders.lose(peer, str(lost))
+    run.world.forget(rank)
+    if dispatch.dismissed.is_set() or run.stopped_by is not None or run.ended_by is not None:
+        return
+    if dispatch.lacks_ranks:
+        error = RankLost(f"no rank is left that generates: {lost}")
+        error.stopped_by = lost.stopped_by
+        return ledger.lose(error)
+    run.journal.warn(
+        f"warning: {peer} on {dispatch.machines.get(peer, 'an unknown machine')} is lost, and the run goes on: {lost}. "
+        f"Other ranks play its {len(groups)} groups"
+    )
+
+
+def _rank_of(peer: str) -> int:
+    """The number of a peer of the line."""
+    return int(peer.removeprefix("rank "))
 
 
 def _agree_on_checkpoint(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:

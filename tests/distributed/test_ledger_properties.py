@@ -16,12 +16,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import anyio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.reservation import Late, Reservation
+from asyncrl.errors import LedgerError
 from asyncrl.types import ClaimState, Ticket
 
 
@@ -206,26 +208,38 @@ def invariant(books: Reservation) -> None:
 @given(
     k=st.integers(1, 3),
     m=st.integers(0, 3),
-    ranks=st.integers(1, 2),
-    events=st.lists(st.tuples(st.sampled_from("aaaacccccoxrrbe"), st.integers(0, 7)), max_size=80),
+    ranks=st.integers(1, 3),
+    events=st.lists(st.tuples(st.sampled_from("aaaacccccoxrrbel"), st.integers(0, 7)), max_size=80),
 )
 def test_the_invariant_holds_after_any_events(k: int, m: int, ranks: int, events: list[tuple[str, int]]) -> None:
     books = Reservation(k, m, ranks=ranks)
     for number, (event, draw) in enumerate(events):
         live = [e.ticket for e in books.entries.values() if not e.claimed]
-        if event == "a":
-            books.admit(number, None, rank=draw % ranks)
-        elif event == "o":
-            books.admit(number, max(0, books.turn - draw), rank=draw % ranks)
+        rank = draw % ranks
+        if event in "ao":
+            oldest = max(0, books.turn - draw) if event == "o" else None
+            if books.has_engine(rank):
+                books.admit(number, oldest, rank)
+            else:
+                with pytest.raises(LedgerError, match=f"has given up rank {rank}"):
+                    books.admit(number, oldest, rank)
         elif event == "c" and live:
             ticket = live[draw % len(live)]
             books.claim([ticket])
         elif event == "x" and books.claimed == k:
             books.commit()
         elif event == "r":
-            rank = draw % ranks
             if books.acknowledged[rank] < books.turn:
                 books.release(books.acknowledged[rank] + draw % (books.turn - books.acknowledged[rank]), rank)
+        elif event == "l":
+            theirs = [e.ticket.group_id for e in books.entries.values() if e.rank == rank and not e.claimed]
+            assert books.lose_generator(rank) == theirs and books.lose_generator(rank) == []
+            others = [other for other in range(ranks) if books.has_engine(other)]
+            # No slot waits for the lost rank, and a step is not complete while nobody can play its groups again.
+            assert all(
+                turn >= min((books.acknowledged[other] for other in others), default=books.turn) for turn in books.held
+            )
+            assert others or not all(books.exhausted)
         elif event == "b" and draw == 0:
             books.rollback()
         elif event == "e" and live:

@@ -121,6 +121,32 @@ async def test_a_group_moves_to_the_rank_that_is_assigned_and_is_claimed_and_end
         assert a.statistics().claimed == 2
 
 
+async def test_the_groups_and_slots_of_a_rank_that_is_lost_are_free() -> None:
+    """Rank 0 trains, ranks 1 and 2 generate. Rank 2, which is lost, has all three slots, and one of its groups has arrived."""
+    async with many_ranks(3, 3, 0, trainers=(0,)) as (a, b, c):
+        a._desk.ledger.books.set_generating([1, 2])  # type: ignore[union-attr]  # at rank 0
+        one, two, _ = [await fresh(c, group) for group in (1, 2, 3)]
+        assert await c.assign(one, 100) == 0 and await a.arrive(one, 2)
+        assert await a.claim([one]) == (GRANTED, one)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fresh, b, 4)
+            await anyio.wait_all_tasks_blocked()
+            assert a.lose_generator(2) == [2, 3] and a.lose_generator(2) == []
+        assert await fresh(b, 2) == two and a.statistics().dropped == 2
+        # The late record of the lost rank is refused, also where the new ticket is equal.
+        with pytest.raises(LedgerError, match="rank 0 has given up rank 2, and other ranks play its groups"):
+            await a.arrive(two, 2)
+        with pytest.raises(LedgerError, match="rank 0 has given up rank 2"):
+            await c.admit(3)
+        for ticket in b.live_groups():
+            assert await b.assign(ticket, 10) == 0 and await a.arrive(ticket, 1)
+            assert await a.claim([ticket]) == (GRANTED, ticket)
+        await b.exhaust()
+        await a.commit()
+        await b.release(0)
+        assert a.finished and a.statistics().trained == 3, "nothing waits for the lost rank"
+
+
 async def test_the_share_of_a_rank_without_prompts_is_anybodys() -> None:
     async with two_ranks(4, 0, by_rank=True) as (a, b):
         await fresh(a, 0)

@@ -461,7 +461,7 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
     threads = [LineThread(LineServer(SECRET), address)]
     threads += [LineThread(LineClient(threads[0].end.address, SECRET, f"rank {rank}")) for rank in (1, 2)]
     stores = [RankStore(thread, "alive/") for thread in threads]
-    first, second = (Heartbeat(store, rank, 3, EVERY_S) for rank, store in enumerate(stores[:2]))
+    first, second = (Heartbeat(store, rank, range(3), EVERY_S) for rank, store in enumerate(stores[:2]))
     with first, second:
         time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
@@ -471,7 +471,7 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
             assert said.startswith("rank 2 has given no sign of life for ")
         assert until(lambda: first.silent(1.0))[0].startswith("rank 2 has given no sign of life for ")
         assert first.silent(100.0) == []
-        with Heartbeat(stores[2], 2, 3, EVERY_S):
+        with Heartbeat(stores[2], 2, range(3), EVERY_S):
             until(lambda: first.silent() == second.silent() == first.silent(1.0) == [])
         until(lambda: first._values[2] == b"bye")
         time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
@@ -490,7 +490,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
             return False
 
     released = False
-    with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
+    with Heartbeat(Deaf(), 0, range(2), EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
         assert until(heartbeat.silent)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
         assert until(lambda: heartbeat.silent(1.0)) and heartbeat.silent(100.0) == []
         released = True

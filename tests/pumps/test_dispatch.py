@@ -91,7 +91,7 @@ async def take(remote: Remote) -> int | None:
 async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
     async with connected(1, 2, 3) as ranks:
         cursor = source(max_epochs=1)
-        ranks.dispatch.start(cursor)
+        ranks.dispatch.start(cursor, LocalLedger(4, 1))
         taken = [await take(ranks.remote(1 + number % 3)) for number in range(9)]
         assert taken == [*range(8), None]
         assert (await ranks.remote(1).next(), cursor.exhausted) == (None, True)
@@ -99,7 +99,7 @@ async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
 
 async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
     async with connected(1, 2) as ranks:
-        ranks.dispatch.start(source())
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
         first = await ranks.remote(1).next()
         assert first is not None and first.prompt == "prompt 0" and ranks.dispatch.handed() == {0}
         # The answer to a request that was cancelled may be lost, so the next request gets it again.
@@ -114,7 +114,7 @@ async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
 async def test_in_order_a_prompt_waits_until_the_prompts_before_it_are_admitted() -> None:
     """Else another rank could pass the rank with the earlier prompt, and two runs would train different steps."""
     async with connected(1, 2, in_order=True) as ranks, anyio.create_task_group() as tasks:
-        ranks.dispatch.start(source())
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
         assert (first := await ranks.remote(1).next()) is not None and first.group_id == 0
         taken: list[int | None] = []
 
@@ -141,24 +141,52 @@ async def test_requests_wait_until_the_cursor_is_restored() -> None:
         await anyio.wait_all_tasks_blocked()
         cursor = source()
         assert [cursor.next() for _ in range(3)] and not taken
-        ranks.dispatch.start(cursor)
+        ranks.dispatch.start(cursor, LocalLedger(4, 1))
         await answered.wait()
         assert taken == [3]
 
 
 async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
     async with connected(1, 2) as ranks:
-        ranks.dispatch.start(source())
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
         assert [await take(ranks.remote(1)) for _ in range(3)] == [0, 1, 2]
         await ranks.remote(1).next()
         ranks.dispatch.lose("rank 1", [1, 2 + REROLLS * 0])
         assert [await take(ranks.remote(2)) for _ in range(4)] == [1, 2, 3, 4]
 
 
+async def test_prompts_of_a_lost_rank_come_back_after_the_last_one() -> None:
+    """A rank that got no prompt would end, and nobody would play the prompts that come back."""
+    ledger, cursor = LocalLedger(4, 1), source(max_epochs=1)
+    assert all(cursor.next() for _ in range(5))
+    async with connected(1, 2) as ranks, anyio.create_task_group() as tasks:
+        ranks.dispatch.start(cursor, ledger)
+        taken, takes = anyio.create_memory_object_stream[int | None](9)
+
+        async def take_all() -> None:
+            async with taken:
+                while (group_id := await take(ranks.remote(1))) is not None:
+                    await taken.send(group_id)
+
+        with takes, anyio.fail_after(30):
+            assert await take(ranks.remote(2)) == 5 and await ranks.remote(2).next()
+            first, last = await ledger.admit(5), await ledger.admit(99)
+            assert first is not None and last is not None
+            tasks.start_soon(take_all)
+            assert await takes.receive() == 7
+            await ledger.end(first, "dropped", "its rank is lost")
+            ranks.dispatch.lose("rank 2", [5])
+            assert [await takes.receive(), await takes.receive()] == [5, 6]
+            # Until no group is live, a rank may be lost.
+            await ledger.end(last, "dropped", "no signal")
+            assert [group_id async for group_id in takes] == []
+    assert ranks.dispatch.reasons["dropped: rank lost"] == 1
+
+
 async def test_a_rank_that_reads_other_prompts_is_refused() -> None:
     other = source([{"prompt": f"other {number}"} for number in range(8)])
     async with connected(1, prompts=other) as ranks:
-        ranks.dispatch.start(source())
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
         with pytest.raises(DataError, match="are not those of rank 0"):
             await ranks.remote(1).next()
 

@@ -21,7 +21,7 @@ from virtual_time import run_virtual
 
 from asyncrl.data.stash import same_trajectory
 from asyncrl.distributed.reservation import Reservation
-from asyncrl.errors import DataError, RecordError
+from asyncrl.errors import DataError, LedgerError, RecordError
 from asyncrl.pumps import travel
 from asyncrl.pumps.travel import UNACKNOWLEDGED, decode_group, encode_group
 from asyncrl.types import FinishReason, Group, Prompt, Ticket
@@ -157,13 +157,11 @@ class Run:
             if len(step) < self.k and len(self.trained) + len(step) < self.prompts:
                 await self.books.changes.wait(seen)
                 continue
-            self.books.reservation.commit()
+            self.books.commit()
             for trainer in self.trainers:
                 trainer.book.mark_trained(step)
-            self.books.reservation.release(self.books.reservation.turn - 1)
             self.trained += step
             step = []
-            self.books.changed()
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -423,13 +421,13 @@ def test_eight_ragged_groups_a_rank_differ_by_a_tenth() -> None:
 
 
 def test_a_record_of_a_lost_sender_is_not_kept_where_its_prompt_is_played_again() -> None:
-    books = Reservation(2, 0, trainers=[0])
-    _, ticket = books.admit(7, None, 0)
-    assert ticket is not None
-    books.entries[7].rank = 1
-    books.end(ticket, "dropped")  # rank 1 is lost
-    assert not books.arrive(ticket, 1, 0)
-    assert books.admit(7, None) == (True, ticket)
-    books.entries[7].rank = 2
-    assert not books.arrive(ticket, 1, 0)
+    books = Reservation(2, 0, ranks=3, trainers=[0])
+    books.set_generating([1, 2])
+    _, ticket = books.admit(7, None, 1)
+    assert ticket is not None and books.lose_generator(1) == [7]
+    for again in (False, True):
+        if again:
+            assert books.admit(7, None, 2) == (True, ticket)
+        with pytest.raises(LedgerError, match="rank 0 has given up rank 1"):
+            books.arrive(ticket, 1, 0)
     assert books.arrive(ticket, 2, 0) and books.arrive(ticket, 2, 0) and books.claim([ticket]) == ticket

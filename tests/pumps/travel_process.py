@@ -116,27 +116,26 @@ class FirstRank:
             if len(step) < K and (not step or len(trained) + len(step) < self.prompts):
                 await books.changes.wait(seen)
                 continue
-            books.reservation.commit()
-            books.reservation.release(books.reservation.turn - 1)
+            books.commit()
             own.book.mark_trained(step)
             trained += step
             await server.tell_all("committed", step)
-            books.changed()
 
     def on_end(self, peer: str, error: RankLost | None) -> None:
         rank = int(peer.removeprefix("rank "))
         if error is not None and rank < self.trainers:
             self.lost.append(peer)
-        self.again.extend(self.books.reclaim(rank))
+            self.books.changed()
+        elif rank >= self.trainers:
+            self.again.extend(self.books.reclaim(rank))
 
     async def next(self, peer: str, rank: int, buffers: Any) -> Any:
         while True:
             seen = self.books.changes.number
             group_id = self.again.pop() if self.again else next(self.fresh, None)
             if group_id is not None:
-                _, ticket = self.books.reservation.admit(group_id, None)
+                _, ticket = self.books.reservation.admit(group_id, None, rank)
                 if ticket is not None:
-                    self.books.reservation.entries[group_id].rank = rank
                     return _plain(ticket), ()
                 self.again.append(group_id)
             await self.books.changes.wait(seen)

@@ -37,17 +37,22 @@ class Books:
     """The books at rank 0."""
 
     def __init__(self, trainers: Sequence[int], groups_per_step: int = 4, max_staleness: int = 1) -> None:
-        self.reservation = Reservation(groups_per_step, max_staleness, ranks=1, trainers=tuple(trainers))
+        self.reservation = Reservation(groups_per_step, max_staleness, ranks=8, trainers=tuple(trainers))
         self.changes = Changes()
         self.ended: list[tuple[int, int]] = []  # (rank, group)
 
     def reclaim(self, rank: int) -> list[int]:
         """A generating rank is lost: the ids of its groups, which may be admitted again."""
-        lost = [e.ticket for e in self.reservation.entries.values() if e.rank == rank and not e.claimed]
-        for ticket in lost:
-            self.reservation.end(ticket, "dropped")
+        lost = self.reservation.lose_generator(rank)
         self.changed()
-        return [ticket.group_id for ticket in lost]
+        return lost
+
+    def commit(self) -> None:
+        """Commit a step, whose weights all engines get at once."""
+        self.reservation.commit()
+        for rank in filter(self.reservation.has_engine, range(8)):
+            self.reservation.release(self.reservation.turn - 1, rank)
+        self.changed()
 
     def changed(self) -> None:
         self.changes.number += 1
@@ -104,9 +109,8 @@ class Rank:
         self.scope, self.ended = anyio.CancelScope(), anyio.Event()
 
     def admit(self, group_id: int) -> Ticket | None:
-        _, ticket = self.books.reservation.admit(group_id, None)
+        _, ticket = self.books.reservation.admit(group_id, None, self.rank)
         if ticket is not None:
-            self.books.reservation.entries[group_id].rank = self.rank
             self.book.add(ticket)
         return ticket
 

@@ -1,0 +1,66 @@
+"""`python runtime_dies.py MOMENT SIGNAL ARGUMENTS`: a rank of a run that sends itself a signal at a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.distributed.line import LineClient
+from asyncrl.main import main
+from asyncrl.pumps.evaluate import EvaluatePump
+from asyncrl.pumps.follow import Remote
+from asyncrl.pumps.rollout import Episodes
+from asyncrl.transport.memory import words
+
+
+def before(owner: Any, name: str, when: Callable[..., bool], die: Callable[[], None]) -> None:
+    """Die when `owner.name` is called with such arguments."""
+    call = getattr(owner, name)
+
+    def patched(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            die()
+        return call(*arguments, **options)
+
+    setattr(owner, name, patched)
+
+
+def prepare(moment: str, number: int) -> None:
+    calls = 0
+
+    def die() -> None:
+        nonlocal calls
+        calls += 1
+        # Not at once: some of its groups are trained.
+        if calls == (2 if moment in ("evaluates", "bucket") else 9):
+            os.kill(os.getpid(), number)
+
+    ask = LineClient.ask
+
+    async def ask_and_die(line: LineClient, kind: str, *arguments: Any) -> Any:
+        asking = asyncio.ensure_future(ask(line, kind, *arguments))
+        if kind == "group":
+            await asyncio.sleep(0.01)  # the record is on its way
+            die()
+        return await asking
+
+    match moment:
+        case "generates":
+            before(Episodes, "play", lambda *_: True, die)
+        case "idles":
+            before(Remote, "next", lambda *_: True, die)
+        case "evaluates":
+            before(EvaluatePump, "play", lambda *_: True, die)
+        case "sends":
+            LineClient.ask = ask_and_die  # type: ignore[method-assign]  # the fault
+        case "bucket":
+            words.FAULT = lambda label: die() if label == "weights.bucket.0" else None
+
+
+if __name__ == "__main__":
+    prepare(sys.argv[1], signal.Signals[sys.argv[2]])
+    sys.exit(main(sys.argv[3:]))
