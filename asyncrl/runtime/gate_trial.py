@@ -28,6 +28,7 @@ from asyncrl.errors import ConfigError, first_line
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.copying import copy_module
 from asyncrl.models.parameters.frozen import unreached_families
+from asyncrl.models.parameters.merge import as_stack, factors
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import most_positions
@@ -340,8 +341,8 @@ def _adapter_pairs(
     pairs, masters = {}, dict(policy.flat.named_masters())
     for number, target in enumerate(lora.targets):
         first, name = lora.names[2 * number : 2 * number + 2]
-        a_ErI, computed_EOr = target.factors(masters[first], computed[name])
-        gradient_EOI = target.as_stack(gradients[names[id(target.weight)]])
+        a_ErI, computed_EOr = factors(masters[first], computed[name], target.shape)
+        gradient_EOI = as_stack(gradients[names[id(target.weight)]], target.transposed)
         pairs[name] = computed_EOr, lora.scale * gradient_EOI @ a_ErI.transpose(1, 2)
     return pairs
 

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import LESS_MEMORY, ConfigError
 from asyncrl.generation.vllm.versions import BLOCK, GPU_WORKSPACE
-from asyncrl.models.loading import describe_module, parameter_count
+from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
@@ -90,11 +90,13 @@ def predicted(
     if config.algorithm.router_replay and (bytes_per_token := route_bytes(config.model)):
         parts["routes"] = bytes_per_token * _routed_tokens(config, ranks, prompts)
     if placement is not None and placement.workers:
+        parts |= _board_parts(config, parts)
         parts |= _parts_with_workers(config, parts, placement, kv_positions(config, prompts))
         if not placement.trains:
-            parts = {name: parts[name] for name in ("weight_board", "workers", "kv_cache")}
+            parts = {name: parts[name] for name in ("weight_board", "workers", "kv_cache")} | _received_adapters(config)
     elif placement is not None and not placement.generates:
         del parts["kv_cache"]
+        parts |= _board_parts(config, parts)
     if sizes:
         parts["reward_models"] = sum(size.weights for size in sizes)
         parts["reward_scoring"] = max(size.working for size in sizes)
@@ -171,22 +173,31 @@ def worker_parts(config: Config, placement: Placement, parts: dict[str, int]) ->
     }
 
 
-def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
-    """The parts that change if the engine runs in workers, in the memory of the trainer's device."""
+def _board_parts(config: Config, parts: dict[str, int]) -> dict[str, int]:
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
     # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
     is_separate = config.model.lora.rank or config.distributed.sharding == "fsdp"
-    working = parts["working_copy"] if is_separate else 0
+    return {"weight_board": board, "working_copy": parts["working_copy"] if is_separate else 0}
+
+
+def _received_adapters(config: Config) -> dict[str, int]:
+    """What a rank that only generates keeps beside its board: the adapters, and the frozen weights that they are merged with."""
+    adapters, merged = adapter_sizes(config.model)
+    itemsize = DTYPES[config.model.dtype].itemsize
+    return {"adapters": adapters * max(itemsize, 4) + merged * itemsize} if adapters else {}
+
+
+def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
+    """Workers and cache, in the memory of the trainer's device."""
+    board = parts["weight_board"]
     if placement.trainer.type != "cpu":
         # Caches of workers on other GPUs are not counted.
         beside_trainer = sum(not placement.on_other_device(process) for process in range(len(placement.devices)))
         # vLLM has its own parameters. The embedded engine reads the board.
         own_bytes = board // 2 // placement.tensor_parallel + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
         return {
-            "weight_board": board,
             "workers": len(placement.devices) * _CONTEXT + beside_trainer * own_bytes,
             "kv_cache": parts["kv_cache"] * beside_trainer // len(placement.devices),
-            "working_copy": working,
         }
     per_worker = parts["packed_weights"] + parts["compiled"] + _PROCESS
     if config.generation.engine == "vllm":
@@ -196,7 +207,7 @@ def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placem
         # The largest use comes at the start, with weights that are not packed yet.
         processes = placement.tensor_parallel * _VLLM_PROCESS
         per_worker = board // 2 + parts["kv_cache"] * partial_positions // positions + processes
-    return {"weight_board": board, "workers": placement.workers * per_worker, "working_copy": working}
+    return {"workers": placement.workers * per_worker}
 
 
 def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:

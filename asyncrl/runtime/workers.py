@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
@@ -51,7 +52,8 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
     nodes = await _open_nodes(run, board, model) if run.world.roles.receivers else None
-    publisher = _make_publisher(run, board, engine if nodes is None else AllReaders(engine, nodes))
+    readers = engine if nodes is None else AllReaders(engine, nodes)
+    publisher = _make_publisher(run, board, readers, () if nodes is None else nodes.adapters)
     first = await publisher.post_first()
     if nodes is not None:
         await nodes.update_weights(*first)
@@ -67,7 +69,7 @@ async def open_sender(run: OpenRun) -> WeightPublisher:
     model = describe_model(run, run.policy)
     board = await _open_board(run, model)
     nodes = await _open_nodes(run, board, model)
-    publisher = _make_publisher(run, board, nodes)
+    publisher = _make_publisher(run, board, nodes, nodes.adapters)
     await nodes.update_weights(*await publisher.post_first())
     return publisher
 
@@ -80,16 +82,16 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
         run.model = model = await orders.model()
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
-    receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders)
+    receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders, model["lora"])
     with run.recorder.wait("runtime", "the weights", on="the training ranks", cause="start"):
         engine.begin_with(*await receiver.post_first())
     await _open_engine(run, engine)
     return engine, receiver
 
 
-def _make_publisher(run: OpenRun, board: Board, readers: BoardWorkers) -> WeightPublisher:
+def _make_publisher(run: OpenRun, board: Board, readers: BoardWorkers, adapters: Sequence[Tensor]) -> WeightPublisher:
     assert run.policy is not None
-    publisher = WeightPublisher(run.policy, board, readers, run.lanes[0])
+    publisher = WeightPublisher(run.policy, board, readers, run.lanes[0], adapters)
     # The workers read the board. They end before the board is closed, because they are opened later.
     run.stack.callback(publisher.close)
     return publisher
@@ -97,8 +99,10 @@ def _make_publisher(run: OpenRun, board: Board, readers: BoardWorkers) -> Weight
 
 async def _open_nodes(run: OpenRun, board: Board, model: Mapping[str, Any]) -> SendingNodes:
     """The nodes that only generate, as readers of this rank's board."""
-    orders = run.orders
-    nodes = SendingNodes(board, *await _open_stripes(run), orders or LineOrders(cast(LineClient, run.line)))
+    assert run.policy is not None
+    orders, lora = run.orders, run.policy.lora
+    desk = orders or LineOrders(cast(LineClient, run.line))
+    nodes = SendingNodes(board, *await _open_stripes(run), desk, lora)
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())
@@ -130,6 +134,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
         "layout": policy.weights.layout_digest(),
         "vocabulary": int(policy.config.get_text_config().vocab_size),
         "routes": None if routes is None else astuple(routes),
+        "lora": policy.lora and policy.lora.describe(),
         "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
     }
 

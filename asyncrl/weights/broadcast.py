@@ -10,13 +10,16 @@ Each sender has one stripe: a contiguous part of the half. The broadcasts of a s
 receivers. So no sender waits for another one, and no process receives a stripe that it has. A rank runs its broadcasts on a lane
 that runs nothing else. The trainer's lane and the workers go on meanwhile.
 
+With LoRA the masters of the adapters travel, and the receiver merges them into its free half as the trainer does
+(models/parameters/merge.py). A node without weights first gets all weights, unmerged: it keeps those that have adapters.
+
 The fixed row of rank 0 comes with the order, and each worker compares it: a stripe or bucket at a wrong place ends the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -30,6 +33,8 @@ from asyncrl.concurrency import awake
 from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import first_line
+from asyncrl.models.parameters.lora import LoraParameters
+from asyncrl.models.parameters.merge import Merge
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.words import fault
 from asyncrl.types import PostedVersion
@@ -58,10 +63,12 @@ class Stripes:
         # Sender -> ProcessGroupGloo or ProcessGroupNCCL, in the order of the senders.
         self._groups: dict[str, Any] = {}
 
-    def broadcast(self, order: Order, half: Tensor) -> str | None:
-        """Send this node's stripe of `half`, or receive all stripes into it. Returns a sentence if that failed."""
+    def broadcast(self, order: Order, half: Tensor, read: Callable[[int, int], Tensor] | None = None) -> str | None:
+        """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
+        `half[start:end]`. Returns a sentence if that failed."""
         place, root = "forming the process group", dist.BroadcastOptions()
-        works: dict[str, tuple[str, Any]] = {}  # sender -> (what it is, the broadcast that runs)
+        # Sender -> (what it is, the broadcast that runs, its memory).
+        works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
             self._form(order)
             data = half.view(torch.uint8)
@@ -69,13 +76,16 @@ class Stripes:
             for number in range(max(map(len, rows.values())) + 1):
                 for sender, group in self._groups.items():
                     if sender in works:
-                        place, work = works.pop(sender)
+                        place, work, _ = works.pop(sender)
                         self._wait(work)
                     if number < len(rows[sender]):
                         fault(f"weights.bucket.{number}")
                         place = f"bucket {number + 1} of {len(rows[sender])} from {sender}"
                         start, end = rows[sender][number]
-                        works[sender] = place, group.broadcast([data[start:end]], root)
+                        piece = data[start:end]
+                        if read is not None:
+                            piece = read(start // half.itemsize, end // half.itemsize).view(torch.uint8)
+                        works[sender] = place, group.broadcast([piece], root), piece
         except (RuntimeError, TimeoutError) as error:
             self.close()
             return f"{place} of version {order.version} failed: {first_line(error)}"
@@ -123,9 +133,13 @@ class Stripes:
 class SendingNodes:
     """The generating nodes as the `BoardWorkers` of a training rank's board."""
 
-    def __init__(self, board: Board, stripes: Stripes, lane: Lane, desk: OrderDesk) -> None:
-        """`lane`: runs only broadcasts."""
+    def __init__(
+        self, board: Board, stripes: Stripes, lane: Lane, desk: OrderDesk, lora: LoraParameters | None = None
+    ) -> None:
+        """`lane`: runs only broadcasts. `lora`: the adapters that are trained; `adapters` then has a buffer for each half."""
         self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
+        self._merge = None if lora is None else lora.merge
+        self.adapters = [] if lora is None else [torch.empty_like(lora.master) for _ in (0, 1)]
         desk.on_order(self._on_order)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
@@ -147,16 +161,33 @@ class SendingNodes:
         held = [self._board.version(half) for half in (0, 1)]
         if order.version not in held:
             return f"version {order.version} of the weights is to be sent, and the board holds {held}"
-        return self._stripes.broadcast(order, self._board.half(held.index(order.version)))
+        half = self._board.half(index := held.index(order.version))
+        if self._merge is None:
+            return self._stripes.broadcast(order, half)
+        failure = self._stripes.broadcast(order, half, partial(self._merge.unmerged, half)) if order.whole else None
+        return failure or self._stripes.broadcast(order, self.adapters[index])
 
 
 class WeightReceiver(BoardOwner):
     """Takes the versions of the training ranks into the board of a generating node, and moves the node's workers to them."""
 
-    def __init__(self, board: Board, workers: BoardWorkers, stripes: Stripes, lane: Lane, desk: OrderDesk) -> None:
-        """`lane`: runs only broadcasts."""
+    def __init__(
+        self,
+        board: Board,
+        workers: BoardWorkers,
+        stripes: Stripes,
+        lane: Lane,
+        desk: OrderDesk,
+        lora: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`lane`: runs only broadcasts. `lora`: `LoraParameters.describe` of the trainer; None: no adapters."""
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
+        self._lora = lora
+        self._complete = set[int]()  # halves that have the weights without adapters
+        if lora is not None:
+            wide = torch.float64 if board.dtype == torch.float64 else torch.float32
+            self._adapters = torch.empty(lora["elements"], dtype=wide, device=board.half(0).device)
         self._free: int | None = 0  # the half for the next version
         self._returned = -1
         desk.on_order(self._on_order)
@@ -196,10 +227,22 @@ class WeightReceiver(BoardOwner):
 
     def _fill(self, order: Order, half: int) -> str | None:
         self._board.clear(half)
-        failure = self._stripes.broadcast(order, self._board.half(half))
-        if failure is None:
-            self._board.write(half, order.version)
-        return failure
+        weights, failure = self._board.half(half), None
+        if order.whole or self._lora is None:
+            failure = self._stripes.broadcast(order, weights)
+        if self._lora is not None:
+            failure = failure or self._stripes.broadcast(order, self._adapters)
+        if failure is not None:
+            return failure
+        if self._lora is not None:
+            if order.whole:
+                self._merge = Merge.of(self._lora, weights)
+            elif half not in self._complete:
+                weights.copy_(self._board.half(1 - half))
+            self._complete.add(half)
+            self._merge.merge(self._adapters, weights)
+        self._board.write(half, order.version)
+        return None
 
 
 class AllReaders:

@@ -27,13 +27,15 @@ MOST_FAILURES = 3  # broadcasts in a row in which no node was lost
 
 
 class Order(NamedTuple):
-    """One broadcast, in JSON types. `group`: number of the process groups. `outputs`: see `PostedVersion`."""
+    """One broadcast, in JSON types. `group`: number of the process groups. `outputs`: see `PostedVersion`. `whole`: the receivers
+    have no weights yet, so they need all weights where others need only adapters."""
 
     version: int
     outputs: Sequence[float] | None
     group: int
     senders: Sequence[str]
     receivers: Sequence[str]
+    whole: bool = False
 
 
 class Orders:
@@ -117,12 +119,15 @@ class Orders:
     def _behind(self) -> list[str] | None:
         """The receivers of the next order; None: some of them have no free half."""
         behind = sorted(node for node, version in self._has.items() if version < self._held)
+        # Nodes without weights get an order of their own, because it carries more bytes.
+        behind = [node for node in behind if self._has[node] < 0] or behind
         return behind if behind and self._ready.issuperset(behind) else None
 
     async def _broadcast(self, receivers: list[str]) -> None:
         if receivers != self._members:
             self._group, self._members = self._group + 1, receivers
-        order = Order(self._held, self._outputs.get(self._held), self._group, sorted(self._written), receivers)
+        outputs, whole = self._outputs.get(self._held), self._has[receivers[0]] < 0
+        order = Order(self._held, outputs, self._group, sorted(self._written), receivers, whole)
         tasks = {node: asyncio.ensure_future(self._ask(node, order)) for node in (*order.senders, *receivers)}
         try:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)

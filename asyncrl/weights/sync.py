@@ -152,15 +152,18 @@ class BoardOwner:
 class WeightPublisher(BoardOwner):
     """A `WeightSink`: writes the versions of a policy. `post_first` comes before the first worker starts."""
 
-    def __init__(self, policy: PolicyModel, board: Board, workers: BoardWorkers, lane: Lane) -> None:
-        """`board`: of the layout of `policy.weights`. Errors: LifecycleError for another layout."""
+    def __init__(
+        self, policy: PolicyModel, board: Board, workers: BoardWorkers, lane: Lane, adapters: Sequence[Tensor] = ()
+    ) -> None:
+        """`board`: of the layout of `policy.weights`. `adapters`: for each half a buffer that gets the masters of the adapters, for
+        nodes that merge. Errors: LifecycleError for another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
                 f"the weight board has layout {board.layout}, the policy's weights have "
                 f"{policy.weights.layout_digest()}: create it from `policy.weights`"
             )
         super().__init__(board, workers)
-        self._policy, self._lane = policy, lane
+        self._policy, self._lane, self._adapters = policy, lane, adapters
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
         self._one_at_a_time = asyncio.Lock()
         self._computed_at, self._cost = -math.inf, 0.0
@@ -197,6 +200,8 @@ class WeightPublisher(BoardOwner):
         require_current(policy, version)
         if self._casts_into_halves:
             policy.flat.target = None
+        if self._adapters:
+            self._adapters[half].copy_(policy.flat.master)
         is_in_half = policy.weights.working.data_ptr() == board.half(half).data_ptr()
         board.write(half, policy.version, None if is_in_half else policy.weights.working)
         return PostedVersion(policy.version, half, self._fixed_row())

@@ -17,7 +17,7 @@ def test_the_ledger_groups_and_weights_are_measured(tmp_path: Path) -> None:
     assert {run["side"] for run in written["groups"]} == {"line", "queue"}
     assert all(run["groups_per_s"] > 0 and run["cpu_us"] > 0 for run in written["groups"])
     sent, sampled = written["weights"]
-    assert len(sent["broadcast"]) == len(sent["bare"]) == 4 and sent["bytes"] > 0
+    assert len(sent["broadcast"]) == len(sent["bare"]) == 4 and sent["bytes"] == sent["sent"] > 0
     assert sampled["moves"] > 0 and sampled["step"] > 0 and sampled["bind"] > 0
     tables = (tmp_path / "nodes.md").read_text()
     assert "transitions/s" in tables and "| 16 x 256 | line |" in tables and "Ray is left out" in tables

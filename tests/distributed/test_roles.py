@@ -13,10 +13,11 @@ import warm
 
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
-from asyncrl.config.schema import RolesConfig
+from asyncrl.config.schema import LoraConfig, RolesConfig
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError
+from asyncrl.models.loading import adapter_sizes
 from asyncrl.runtime.memory import predicted
 from asyncrl.runtime.placement import place
 
@@ -107,8 +108,12 @@ def test_a_rank_plans_memory_for_what_it_does(tmp_path: Path) -> None:
         placement = place(settings, torch.device("cpu"), world)
         assert (placement.trains, placement.generates, placement.workers) == (rank == 0, rank == 1, rank)
         names[rank] = set(predicted(settings, placement=placement))
-    assert names[0] == set(both) - {"kv_cache"}
+    assert names[0] == {*both, "weight_board"} - {"kv_cache"}
     assert names[1] == {"weight_board", "workers", "kv_cache"}
+    adapted = settings.model_copy(update={"model": settings.model.model_copy(update={"lora": LoraConfig(rank=2)})})
+    # float32: the adapters, and each weight that has one.
+    adapters, merged = adapter_sizes(adapted.model)
+    assert predicted(adapted, placement=placement)["adapters"] == 4 * (adapters + merged)
 
 
 PROGRAM = """

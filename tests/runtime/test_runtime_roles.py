@@ -162,8 +162,10 @@ async def test_a_run_that_ended_within_a_batch_is_resumed_with_roles(
 def test_evaluations_do_not_wait_for_ranks_that_wait_for_rank_0(
     tmp_path: Path, train: list[int], generate: list[int], placement: str, interval: int
 ) -> None:
-    """Rank 0 waits for an evaluation while another training rank has gone on to the end of the next step."""
+    """Rank 0 waits for an evaluation while another training rank has gone on to the end of the next step. The rank that only
+    generates merges the adapters, and compares the fixed row."""
     tree = with_roles(ASYNC, train, generate) | {
+        "model": ASYNC["model"] | {"lora": {"rank": 2}},
         "rollout": ASYNC["rollout"] | {"max_staleness": 2, "weight_sync_interval": interval},
         "generation": {"placement": placement},
         "data": SYNC["data"],

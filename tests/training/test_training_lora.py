@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from asyncrl.config.schema import LoraConfig, ModelConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError
 from asyncrl.models.parameters.lora import describe_adapted
+from asyncrl.models.parameters.merge import Merge
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.memory import Lengths, predict_memory
 from asyncrl.training.snapshot import take_snapshot
@@ -157,6 +159,7 @@ def test_experts_have_the_adapters_the_gradient_and_the_files_of_peft(
     groups = [make_group(np.random.default_rng(4), i) for i in range(3)]
     settings = LoraConfig(rank=3, alpha=5, target_modules=modules, target_parameters=parameters)
     policy = PolicyModel(experts_of(family), "float64", lora=settings, seed=2)
+    merged = policy.weights.working.clone()
     generator = torch.Generator().manual_seed(7)
     for _, master in policy.flat.named_masters():
         master.add_(torch.randn(master.shape, generator=generator, dtype=torch.float64), alpha=0.2)
@@ -191,6 +194,13 @@ def test_experts_have_the_adapters_the_gradient_and_the_files_of_peft(
     scale = result.grad_norm / float(torch.cat([g.flatten() for g in found.values()]).norm())
     for name, gradient in found.items():
         torch.testing.assert_close(gradient * scale, wanted[name], rtol=1e-4, atol=1e-5)
+
+    # Another process merges to the same bits.
+    assert policy.lora is not None
+    base = policy.lora.merge.unmerged(policy.weights.working, 5, merged.numel() - 1)
+    assert torch.equal(base, merged[5:-1])
+    Merge.of(json.loads(json.dumps(policy.lora.describe())), merged).merge(policy.flat.master, merged)
+    assert torch.equal(merged, policy.weights.working)
 
     take_snapshot(core).write_pretrained(tmp_path, None, None)
     loaded = peft.PeftModel.from_pretrained(experts_of(family), tmp_path / "adapter").eval()

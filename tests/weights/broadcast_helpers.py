@@ -132,7 +132,7 @@ class Node:
             if job.name in job.senders:
                 await self._send(case, desk)
             else:
-                await self._receive(desk)
+                await self._receive(desk, case.policy.lora and case.policy.lora.describe())
 
     async def _serve(self) -> ServedOrders:
         job = self.job
@@ -178,8 +178,8 @@ class Node:
         return LineOrders(self.client)
 
     async def _send(self, case: Trained, desk: OrderDesk) -> None:
-        nodes = SendingNodes(self.board, self.stripes, self.lane, desk)
-        publisher = WeightPublisher(case.policy, self.board, nodes, self.own)
+        nodes = SendingNodes(self.board, self.stripes, self.lane, desk, case.policy.lora)
+        publisher = WeightPublisher(case.policy, self.board, nodes, self.own, nodes.adapters)
         first = await publisher.post_first()
         say(version=0, sha=digest(self.board.half(0)))
         await nodes.update_weights(*first)
@@ -201,9 +201,9 @@ class Node:
             for _ in self.job.receivers:
                 await self.arrived.acquire()
 
-    async def _receive(self, desk: OrderDesk) -> None:
+    async def _receive(self, desk: OrderDesk, lora: dict[str, Any] | None) -> None:
         worker = OneWorker(self.board, self.job.kind, self.own)
-        receiver = WeightReceiver(self.board, worker, self.stripes, self.lane, desk)
+        receiver = WeightReceiver(self.board, worker, self.stripes, self.lane, desk, lora)
         await worker.update_weights(*await receiver.post_first())
         while (version := await receiver.next()) < self.job.versions:
             await self.client.tell("arrived")

@@ -101,8 +101,12 @@ async def test_a_node_that_comes_later_gets_the_version_that_is_there_in_a_group
         both = later(nodes.orders.next("a", 0)), later(nodes.orders.next("b", 0))
         await nodes.write(1)
         await asyncio.gather(*both)
-    assert nodes.versions() == [(0, ["a"]), (0, ["b"]), (1, ["a", "b"])]
-    assert [order.group for order in nodes.sent] == [1, 2, 3]
+        alone = later(nodes.orders.next("c", -1)), *(later(nodes.orders.next(node, 1)) for node in ("a", "b"))
+        await nodes.write(2)
+        await asyncio.gather(*alone)
+    assert nodes.versions() == [(0, ["a"]), (0, ["b"]), (1, ["a", "b"]), (2, ["c"]), (2, ["a", "b"])]
+    assert [order.group for order in nodes.sent] == [1, 2, 3, 4, 5]
+    assert [order.whole for order in nodes.sent] == [True, True, False, True, False]
 
 
 async def test_a_failed_broadcast_is_repeated_in_a_new_group() -> None:

@@ -41,6 +41,8 @@ from asyncrl.errors import ConfigError
 
 from .flat import FlatParameters, FlatWeights
 from .frozen import family, unreached_names
+from .layout import Layout
+from .merge import Merge, Place, as_stack, factors, sizes_of
 from .packed import accumulate
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
@@ -105,18 +107,7 @@ class Target:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, O, I): experts, output features and input features."""
-        sizes = (1, *self.weight.shape)[-3:]
-        return (sizes[0], sizes[2], sizes[1]) if self.transposed else (sizes[0], sizes[1], sizes[2])
-
-    def as_stack(self, weight: Tensor) -> Tensor:
-        """View [E, O, I] of `weight` or its gradient, which has the shape of `Target.weight`."""
-        stack = weight.view(-1, *weight.shape[-2:])
-        return stack.transpose(1, 2) if self.transposed else stack
-
-    def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Views [E, r, I] and [E, O, r] of A [E r, I] and B [O, r E]."""
-        experts, outputs, inputs = self.shape
-        return a.view(experts, -1, inputs), b.view(outputs, -1, experts).permute(2, 0, 1)
+        return sizes_of(self.weight.shape, self.transposed)
 
 
 class LoraParameters(FlatParameters):
@@ -130,9 +121,16 @@ class LoraParameters(FlatParameters):
         self.scale = config.alpha / config.rank
         self.weights = weights
         index = {id(parameter): i for i, parameter in enumerate(weights.parameters)}
-        self._weight_indices = [index[id(target.weight)] for target in targets]
-        self._base = [weights.view(weights.working, i).clone() for i in self._weight_indices]
-        super().__init__(list(_initial_values(targets, config.rank, seed)), weights.working.dtype)
+        adapters = list(_initial_values(targets, config.rank, seed))
+        offsets = iter(Layout.of(adapters).offsets)
+        places = [
+            Place(
+                tuple(t.weight.shape), t.transposed, weights.offsets[index[id(t.weight)]], next(offsets), next(offsets)
+            )
+            for t in targets
+        ]
+        self.merge = Merge(places, config.rank, self.scale, weights.working)
+        super().__init__(adapters, weights.working.dtype)
         for number, target in enumerate(targets):
             a, b = 2 * number, 2 * number + 1
             if target.layer is None:
@@ -148,10 +146,10 @@ class LoraParameters(FlatParameters):
     def _take_gradient(self, number: int, weight: Tensor) -> None:
         """Hook of a weight without an `AdaptedLinear`: adds the gradients of A and B, and frees the gradient of the weight."""
         assert weight.grad is not None
-        target = self.targets[number]
-        grad_EOI = target.as_stack(weight.grad)
-        a_ErI, b_EOr = target.factors(*(self.parameters[2 * number + i].detach() for i in (0, 1)))
-        grad_a, grad_b = target.factors(*(self.view(self.grad, 2 * number + i) for i in (0, 1)))
+        target, a, b = self.targets[number], 2 * number, 2 * number + 1
+        grad_EOI = as_stack(weight.grad, target.transposed)
+        a_ErI, b_EOr = factors(self.parameters[a], self.parameters[b], target.shape)
+        grad_a, grad_b = factors(self.view(self.grad, a), self.view(self.grad, b), target.shape)
         grad_a.add_(b_EOr.transpose(1, 2) @ grad_EOI, alpha=self.scale)
         grad_b.add_(grad_EOI @ a_ErI.transpose(1, 2), alpha=self.scale)
         weight.grad = None
@@ -159,19 +157,11 @@ class LoraParameters(FlatParameters):
     def refresh(self) -> None:
         """See `FlatParameters.refresh`. Also computes every merged weight from its W0."""
         super().refresh()
-        with torch.no_grad():
-            for number, index in enumerate(self._weight_indices):
-                self.weights.view(self.weights.working, index).copy_(self._merged(number))
+        self.merge.merge(self.master, self.weights.working)
 
-    def _merged(self, number: int) -> Tensor:
-        """W0 + s B A, computed from the masters, in the shape of the weight and the matmul dtype."""
-        base, target = self._base[number], self.targets[number]
-        a, b = (self.view(self.master, 2 * number + i) for i in (0, 1))
-        if target.layer is not None:
-            return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
-        a_ErI, b_EOr = target.factors(a, b)
-        merged_EOI = torch.baddbmm(target.as_stack(base).to(self.master_dtype), b_EOr, a_ErI, alpha=self.scale)
-        return (merged_EOI.transpose(1, 2) if target.transposed else merged_EOI).reshape(base.shape).to(base.dtype)
+    def describe(self) -> dict[str, Any]:
+        """What another process needs to merge `master`, in JSON types: see `Merge.of`."""
+        return self.merge.describe() | {"elements": self.size}
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
         """See `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""

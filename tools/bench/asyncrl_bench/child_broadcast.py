@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.schema import LoraConfig, ModelConfig
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.generation.worker.serving import EmbeddedServing
@@ -151,12 +151,13 @@ class BenchNode:
         server.on("arrived", on_arrived)
         await self.stack.enter_async_context(server)
         own = await self.stack.enter_async_context(ThreadLane("trainer", on_start=partial(torch.set_num_threads, 1)))
-        config = ModelConfig(path=job.model, dtype=job.dtype)
+        config = ModelConfig(path=job.model, dtype=job.dtype, lora=LoraConfig(rank=job.lora_rank))
         policy, _ = await own.run(lambda: load_policy(config, CPU), name="load")
-        orders.describe({"path": [policy.path.name, policy.path.attention, policy.path.padded]})
+        lora = policy.lora and policy.lora.describe()
+        orders.describe({"path": [policy.path.name, policy.path.attention, policy.path.padded], "lora": lora})
         self.store.set("line", server.address)
-        nodes = SendingNodes(self.board, self.stripes, self.lane, orders)
-        publisher = WeightPublisher(policy, self.board, nodes, own)
+        nodes = SendingNodes(self.board, self.stripes, self.lane, orders, policy.lora)
+        publisher = WeightPublisher(policy, self.board, nodes, own, nodes.adapters)
         running = asyncio.create_task(orders.orders.run())
         self.stack.callback(running.cancel)
         await nodes.update_weights(*await publisher.post_first())
@@ -168,6 +169,8 @@ class BenchNode:
             outputs = await own.run(lambda: fixed_logprobs(policy), name="outputs")
             half = number % 2
             await own.run(partial(self.board.write, half, version, policy.weights.working), name="write")
+            if nodes.adapters:
+                nodes.adapters[half].copy_(policy.flat.master)
             if not job.decodes and number % 2 == 0:
                 seconds["bare"].append(await self.bare_s(half))
             began = time.perf_counter()
@@ -177,7 +180,8 @@ class BenchNode:
             if not job.decodes and number % 2 == 1:
                 seconds["bare"].append(await self.bare_s(half))
             self.board.clear(1 - half)
-        self.pipe.send({**seconds, "bytes": self.board.nbytes})
+        sent = nodes.adapters[0].nbytes if nodes.adapters else self.board.nbytes
+        self.pipe.send({**seconds, "bytes": self.board.nbytes, "sent": sent})
 
     async def receive(self) -> None:
         job = self.job
@@ -185,10 +189,11 @@ class BenchNode:
         client = await self.stack.enter_async_context(LineClient(address, SECRET, self.names[self.rank]))
         workers = Sampler(job, self.board) if job.decodes else Moved()
         orders = LineOrders(client)
-        receiver = WeightReceiver(self.board, workers, self.stripes, self.lane, orders)
+        model = await orders.model()
+        receiver = WeightReceiver(self.board, workers, self.stripes, self.lane, orders, model["lora"])
         first = await receiver.post_first()
         if isinstance(workers, Sampler):
-            await workers.open(self.stack, ModelPath(*(await orders.model())["path"]))
+            await workers.open(self.stack, ModelPath(*model["path"]))
             await workers.update_weights(*first)
             tasks = [asyncio.create_task(workers.sample(number)) for number in range(job.sequences)]
             self.stack.callback(lambda: [task.cancel() for task in tasks])

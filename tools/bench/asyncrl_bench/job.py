@@ -196,6 +196,7 @@ class BroadcastJob(Job):
     sequences: int = 8
     pause_s: float = 0.0  # between two versions
     threads: int = 1
+    lora_rank: int = 0  # adapters travel
 
 
 def write_token_prompts(job: GenerateJob, vocabulary: int) -> None:

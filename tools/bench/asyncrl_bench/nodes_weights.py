@@ -22,6 +22,7 @@ OPTIONS = (
     option("--receivers", [1, 2, 3], "nodes that receive", [1], nargs="+", type=positive),
     option("--versions", 16, "versions of a run, after the first", 4),
     option("--sequences", 4, "that a node samples while it moves", 2),
+    option("--lora-rank", 0, "of adapters, which then travel alone; 0: all weights are trained", type=int),
     option("--dtypes", "bfloat16", "of the weights, float32 or bfloat16", "float32", type=words(*DTYPES)),
 )
 
@@ -32,7 +33,7 @@ def measure_weights(place: Place) -> tuple[list[dict[str, Any]], list[str]]:
     for dtype in options.dtypes:
         for receivers in options.receivers:
             place.say(f"weights: {dtype}, {receivers} receivers")
-            job = BroadcastJob(model, dtype, receivers, options.versions)
+            job = BroadcastJob(model, dtype, receivers, options.versions, lora_rank=options.lora_rank)
             found = place.own("broadcast", job, f"{dtype}-{receivers}")
             runs.append({"dtype": dtype, "receivers": receivers, **found})
         place.say(f"weights: {dtype}, a node that samples")
@@ -50,14 +51,14 @@ def table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             run for run in runs if (run["dtype"], run["receivers"]) == (dtype, receivers) and not run.get("decodes")
         ]
         ours, bare = (median(each for run in same for each in run[side]) for side in ("broadcast", "bare"))
-        size = same[0]["bytes"]
+        size, sent = same[0]["bytes"], same[0]["sent"]
         rows.append(
             [
-                f"{dtype}, {size / 2**20:,.0f} MiB", str(receivers), f"{1e3 * ours:,.0f}", f"{1e3 * bare:,.0f}",
-                f"{ours / bare:.2f}", f"{size * receivers / ours / 2**30:.2f}",
+                f"{dtype}, {size / 2**20:,.0f} MiB", f"{sent / 2**20:,.1f}", str(receivers), f"{1e3 * ours:,.0f}",
+                f"{1e3 * bare:,.0f}", f"{ours / bare:.2f}", f"{sent * receivers / ours / 2**30:.2f}",
             ]
         )  # fmt: skip
-    return markdown(["weights", "nodes", "broadcast, ms", "bare, ms", "ratio", "GiB/s received"], rows)
+    return markdown(["weights", "sent, MiB", "nodes", "broadcast, ms", "bare, ms", "ratio", "GiB/s received"], rows)
 
 
 def pause_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
