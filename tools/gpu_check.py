@@ -319,7 +319,7 @@ for line in sys.stdin:
     half = board.half(int(line))
     print(board.version(int(line)), float(half.min()), float(half.max()), flush=True)
 """
-    elements, where = 1 << 26, torch.device(device)
+    elements, where = 1 << (20 if device == "cpu" else 26), torch.device(device)
     halves = None if device == "cpu" else SlabHalves.create(f"check-{os.getpid()}", elements, torch.float32, where)
     more = () if halves is None else (halves,)
     with Board.create(elements, torch.float32, "layout", *more) as made:

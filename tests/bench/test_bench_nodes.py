@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from asyncrl_bench.app import main
 
 
+@pytest.mark.slow
 def test_the_ledger_groups_and_weights_are_measured(tmp_path: Path) -> None:
     assert main(["nodes", "--quick", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
     written = json.loads((tmp_path / "nodes.json").read_text())

@@ -16,6 +16,7 @@ from asyncrl_bench.overlap import figures
 from asyncrl_bench.overlap_dry import Pace
 
 
+@pytest.mark.slow
 def test_the_whole_tool_on_short_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

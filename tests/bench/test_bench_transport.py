@@ -58,6 +58,7 @@ def packed(groups: int, tokens: int, prompt: int) -> dict[str, int]:
 PUT = packed(GROUPS, TOKENS, PROMPT)
 
 
+@pytest.mark.slow
 def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--cache", str(tmp_path / "c"), "--out", str(tmp_path)]
     code = main(["bench", "transport", "--quick", "--costs", "1024", *places, "--sides", *SIDES])

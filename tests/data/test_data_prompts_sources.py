@@ -152,6 +152,7 @@ def test_half_of_a_surrogate_pair_is_named_with_its_row(row: dict[str, Any]) -> 
         encode_prompt(row["prompt"], DataConfig(), None, row)
 
 
+@pytest.mark.slow
 def test_a_reasoning_gym_data_set() -> None:
     gym = pytest.importorskip("reasoning_gym")
     data = gym.create_dataset("leg_counting", size=5, seed=3)

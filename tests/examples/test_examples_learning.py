@@ -25,6 +25,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return learning_comparison
 
 
+@pytest.mark.slow
 def test_a_loss_learns_and_one_with_a_wrong_clip_does_not(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

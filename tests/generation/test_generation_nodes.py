@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from generation_cores import KINDS, Workers, board_of, opened_core
-from generation_models import change_weights, generate_all, request
-from test_generation_vllm_engine import policy_and_plain
+from generation_models import change_weights, generate_all
 from test_generation_worker_engine import CONTEXT, MODEL, REWARDS, assert_same, many
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -22,7 +20,6 @@ from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import load_policy
-from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.runtime import workers as runtime_workers
 from asyncrl.runtime.decided import Decided
@@ -34,7 +31,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.broadcast import SendingNodes, Stripes, WeightReceiver
 from asyncrl.weights.orders import LineOrders, ServedOrders
-from asyncrl.weights.sync import BoardWorkers, WeightPublisher, WeightReader
+from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
 CPU = torch.device("cpu")
 
@@ -109,26 +106,3 @@ async def test_worker_processes_of_a_node_that_reads_no_weights(dtype: str, tmp_
             async with own:
                 expected = await generate_all(own, requests)
             assert_same(await generate_all(engine, requests), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_an_engine_of_vllm_moves_to_weights_by_broadcast(kind: str) -> None:
-    """`plain`: vLLM's part is played by transformers."""
-    policy, plain = policy_and_plain("llama")
-    sent = list[Any]()
-    asked = [request(8 + index, index, max_tokens=12, temperature=0.0) for index in range(3)]
-    async with opened_core(kind, policy, plain) as made, board_of(policy) as (owner, board):
-        reader = WeightReader(board, made.engine, made.lane, sent.append)
-        async with two_nodes(policy, made.lane, owner, Workers(reader)) as (publisher, receiver):
-            await reader.move(*await receiver.post_first())
-            assert await receiver.next() == 0
-            for seed in (1, 2, 3):
-                version = await made.lane.run(lambda seed=seed: change_weights(policy, seed), name="step")
-                await publisher.update_weights(version)
-                assert await receiver.next() == version
-                answers = await generate_all(made.engine, asked)
-                assert all((answer.versions == version).all() for answer in answers)
-                bound = made.engine.output_bound
-                theirs = await made.lane.run(lambda: fixed_logprobs(policy), name="outputs")
-                assert bound.distance(await made.engine.outputs(), theirs) < bound.usual
-    assert sent == [{"bound": version} for version in range(4)]

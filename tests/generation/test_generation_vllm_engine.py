@@ -93,7 +93,10 @@ async def flipped(made: OpenedCore, policy: PolicyModel, asked: list[GenerationR
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("architecture", "after"), [("llama", "keep"), ("llama", "recompute"), ("qwen3_moe", "keep")])
+@pytest.mark.parametrize(
+    ("architecture", "after"),
+    [("llama", "keep"), ("llama", "recompute"), pytest.param("qwen3_moe", "keep", marks=pytest.mark.slow)],
+)
 async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them(
     kind: str, architecture: str, after: str
 ) -> None:
@@ -174,7 +177,7 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 async def test_replayed_tokens_have_the_log_probs_of_their_record(kind: str, architecture: str) -> None:
     """The prompt's log-probs come from a prefill, those of the completion from steps that decode."""
     policy, plain = policy_and_plain(architecture)

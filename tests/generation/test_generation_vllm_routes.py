@@ -75,7 +75,7 @@ def turn_gates(policy: PolicyModel) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("after", ["keep", "recompute"])
+@pytest.mark.parametrize("after", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 async def test_after_an_update_each_token_has_the_routes_it_was_sampled_with(
     monkeypatch: pytest.MonkeyPatch, kind: str, after: str
 ) -> None:

@@ -18,7 +18,9 @@ from asyncrl.models.routes import Routes
 PRETENDED = Path(__file__).with_name("generation_pretended.py")
 
 
-@pytest.mark.parametrize("arguments", ["steps qwen3", "steps qwen3 graphs", "steps gemma2", "terms"])
+@pytest.mark.parametrize(
+    "arguments", ["steps qwen3", "steps qwen3 graphs", pytest.param("steps gemma2", marks=pytest.mark.slow), "terms"]
+)
 def test_on_a_pretended_gpu(arguments: str) -> None:
     """Steps wait for their tokens alone; attention with capped scores takes few launches."""
     with warm.Popen(

@@ -161,6 +161,7 @@ async def test_the_others_of_a_call_are_cancelled_where_one_fails() -> None:
     assert cancelled == ["a", "b"]
 
 
+@pytest.mark.slow
 async def test_a_real_reasoning_gym_data_set(tmp_path: Path) -> None:
     gym = pytest.importorskip("reasoning_gym")
     (tmp_path / "gym.py").write_text(

@@ -523,8 +523,15 @@ def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> N
 # -- as users meet it ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["sync", "async"])
-@pytest.mark.parametrize(("model", "path"), [("stateful", "plain"), ("windowed", "fused")])
+@pytest.mark.parametrize(
+    ("model", "path", "preset"),
+    [
+        ("stateful", "plain", "async"),
+        ("windowed", "fused", "sync"),
+        pytest.param("stateful", "plain", "sync", marks=pytest.mark.slow),
+        pytest.param("windowed", "fused", "async", marks=pytest.mark.slow),
+    ],
+)
 async def test_sampler_and_trainer_say_the_same_over_ten_steps(
     tmp_path: Path, model: str, path: str, preset: str
 ) -> None:

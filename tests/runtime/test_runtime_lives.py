@@ -10,9 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# An INT of two ranks runs nightly: test_runtime_signals stops them with each push.
+# With each push test_runtime_signals stops two ranks, and test_runtime_resume kills a run of one.
 @pytest.mark.parametrize(
-    ("kind", "how"), [("1", "KILL all"), pytest.param("2", "INT", marks=pytest.mark.slow), ("2", "KILL launcher")]
+    ("kind", "how"),
+    [
+        ("2", "KILL launcher"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("1", "KILL all"), ("2", "INT"))),
+    ],
 )
 def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -158,7 +158,10 @@ def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
     assert (place / "checkpoints/latest/state/shard_1.pt").exists(), process.output
 
 
-@pytest.mark.parametrize(("what", "every"), [("moved", None), ("replaced", 1), ("replaced", None)])
+@pytest.mark.parametrize(
+    ("what", "every"),
+    [("replaced", 1), *(pytest.param(what, None, marks=pytest.mark.slow) for what in ("moved", "replaced"))],
+)
 def test_two_ranks_whose_directory_is_lost_leave_a_checkpoint(tmp_path: Path, what: str, every: int | None) -> None:
     """And rank 1 writes its part neither into a directory of another run nor where its own directory lay."""
     tree = SHARDED | FAST | {"checkpoint": {"every": every}}
@@ -213,7 +216,7 @@ def reward(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "raises"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
     """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way, the
     signs of life are."""

@@ -103,7 +103,14 @@ OF_FOUR = [[i % 4, i % 3 if i % 2 else 0] for i in range(SEQUENCES)]
 OF_THREE = [[(0, 1, 3)[i % 3], i % 2] for i in range(SEQUENCES)]
 
 
-@pytest.mark.parametrize(("shards", "keep"), [(2, False), (None, True), (2, True)])
+@pytest.mark.parametrize(
+    ("shards", "keep"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+    ],
+)
 def test_two_copies_of_the_model_and_weights_that_stay_gathered(four: Ranks, shards: int | None, keep: bool) -> None:
     """2 x 2 ranks: the model is cut over two, and gradients are summed over all four."""
     check(four, Case(where=OF_FOUR, shards=shards, keep=keep, silent=[0, 0, 1, 0], steps=3))
@@ -127,7 +134,7 @@ def test_kept_weights_are_gathered_once_a_step_and_gradients_are_reduced_once(fo
 @pytest.mark.parametrize(
     ("case", "flipped", "named"),
     [
-        (Case(flat=True, steps=12), 10, "rank 3"),
+        pytest.param(Case(flat=True, steps=12), 10, "rank 3", marks=pytest.mark.slow),
         (Case(flat=True, steps=12), 0, "rank 3"),  # such as a file that differs on another disk
         (Case(shards=2, keep=True, steps=12), 10, "rank 3"),
     ],
@@ -154,7 +161,7 @@ def test_a_saved_state_goes_on_with_another_cut(four: Ranks, shards: int, keep: 
     check(four, Case(where=OF_FOUR, shards=shards, keep=keep, then=then))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_two_ranks_with_unequal_numbers_of_microbatches(two: Ranks, name: str) -> None:
     check(two, Case(name, where=UNEQUAL))
 
@@ -207,7 +214,9 @@ def test_what_a_model_does_around_its_head(two: Ranks, kind: str) -> None:
     check(two, Case(where=UNEQUAL, kind=kind, tied=kind == "capped"))
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("grpo", True), ("dapo", False)])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("grpo", True), pytest.param("dapo", False, marks=pytest.mark.slow)]
+)
 def test_experts_their_routes_and_their_balance(two: Ranks, name: str, checkpointing: bool) -> None:
     """Rank 0 alone has microbatches in some rounds: whatever its tokens choose, the other gathers the same blocks. (transformers'
     routers compute their probabilities in float32.)"""
@@ -236,8 +245,9 @@ def test_bfloat16_products_have_float32_masters(two: Ranks) -> None:
 places = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)).map(list), min_size=SEQUENCES, max_size=SEQUENCES)
 
 
-def test_any_partition_over_three_ranks_is_the_same_step(three: Ranks) -> None:
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@pytest.mark.parametrize("examples", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_any_partition_over_three_ranks_is_the_same_step(three: Ranks, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @given(
         where=places,
         seed=st.integers(0, 2**16),

@@ -26,7 +26,6 @@ def hashes(lines: list[dict[str, Any]]) -> dict[int, str]:
         pytest.param(1, 3, "bfloat16", 50, marks=pytest.mark.slow),
         pytest.param(2, 2, "bfloat16", 50, marks=pytest.mark.slow),
         (1, 3, "bfloat16", 4),
-        pytest.param(2, 1, "float32", 4, marks=pytest.mark.slow),
         (2, 1, "cut bfloat16", 4),
         pytest.param(1, 1, "lora bfloat16", 4, marks=pytest.mark.slow),
     ],
