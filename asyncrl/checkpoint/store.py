@@ -12,7 +12,8 @@
 Guarantees
 - A directory named `step_N` is complete at every moment, also after a kill or a power cut.
 - A save that fails (full disk, no permission, a writer that raises) leaves earlier checkpoints unchanged, removes its temporary
-  directory, and raises `CheckpointError` with the path and the cause.
+  directory, and raises `CheckpointError` with the path and the cause. If only `latest` could not be changed, `step_N` stays, and
+  the error says how to resume from it.
 - A load uses no file of a damaged checkpoint. The error names the damaged files and the newest earlier intact checkpoint.
 - A checkpoint is removed only after a newer checkpoint is in place. The checkpoint that `latest` names is never removed.
 
@@ -166,7 +167,7 @@ class CheckpointStore:
         return None if version is None else self.load(version)
 
     def resume_advice(self, earlier: int | None) -> str:
-        """Tells a user how to resume although the latest checkpoint is damaged.
+        """Tells a user how to resume although the checkpoint that `latest` names is damaged, or older.
         `earlier`: the version of the newest intact checkpoint; None if there is none."""
         if earlier is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
@@ -181,6 +182,8 @@ class CheckpointStore:
             existing = (
                 "; the run has no checkpoint yet" if latest is None else f"; the latest checkpoint is step_{latest}"
             )
+        if action.startswith("point"):
+            existing += f"; {self.resume_advice(version)}"
         reason, cause = f"{type(error).__name__}: {error}", _root_cause(error)
         if cause is not None:
             reason += f" after {type(cause).__name__}: {cause}"

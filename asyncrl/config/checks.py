@@ -162,7 +162,8 @@ def _check_preset(config: Config) -> Iterator[str]:
 
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine.kind
-    if rollout.weight_sync_interval > 1 and engine == "embedded" and config.generation.placement != "worker":
+    in_workers = config.generation.placement == "worker" or _has_roles(config)
+    if rollout.weight_sync_interval > 1 and engine == "embedded" and not in_workers:
         yield (
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but generation.placement is "
             f"{config.generation.placement}, and an engine on the trainer's device samples from the trainer's weights: "
@@ -324,7 +325,7 @@ def _check_deadlines(config: Config) -> Iterator[str]:
     if watchdog.stall_timeout_s <= watchdog.interval_s:
         yield (
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
-            f"{watchdog.interval_s}: the watchdog checks only every interval_s"
+            f"{watchdog.interval_s}; raise the first or lower the second"
         )
     if config.reward.functions and watchdog.stall_timeout_s <= config.reward.timeout_s:
         yield (
@@ -459,10 +460,15 @@ def _check_distributed(config: Config) -> Iterator[str]:
         )
 
 
+def _has_roles(config: Config) -> bool:
+    """Whether some rank only trains or only generates. Then all engines run in workers."""
+    train, generate = config.distributed.roles.train, config.distributed.roles.generate
+    return isinstance(train, int) or isinstance(generate, int) or {*(train or ())} != {*(generate or ())}
+
+
 def _check_roles(config: Config) -> Iterator[str]:
     """`distributed/roles.py` compares the roles with the number of ranks."""
-    roles = config.distributed.roles
-    if roles.train is None and roles.generate is None:
+    if not _has_roles(config):
         return
     prefix = "distributed.roles is set and "
     if config.door.ring is not None:

@@ -342,7 +342,9 @@ class CheckpointConfig(SettingsSection):
 class WatchdogConfig(SettingsSection):
     """Time limits after which the watchdog ends the run."""
 
-    interval_s: float = field(5.0, "Time between two checks of the watchdog thread.", gt=0)
+    interval_s: float = field(
+        5.0, "Time between two checks of the watchdog thread; at most a quarter of the shortest limit below.", gt=0
+    )
     stall_timeout_s: float = field(
         600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
     )

@@ -126,11 +126,11 @@ class Remote:
 
     async def report_often(self) -> None:
         """Report until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
-        ports = self._ports
+        ports, limits = self._ports, self._ports.config.watchdog
         # The pumps notice it, too, if rank 0 is lost.
         with suppress(RankLost):
             while True:
-                await anyio.sleep(ports.config.watchdog.interval_s)
+                await anyio.sleep(min(limits.interval_s, limits.stall_timeout_s / 4))
                 if not ports.trains:
                     ports.recorder.take_window()  # rank 0 cannot use times of another clock
                 await self.report()

@@ -282,10 +282,13 @@ class Graph:
         """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts, and
         with roles, whose groups travel only during `run`."""
         ports = self._ports
-        if self._generating or ports.depart is not None or not (ports.trains and ports.generates):
+        if ports.depart is not None or not (ports.trains and ports.generates):
             raise LifecycleError(
-                "submit: run() generates the groups of this Runtime; submit groups only if you do not call run(), and leave "
-                "distributed.roles out"
+                "submit: distributed.roles is set, and groups travel between ranks only during run(); leave distributed.roles out"
+            )
+        if self._generating:
+            raise LifecycleError(
+                "submit: run() generates the groups of this Runtime; submit groups to a Runtime whose run() you do not call"
             )
         return self.intake
 

@@ -140,7 +140,7 @@ def place(
         _, trainer_threads, why_threads = _threads(config, trainer, world, weights, 0)
         line = f"generation: shared, on the trainer's {device} ({reason}); {trainer_threads} thread(s): {why_threads}"
         return Placement((), 0, trainer_threads, line, trainer)
-    _refuse_workers(config, device)
+    _refuse_workers(config, device, world)
     engine = ""
     if vllm:
         engine = f" with vLLM {require_vllm(trainer.type)}"
@@ -246,14 +246,15 @@ def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:
     return _with_index(device)
 
 
-def _refuse_workers(config: Config, device: torch.device) -> None:
+def _refuse_workers(config: Config, device: torch.device, world: World) -> None:
     """Errors: ConfigError for a trainer whose weights workers cannot read."""
     if device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip is not None:
+        remedy = "leave distributed.roles out" if world.roles.differ else "use generation.placement=shared"
         raise ConfigError(
-            f"generation.placement is worker and the trainer is on {device}{' (ROCm)' if torch.version.hip else ''}: weights are "
-            "handed to workers in the memory of CPUs, or on NVIDIA's GPUs by CUDA IPC; use shared"
+            f"generation runs in workers and the trainer is on {device}{' (ROCm)' if torch.version.hip else ''}: weights are "
+            f"handed to workers in the memory of CPUs, or on NVIDIA's GPUs by CUDA IPC; {remedy}"
         )
     if config.generation.engine == "vllm" and config.algorithm.router_replay:
         raise ConfigError(

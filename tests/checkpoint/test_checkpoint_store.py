@@ -2,7 +2,10 @@
 
 import asyncio
 import ctypes
+import errno
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -214,6 +217,26 @@ def test_a_writer_that_raises_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"could not create the checkpoint .*file/checkpoints/step_1"):
         CheckpointStore(tmp_path / "file" / "checkpoints").save(1, model_writer("a"))
+
+
+def test_if_only_the_link_cannot_be_changed_the_error_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(target: str, link: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, model_writer("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", full)
+        with pytest.raises(
+            CheckpointError, match=r"could not point .*; the latest checkpoint is step_1; step_2"
+        ) as raised:
+            store.save(2, model_writer("b"))
+    [command] = re.findall(r"step_2 is intact: run `(.*)`, then resume=true continues from it", str(raised.value))
+    assert store.latest_version() == 1 and content(store, 1) == "a"
+    subprocess.run(shlex.split(command), check=True)
+    assert store.latest_version() == 2 and content(store, 2) == "b"
 
 
 @pytest.mark.parametrize(

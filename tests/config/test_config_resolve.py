@@ -140,6 +140,12 @@ def test_contradictions_are_refused(overrides: list[str], parts: tuple[str, ...]
     assert all(part in text for part in parts), text
 
 
+def test_with_roles_engines_have_weights_of_their_own() -> None:
+    given = ["rollout.weight_sync_interval=2", "distributed.roles.train=[0]"]
+    resolve(config(*given, "distributed.roles.generate=[1]"))
+    assert "generation.placement=worker" in refused(*given, "distributed.roles.generate=[0]")
+
+
 def test_ranks() -> None:
     assert "at least the number of ranks that train, 9" in refused(world_size=9)
     assert "world_size is 0" in refused(world_size=0)

@@ -288,6 +288,22 @@ async def test_rank_0_closes_the_books_after_all_ranks_have_left_and_before_they
         ranks.dispatch.dismiss()
 
 
+async def test_a_rank_reports_in_time_also_if_the_watchdog_looks_seldom() -> None:
+    async with connected(1) as ranks, anyio.create_task_group() as tasks:
+        remote = ranks.remote(1)
+        remote._ports.config = Config.model_validate({"watchdog": {"interval_s": 600, "stall_timeout_s": 0.1}})
+        reported = anyio.Event()
+
+        async def report() -> None:
+            reported.set()
+
+        remote.report = report  # type: ignore[method-assign, assignment]
+        tasks.start_soon(remote.report_often)
+        with anyio.fail_after(30):
+            await reported.wait()
+        tasks.cancel_scope.cancel()
+
+
 async def test_ranks_hear_of_the_end() -> None:
     async with connected(1) as ranks:
         remote = ranks.remote(1)

@@ -478,10 +478,21 @@ def test_with_roles_no_group_is_taken_from_outside() -> None:
     """Only `run` sends groups on, so a group that is submitted before it would keep its slot for ever."""
 
     async def body(house: House, supervisor: Any) -> None:
-        with pytest.raises(LifecycleError, match=r"leave distributed\.roles out"):
+        with pytest.raises(LifecycleError, match=r"distributed\.roles is set.*; leave distributed\.roles out"):
             await submit(house, 0)
 
     assert live(Plan(), body=body, ports={"depart": lambda group: None}).error is None
+
+
+def test_while_run_generates_the_groups_no_group_is_taken_from_outside() -> None:
+    async def body(house: House, supervisor: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(house.graph.run, supervisor)
+            await wait_for_version(house, 1)
+            with pytest.raises(LifecycleError, match=r"run\(\) generates the groups of this Runtime; submit"):
+                await submit(house, 99)
+
+    assert live(Plan(max_steps=3), body=body).error is None
 
 
 def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:

@@ -98,6 +98,11 @@ def test_with_roles_a_rank_that_trains_and_generates_has_workers() -> None:
     assert placement.workers == 1 and "(auto: distributed.roles is set)" in placement.line
 
 
+def test_a_device_without_workers_is_refused_with_roles_by_their_name() -> None:
+    with pytest.raises(ConfigError, match=r"the trainer is on mps: .*; leave distributed.roles out"):
+        place(load_config([], []), torch.device("mps"), replace(ONE, world_size=2, roles=Roles((0,), (0, 1))))
+
+
 def test_ranks_of_one_machine_share_its_cores() -> None:
     placement = place(load_config([], ["generation.workers=1"]), CPU, replace(ONE, world_size=2, local_world_size=2))
     assert (placement.threads, placement.trainer_threads) == (2, 2)
@@ -182,7 +187,11 @@ def test_ranks_of_one_machine_share_out_the_gpus(
 @pytest.mark.parametrize(
     ("device", "overrides", "words"),
     [
-        (torch.device("mps"), ("generation.placement=worker",), "the trainer is on mps: .* CUDA IPC; use shared"),
+        (
+            torch.device("mps"),
+            ("generation.placement=worker",),
+            "the trainer is on mps: .* CUDA IPC; use generation.placement=shared",
+        ),
         (
             GPU,
             ("generation.engine=vllm", "algorithm.router_replay=true"),
