@@ -96,7 +96,7 @@ CEILINGS: dict[str, int] = {
     "concurrency": 2235,
     "config": 2761,
     "data": 2825,
-    "distributed": 3476,
+    "distributed": 3234,
     "environments": 130,
     "generation": 5600,
     "http": 1270,
@@ -104,13 +104,13 @@ CEILINGS: dict[str, int] = {
     "pumps": 4070,
     "records": 1100,
     "rewards": 1560,
-    "runtime": 6187,
+    "runtime": 6192,
     "telemetry": 2854,
     "training": 2271,
     "transport": 4583,
     "weights": 852,
-    "tests": 56267,
-    "tools": 8430,
+    "tests": 56161,
+    "tools": 8415,
 }
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"

@@ -96,8 +96,8 @@ class Watchdog:
         the watchdog's thread and may only read, like `details` and `silent_ranks`.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
-    silent_ranks: returns a description of each rank that was silent for longer than its argument in seconds. The first description
-        becomes an alarm with a RankLost. With the argument None it describes all other ranks, for the text of another alarm.
+    silent_ranks: with True, returns why the run cannot go on without a lost rank: the first sentence becomes an alarm with a
+        RankLost. With False, a sentence for each rank that is disconnected now, for the text of another alarm.
     name: a prefix for all output, such as "rank 1: ".
     """
 
@@ -110,7 +110,7 @@ class Watchdog:
         on_stall: Callable[[StallError | RankLost], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
-        silent_ranks: Callable[[float | None], list[str]] = lambda longest_s: [],
+        silent_ranks: Callable[[bool], list[str]] = lambda fatal: [],
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
@@ -229,7 +229,7 @@ class Watchdog:
                 # Without this a broken counter would end the thread, and nothing would watch the run.
                 problem = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}")
             if problem is not None:
-                self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *self._silent_ranks(None)])))
+                self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *self._silent_ranks(False)])))
 
     def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:
@@ -245,7 +245,7 @@ class Watchdog:
             return StallError(f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s")
         stall = self._check_loop()
         # Ranks are checked before lanes: a lane may only be waiting, in a collective, for a silent rank.
-        if stall is None and (silent := self._silent_ranks(self._config.loop_timeout_s)):
+        if stall is None and (silent := self._silent_ranks(True)):
             return RankLost(silent[0])
         stall = stall or self._check_lanes() or self._check_progress()
         return None if stall is None else StallError(stall)

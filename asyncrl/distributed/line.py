@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import anyio
 import orjson
 import zmq
 from zmq.utils import z85
@@ -41,6 +42,7 @@ from .exchange import BYE, HELLO, TELL, WELCOME, Answer, Buffer, Exchange, Handl
 SILENCE_S = 20.0
 WINDOW = 256
 _PROTOCOL = 1
+_LEAVE = "leave"
 _LINGER_MS = 1000  # for the last messages of an end that closes
 _TICK_S = 0.25
 # Messages that are read before other callbacks of the event loop run.
@@ -178,6 +180,17 @@ class _End:
             self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPIED)
         self._read_soon()
 
+    @property
+    def peers(self) -> list[str]:
+        """Names of the other ends that have connected and have not ended."""
+        return [link.peer for link in self._links() if link.error is None]
+
+    def silent(self) -> list[str]:
+        """A sentence for each end that is disconnected now. Thread-safe."""
+        now = awake.now()
+        down = [(link.peer, since) for link in list(self._links()) if (since := link.down_since) is not None]
+        return [f"{peer} has given no sign of life for {now - since:.0f} s" for peer, since in down]
+
     def _set_down(self, link: Exchange) -> None:
         if link.error is None and link.down_since is None:
             link.down_since = awake.now()
@@ -217,11 +230,9 @@ class LineServer(_End):
         self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
         self._refused: set[str] = set()
         self._refusing = False  # the next event tells which connection was refused
-
-    @property
-    def peers(self) -> list[str]:
-        """Names of the clients that have connected and have not ended."""
-        return [*self._peers]
+        self._left: set[str] = set()  # clients that end next, or have said goodbye
+        self._changed = asyncio.Event()
+        self.on(_LEAVE, self._on_leave)
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> LineServer:
         """Listen; `address` is set afterwards. Errors: OSError if the address is not of this machine, or is in use."""
@@ -264,6 +275,24 @@ class LineServer(_End):
         if (link := self._peers.get(peer)) is not None:
             self._dismiss(peer.encode(), link.session, str(error))
             self._end(link, error)
+
+    async def leave(self, timeout_s: float) -> list[str]:
+        """Wait, before `aclose`, until each client has left, too, or is lost. Returns the clients that have not left.
+        Calls `on_end` no more."""
+        self.on_end = None
+        waiting = {*self._peers}
+        with anyio.move_on_after(timeout_s, shield=True):
+            while self._peers.keys() & (waiting := waiting - self._left):
+                await self._changed.wait()
+        return sorted(waiting - self._left)
+
+    async def _on_leave(self, peer: str, header: Any, buffers: Any) -> None:
+        self._set_left(peer)
+
+    def _set_left(self, *peers: str) -> None:
+        self._left.update(peers)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _link(self, peer: str) -> Exchange:
         link = self._peers.get(peer)
@@ -361,6 +390,7 @@ class LineServer(_End):
         self._ended[link].add_done_callback(lambda _: self._ended.pop(link))
         if self._peers.get(link.peer) is link:
             del self._peers[link.peer]
+        self._set_left(*(() if lost else (link.peer,)))
         if self.on_end is not None:
             self.on_end(link.peer, lost)
         elif lost is not None:
@@ -434,6 +464,13 @@ class LineClient(_End):
         """As `tell`, without a wait: for the undoing of a cancelled call. Does nothing if the server is lost."""
         with contextlib.suppress(RankLost, LifecycleError):
             self._link.post(TELL, kind, header)
+
+    async def leave(self, timeout_s: float) -> list[str]:
+        """Tell the server, before `aclose`, that it need not wait for this end. Returns an empty list. Calls `on_end` no more."""
+        self.on_end = None
+        with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(timeout_s, shield=True):
+            await self.ask(_LEAVE)
+        return []
 
     def _check_open(self, kind: str) -> None:
         if self._server_session is None and self._link.error is None:

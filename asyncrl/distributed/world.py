@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -18,13 +17,11 @@ import torch.distributed as dist
 from ..errors import LifecycleError, PlatformError, RankLost
 from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
-from .line import SILENCE_S, LineClient, LineServer
-from .ranks_store import RankInfo, RanksStore, RankStore, advertised, open_store
+from .line import LineClient, LineServer
+from .rendezvous import RankInfo, Rendezvous, advertised, meet
 from .roles import Roles
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How long rank 0 waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
-_AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
 
 
 @dataclass
@@ -42,7 +39,7 @@ class World(Collectives):
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)
-    _ranks: RanksStore | None = field(default=None, repr=False)
+    _met: Rendezvous | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _train: Collectives | None = field(default=None, repr=False)  # set by `open` if roles differ, on training ranks
@@ -110,16 +107,8 @@ class World(Collectives):
             )
         return self._train
 
-    def open(
-        self,
-        device: torch.device,
-        timeout_s: float = 600.0,
-        *,
-        single_rank_group: bool = False,
-        silence_s: float = SILENCE_S,
-    ) -> World:
+    def open(self, device: torch.device, timeout_s: float = 600.0, *, single_rank_group: bool = False) -> World:
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
-        A rank that was disconnected for `silence_s` is lost.
 
         No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
         Errors: LifecycleError if the world or the process group is open already. PlatformError if other ranks do not join.
@@ -133,7 +122,6 @@ class World(Collectives):
         self._opened = True
         # torch's own handling of a failed nccl collective ends the process by SIGABRT, without a checkpoint.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        timeout = timedelta(seconds=timeout_s)
         if self.world_size == 1:
             # A process group of an embedding program is used if there is one.
             if single_rank_group and not dist.is_initialized():
@@ -150,15 +138,14 @@ class World(Collectives):
             return self
         World._owner = self
         try:
-            self._ranks = open_store(self._rank_info(), timeout, silence_s)
-            self.notes += self._ranks.notes
-            self._ranks.wait_for_ranks(timeout_s)
-            self._ranks.launcher_store.set_timeout(_NO_TIMEOUT)
+            self._met = meet(self._rank_info(), timeout_s)
+            self.notes += self._met.notes
+            self._met.store.set_timeout(_NO_TIMEOUT)
             if self._closed:  # by another thread
                 raise RuntimeError("this rank was stopped while it waited for the others")
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"asyncrl/{self.restart}/group", self._ranks.launcher_store),
+                store=dist.PrefixStore("group", self._met.store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=_NO_TIMEOUT,
@@ -182,28 +169,16 @@ class World(Collectives):
         return RankInfo(self.rank, self.world_size, one_machine, self.master_addr, self.master_port, self.restart)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group and the store. A second call does nothing.
-
-        Rank 0 has the store, so it first waits until the other ranks have left: 30 s, or 5 s if this rank `failed`.
-        Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever.
-        """
-        failed = failed or self._closed or not dist.is_initialized()
+        """Leave the process group and torchrun's store. A second call does nothing. `failed`: see `leave`."""
         self.leave(failed=failed)
-        ranks, self._ranks = self._ranks, None
-        missing = [] if ranks is None else ranks.close(_AFTER_AN_ERROR_S if failed else _AT_THE_END_S)
-        if missing and not failed:
-            names = " and ".join(f"rank {rank}" for rank in missing)
-            raise RankLost(
-                f"{names} did not end within {_AT_THE_END_S:g} s of rank {self.rank}: a process hangs, or a machine is lost. "
-                "This rank has written all its files; see the output of the other rank"
-            )
+        self._met = None
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
         """Register a callback of `leave` that deletes references to the process group. Otherwise its connections stay open."""
         self._leave_callbacks.append(callback)
 
     def leave(self, *, failed: bool = True) -> None:
-        """Leave the process group. The store stays open. On gloo, ranks that wait for this rank in a collective get an error.
+        """Leave the process group. On gloo, ranks that wait for this rank in a collective get an error.
         `failed`: on nccl, do not wait for collectives that other ranks may never join."""
         if World._owner is self:
             World._owner = None
@@ -230,43 +205,38 @@ class World(Collectives):
 
     @property
     def torch_store(self) -> dist.Store:
-        """A store that all ranks reach, for process groups. Errors: LifecycleError."""
-        return self._joined().launcher_store
+        """A store that all ranks of this attempt reach, for process groups. Errors: LifecycleError."""
+        return self._joined().store
 
     @property
     def secret(self) -> str:
-        """The secret of the run, for further lines. Errors: LifecycleError."""
+        """The secret of the run, for lines. Errors: LifecycleError."""
         return self._joined().secret
 
-    def store(self, name: str) -> RankStore:
-        """The ranks' store, for keys below `name`."""
-        return self._joined().store.below(name)
-
-    def forget(self, rank: int) -> None:
-        """For rank 0: do not wait in `close` for this rank, which is lost."""
-        if self._ranks is not None:
-            self._ranks.lost.add(rank)
-
-    def serve_line(self) -> tuple[LineServer, str]:
-        """For rank 0: a server for the event loop, not open yet, and the host where it must listen."""
-        ranks = self._joined()
-        return LineServer(ranks.secret, silence_s=ranks.silence_s), ranks.host
+    @property
+    def host(self) -> str:
+        """Where a server of rank 0 must listen. Errors: LifecycleError."""
+        return self._joined().host
 
     def announce_line(self, server: LineServer) -> None:
         """For rank 0: tell the other ranks the address of the open server. Blocks."""
-        ranks = self._joined()
-        ranks.store.set("line/address", advertised(server.address, ranks.host, self.master_addr))
+        self.torch_store.set("line/0", advertised(server.address, self.host, self.master_addr))
 
-    def join_line(self) -> LineClient:
-        """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server."""
-        ranks = self._joined()
-        address, name = ranks.store.get("line/address").decode(), f"rank {self.rank}"
-        return LineClient(address, ranks.secret, name, silence_s=ranks.silence_s)
+    def join_line(self, silence_s: float) -> LineClient:
+        """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
+        Errors: RankLost if rank 0 does not do so in time."""
+        try:
+            address = self._joined().get("line", 0)
+        except RuntimeError as error:
+            raise RankLost(f"rank 0 has not opened its line; see its output ({error})") from error
+        return LineClient(address, self.secret, f"rank {self.rank}", silence_s=silence_s)
 
-    def _joined(self) -> RanksStore:
-        if self._ranks is None:
-            raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
-        return self._ranks
+    def _joined(self) -> Rendezvous:
+        if self._met is None:
+            raise LifecycleError(
+                "a world has a store and a secret between `open` and `close`, and only with more than one rank"
+            )
+        return self._met
 
 
 class TrainingRanks(Collectives):

@@ -162,7 +162,7 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank a single GPU. If ranks share this GPU, `open_world` refuses the run.
+    # A launcher may show each rank a single GPU. If ranks share this GPU, NCCL refuses the run and names them.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
@@ -184,32 +184,19 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
     return "float32", f"auto: no bfloat16 instructions that torch may use; this processor has {instruction_set()}"
 
 
-def open_world(world: World, config: Config, device: torch.device) -> None:
-    """Open `world`, the connections of the ranks. Blocks until all ranks have called this function.
-    Errors: ConfigError if automatic settings differ between ranks, or ranks have the same GPU; the errors of `World.open`."""
-    silence_s = config.watchdog.loop_timeout_s
-    world.open(device, single_rank_group=config.distributed.sharding == "fsdp", silence_s=silence_s)
-    if world.world_size == 1:
-        return
-    store = world.store("chosen")
-    for name in ("model.dtype", "distributed.sharding", "train.tokens_per_microbatch"):
-        value = str(get(config, name))
-        if world.is_first:
-            store.set(name, value)
-        elif (first := store.get(name).decode()) != value:
+def chosen_settings(config: Config) -> dict[str, str]:
+    """Automatic settings that must be the same on all ranks."""
+    names = "model.dtype", "distributed.sharding", "train.tokens_per_microbatch"
+    return {name: str(get(config, name)) for name in names}
+
+
+def check_chosen(config: Config, first: dict[str, str], rank: int) -> None:
+    """Errors: ConfigError if automatic settings of this rank are not those of rank 0 (`first`)."""
+    for name, value in chosen_settings(config).items():
+        if first[name] != value:
             raise ConfigError(
-                f"{name} was chosen by the device: {first} on the machine of rank 0 and {value} on the machine of rank "
-                f"{world.rank}; set {name} to {first} or {value}"
-            )
-    if device.type != "cuda":
-        return
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"GPU of rank {world.rank}", uuid)
-    for other in range(world.rank):
-        if store.get(f"GPU of rank {other}").decode() == uuid:
-            raise ConfigError(
-                f"ranks {other} and {world.rank} have the same GPU ({device}, {uuid}): start as many ranks as there are "
-                "GPUs, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
+                f"{name} was chosen by the device: {first[name]} on the machine of rank 0 and {value} on the machine of rank "
+                f"{rank}; set {name} to {first[name]} or {value}"
             )
 
 

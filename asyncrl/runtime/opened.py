@@ -45,6 +45,7 @@ from asyncrl.types import LedgerStatistics, Prompt
 from .decided import Decided
 from .journal import Journal
 from .performance import DeviceRates, StepProfiler, needed_flop
+from .positions import Positions
 from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
 
@@ -97,6 +98,7 @@ class OpenRun:
     placed: str = ""  # a sentence: device and threads of the engine
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line
+    positions: Positions | None = None  # made with the line, on ranks that train
     # Only if ranks have different roles: on rank 0; on the others; on ranks that only generate.
     dispatch: Dispatch | None = None
     remote: Remote | None = None

@@ -13,9 +13,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.connections import Connections
-from asyncrl.distributed.heartbeat import Heartbeat
-from asyncrl.distributed.line import LineServer
-from asyncrl.distributed.world import World
+from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import RankLost
 from asyncrl.generation.requests import sampling_params
 from asyncrl.pumps.dispatch import Dispatch
@@ -25,14 +23,19 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.weights.orders import ServedOrders
 
 from .build import make_ledger, open_ports
-from .decided import Decided, open_world
-from .directory import RunDirectory
+from .decided import Decided, check_chosen, chosen_settings
 from .inputs import load_prompts
 from .journal import Journal
 from .opened import ENDED, OpenRun
 from .performance import StepProfiler
+from .positions import Positions
 from .progress import Listeners, Stages, collections_between_steps
 from .saving import Checkpointer, SavedRun
+
+# The kind of the first message of a rank.
+_MEET = "meet"
+# How long a rank waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
+_AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
 
 
 async def open_run(
@@ -55,7 +58,7 @@ async def open_run(
     stages.begin("restoring the checkpoint")
     saved_parts = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
     handed = set if run.dispatch is None else run.dispatch.handed
-    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts, handed)
+    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts, handed, run.positions)
     if run.saved is not None and run.world.trains:
         await run.checkpointer.restore(run.saved)
     if run.dispatch is not None and run.prompts is not None:
@@ -94,44 +97,59 @@ async def _open_directory(run: OpenRun) -> None:
 
 
 async def _meet_ranks(run: OpenRun) -> None:
-    world, directory = run.world, run.directory
-
-    async def close(kind: object, *_: object) -> None:
-        # In a thread: closing waits for the other ranks.
-        try:
-            await offload(lambda: world.close(failed=kind is not None), "farewell")
-        finally:
-            # Other ranks may ask rank 0 until they have left.
-            if run.line is not None:
-                await run.line.aclose()
-            if run.ledger is not None:
-                await run.ledger.end_desk()
-
-    run.stack.push_async_exit(close)
+    world = run.world
+    run.stack.push_async_exit(partial(_leave_ranks, run))
     run.stages.begin("meeting the other ranks")
+    single = run.config.distributed.sharding == "fsdp"
     # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
-    await offload(lambda: open_world(world, run.config, run.decided.device), "rendezvous", abandon=True)
+    await offload(lambda: world.open(run.decided.device, single_rank_group=single), "rendezvous", abandon=True)
     for line in world.notes:
         run.journal.live.note(line)
     if world.world_size > 1:
-        run.saved = await offload(lambda: _agree_on_checkpoint(world, directory, run.saved), "find-checkpoint")
-        # The line notices the loss of a rank that only generates.
-        watched = world.roles.train if world.roles.differ else range(world.world_size)
-        heartbeat = Heartbeat(world.store("alive"), world.rank, watched)
-        run.stages.heartbeat = run.stack.enter_context(heartbeat)
         if world.roles.differ:
             for rank in range(world.world_size):
                 run.journal.live.note(world.roles.line(rank))
             if not world.is_first:
                 print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
         await _open_line(run)
+    if run.line is not None and world.roles.differ:
+        run.connections = await run.stack.enter_async_context(Connections(run.line, world.rank, world.secret))
+        if run.remote is not None:
+            await run.remote.arrive()
+        elif run.dispatch is not None:
+            await run.dispatch.wait_here([f"rank {rank}" for rank in range(1, world.world_size)])
+
+
+async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
+    """Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever."""
+    world, line, missing = run.world, run.line, list[str]()
+    failed = kind is not None or not world.is_open
+    timeout_s = _AFTER_AN_ERROR_S if failed else _AT_THE_END_S
+    try:
+        # In a thread: leaving may wait for collectives.
+        await offload(lambda: world.close(failed=failed), "farewell")
+        if line is not None:
+            # Other ranks may ask rank 0 until they have left. Rank 0 does not need a lost rank that only generates.
+            missing = await line.leave(timeout_s)
+            missing = [peer for peer in missing if peer in line.peers or world.roles.trains(_rank_of(peer))]
+    finally:
+        if line is not None:
+            await line.aclose()
+        if run.ledger is not None:
+            await run.ledger.end_desk()
+    if missing and not failed:
+        raise RankLost(
+            f"{' and '.join(missing)} did not end within {_AT_THE_END_S:g} s of rank 0: a process hangs, or a machine is lost. "
+            "This rank has written all its files; see the output of the other rank"
+        )
 
 
 async def _open_line(run: OpenRun) -> None:
-    """Open the line between rank 0 and the other ranks, for the ledger. A rank that is lost ends the run."""
-    world = run.world
+    """Open the line between rank 0 and the other ranks. A rank that is lost ends the run."""
+    world, silence_s = run.world, run.config.watchdog.loop_timeout_s
 
     def lose(lost: RankLost) -> None:
+        run.stages.lost = str(lost)
         world.lost.report(str(lost))
         if run.ledger is not None:
             run.ledger.lose(lost)
@@ -156,30 +174,44 @@ async def _open_line(run: OpenRun) -> None:
         else:
             lose(lost)
 
+    async def meet(peer: str, header: Any, buffers: Any) -> Any:
+        return [chosen_settings(run.config), run.saved is not None], ()
+
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
-        run.line, host = world.serve_line()
-        run.line.on(ENDED, hear)
-        run.line.on_end = on_end
+        run.line = server = LineServer(world.secret, silence_s=silence_s)
+        server.on(ENDED, hear)
+        server.on(_MEET, meet)
+        server.on_end = on_end
         run.ledger = make_ledger(run)
-        _open_roles(run, run.line)
-        server = await run.line.open(host)
+        run.positions = Positions(server, 0, world.roles.train)
+        _open_roles(run, server)
+        await server.open(world.host)
         await offload(lambda: world.announce_line(server), "rendezvous")
     else:
-        run.line = await offload(world.join_line, "rendezvous", abandon=True)
-        run.line.on(ENDED, hear)
-        run.line.on_end = lose
+        run.line = client = await offload(lambda: world.join_line(silence_s), "rendezvous", abandon=True)
+        client.on(ENDED, hear)
+        client.on_end = lose
+        await client.__aenter__()
+        await _agree(run, client)
         run.ledger = make_ledger(run)
+        if world.trains:
+            run.positions = Positions(client, world.train.rank, world.roles.train)
         if world.roles.differ:
-            run.remote = Remote(run.line)
-        await run.line.__aenter__()
-    if not world.roles.differ:
-        return
-    run.connections = await run.stack.enter_async_context(Connections(run.line, world.rank, world.secret))
-    if run.remote is not None:
-        await run.remote.arrive()
-    elif run.dispatch is not None:
-        await run.dispatch.wait_here([f"rank {rank}" for rank in range(1, world.world_size)])
+            run.remote = Remote(client)
+    run.stages.line = run.line
+
+
+async def _agree(run: OpenRun, line: LineClient) -> None:
+    """Compare automatic settings with rank 0, and take its checkpoint: rank 0 may write files before another rank has searched."""
+    (first, resumes), _ = await line.ask(_MEET)
+    check_chosen(run.config, first, run.world.rank)
+    if run.directory is not None:
+        await offload(run.directory.remember_lock, "find-checkpoint")
+    if run.directory is None or not resumes:
+        run.saved = None
+    elif run.saved is None:
+        run.saved = await offload(partial(SavedRun.latest, run.directory), "find-checkpoint")
 
 
 def _open_roles(run: OpenRun, server: LineServer) -> None:
@@ -204,7 +236,6 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     groups = ledger.lose_generator(rank)
     dispatch.lose(peer, groups)
     orders.orders.lose(peer, str(lost))
-    run.world.forget(rank)
     if dispatch.dismissed.is_set() or run.stopped_by is not None or run.ended_by is not None:
         return
     if dispatch.lacks_ranks:
@@ -220,21 +251,6 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
 def _rank_of(peer: str) -> int:
     """The number of a peer of the line."""
     return int(peer.removeprefix("rank "))
-
-
-def _agree_on_checkpoint(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
-    """The checkpoint from which all ranks resume. Rank 0 decides, because it may write files before another rank has searched."""
-    store = world.store("start")
-    if world.is_first:
-        store.set("resumes", str(saved is not None))
-    if directory is None:
-        return None
-    resumes = store.get("resumes") == b"True"
-    if not world.is_first:
-        directory.remember_lock()
-    if not resumes:
-        return None
-    return saved or SavedRun.latest(directory)
 
 
 async def _open_journal(run: OpenRun, notes: list[str]) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from asyncrl.concurrency.offload import offloaded_work
 from asyncrl.concurrency.watchdog import ProgressLimit
-from asyncrl.distributed.heartbeat import Heartbeat
+from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.telemetry.recorder import Recorder
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T_in = TypeVar("T_in", contravariant=True)
 
 class Stages:
     """The current stage of a run's start or end. The watchdog names the stage if the run hangs in it.
-    The thread of the loop and loading threads set the stage. The watchdog's thread reads the stage, the lanes and the heartbeat."""
+    The thread of the loop and loading threads set the stage. The watchdog's thread reads the stage, the lanes and the line."""
 
     def __init__(self) -> None:
         self._stage = ""  # empty while the pumps run
@@ -30,7 +30,8 @@ class Stages:
         self._moves = 0
         self._display: Callable[[str], None] | None = None
         self.lanes: list[Any] = []
-        self.heartbeat: Heartbeat | None = None  # None for a single rank
+        self.line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
+        self.lost: str | None = None  # why the run cannot go on without a lost rank
 
     def show_on(self, display: Callable[[str], None]) -> None:
         """From now on `show` also calls `display`, the live view."""
@@ -53,9 +54,11 @@ class Stages:
         """End the last stage: from now on the pumps have to make progress."""
         self._stage = ""
 
-    def silent_ranks(self, longest_s: float | None) -> list[str]:
-        """One phrase for every rank but this one, or only for ranks that have been silent for more than `longest_s` seconds."""
-        return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
+    def silent_ranks(self, fatal: bool) -> list[str]:
+        """A sentence for each rank that is disconnected now. `fatal`: only why the run cannot go on."""
+        if fatal:
+            return [] if self.lost is None else [self.lost]
+        return [] if self.line is None else self.line.silent()
 
     def progress_limit(self, limit_s: float) -> ProgressLimit | None:
         """The watchdog's limit for the current stage. None while the pumps run."""

@@ -152,9 +152,11 @@ class Checkpointer:
         tokenizer: Any,
         prompts: PromptSource | None,
         handed: Callable[[], set[int]] = set,
+        positions: Positions | None = None,
     ) -> None:
         """`core`: the trainer; None in a dry run, which saves nothing. `lane`: the trainer's. `prompts`: None if groups are
-        submitted. `handed()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet."""
+        submitted. `handed()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
+        `positions`: None for a single rank."""
         self._config = config
         self._directory = directory
         self._world = world
@@ -176,11 +178,7 @@ class Checkpointer:
         self._lost: DirectoryLost | None = None  # raised after the next checkpoint
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(world.roles.train)
-        self._positions = (
-            Positions(world.store("checkpoint"), world.train.rank, world.roles.train)
-            if world.trains and self._ranks > 1
-            else None
-        )
+        self._positions = positions
 
     @property
     def saving(self) -> bool:
@@ -223,7 +221,7 @@ class Checkpointer:
         self._time_is_up = is_up
         if positions is not None and (saving.save_final or saving.every is not None or by_time):
             state = self._position(waiting_prompt)
-            self._time_is_up = await offload(lambda: positions.announce(version, state, save_next=is_up), "announce")
+            self._time_is_up = await positions.announce(version, state, save_next=is_up)
 
     def rank_state(self, waiting_prompt: int | None) -> RankState:
         """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.
@@ -273,7 +271,7 @@ class Checkpointer:
         positions = self._positions
         if positions is None:
             return None, []
-        departures = await offload(lambda: positions.leave(version, stopped_by), "leave")
+        departures = await positions.leave(version, stopped_by)
         last = max((departure.version for departure in departures.values()), default=version)
         if last > version and self._world.rank != 0:
             # The other ranks have finished a step that this rank left early. Its groups are trained, and rank 0 may save the step.
@@ -281,7 +279,7 @@ class Checkpointer:
             after = {name: value for name, value in state.items() if name != "replay"}
             after["turn"] += 1
             after["untrained"] = [group for group in state["untrained"] if group not in trained]
-            await offload(lambda: positions.announce_last(last, after), "leave")
+            await positions.announce_last(last, after)
         silent = [rank for number, rank in enumerate(self._world.roles.train) if number not in departures]
         stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
         return stop_signal, [rank for rank in silent if rank != self._world.rank]
@@ -477,7 +475,7 @@ class Checkpointer:
         if positions is None:
             return [state], []
         sharded = core is not None and core.is_sharded
-        states, missing = await offload(lambda: positions.gather(version, state, sharded=sharded), "checkpoint-gather")
+        states, missing = await positions.gather(version, state, sharded=sharded)
         ledger, turn = self._ports.ledger, state["turn"]
         for rank in [*missing]:
             # The missing rank announced its state one step ago, and all ranks have committed that step.

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -116,9 +115,7 @@ async def _open_stripes(run: OpenRun) -> tuple[Stripes, ThreadLane]:
     world, device = run.world, run.decided.device
     on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start))
-    # An attempt of torchrun must not meet the process groups of the attempt before.
-    store = dist.PrefixStore(f"attempt {world.restart}", world.torch_store)
-    stripes = Stripes(f"rank {world.rank}", store, device, run.config.watchdog.loop_timeout_s)
+    stripes = Stripes(f"rank {world.rank}", world.torch_store, device, run.config.watchdog.loop_timeout_s)
     run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
     return stripes, lane
 

@@ -212,6 +212,41 @@ async def test_closing_ends_calls_and_handlers_and_leaves_nothing() -> None:
     assert {thread for thread in threading.enumerate() if thread.name != "asyncrl-standing"} <= before
 
 
+async def test_a_server_waits_for_clients_until_they_leave_and_names_the_others() -> None:
+    async with await LineServer(SECRET, silence_s=0.5).open() as server, Wire(server.address) as wire:
+        server.on("echo", echo)
+        clients = [LineClient(server.address, SECRET, f"rank {rank}", silence_s=60.0) for rank in (1, 2)]
+        async with clients[0], clients[1]:
+            leaving = asyncio.ensure_future(server.leave(60.0))
+            assert await clients[0].leave(60.0) == []
+            assert (await clients[1].ask("echo", 1))[0] == ["rank 2", 1] and not leaving.done()
+            # A goodbye suffices.
+            await clients[1].aclose()
+            assert await leaving == [] and await server.leave(60.0) == []
+            async with LineClient(wire.address, SECRET, "rank 3", silence_s=60.0):
+                assert await server.leave(0.0) == ["rank 3"]
+                wire.refuses = True
+                wire.cut()
+                with anyio.fail_after(30):
+                    assert await server.leave(60.0) == ["rank 3"], "it is lost"
+        closed = LineServer(SECRET)
+        assert await closed.leave(60.0) == [] and await clients[0].leave(60.0) == []
+
+
+async def test_an_end_that_is_disconnected_is_named_until_it_is_back() -> None:
+    async with await LineServer(SECRET).open() as server, Wire(server.address) as wire:
+        async with LineClient(wire.address, SECRET, "rank 1") as client:
+            assert client.silent() == server.silent() == []
+            wire.refuses = True
+            wire.cut()
+            await until(lambda: bool(client.silent() and server.silent()))
+            assert server.silent() == ["rank 1 has given no sign of life for 0 s"]
+            assert client.silent() == ["rank 0 has given no sign of life for 0 s"]
+            wire.refuses = False
+            await until(lambda: client.silent() == server.silent() == [])
+        assert server.silent() == client.silent() == []
+
+
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110  # of threads and processes

@@ -1,4 +1,4 @@
-"""The ranks of a run: their environment and collectives, their own store, and signs of life."""
+"""The ranks of a run: their environment and collectives, and how they meet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
@@ -22,12 +18,10 @@ import torch.distributed as dist
 import warm
 from ports import reserved_port
 
-from asyncrl.distributed import ranks_store, world
-from asyncrl.distributed.heartbeat import Heartbeat
-from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.distributed.ranks_store import LineThread, RankInfo, RanksStore, RankStore, open_store
+from asyncrl.distributed import rendezvous
+from asyncrl.distributed.rendezvous import RankInfo, Rendezvous, meet
 from asyncrl.distributed.world import World
-from asyncrl.errors import LifecycleError, PlatformError, RankLost
+from asyncrl.errors import LifecycleError, PlatformError
 
 # -- the environment, one rank, and two real ranks over gloo ---------------------------------------------------------
 
@@ -83,7 +77,7 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
         with pytest.raises(LifecycleError, match="twice"):
             world.open(torch.device("cpu"))
         with pytest.raises(LifecycleError, match="more than one rank"):
-            world.store("ledger")
+            _ = world.torch_store
     world.close()
 
 
@@ -128,12 +122,12 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert flat.tolist() == [11.0] * 5, flat
     assert world.all_gather_bytes(b"%d" % world.rank) == [b"0", b"1"]
     assert world.all_gather_bytes(b"") == [b"", b""]
-    store = world.store("ledger")
+    store = world.torch_store
     store.set(f"hello{world.rank}", "x")
     assert store.get(f"hello{1 - world.rank}") == b"x"
     # torch counts time in which the job was suspended, and the watchdog does not
     group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert min(world._ranks.launcher_store.timeout, group.options._timeout).days >= 1
+    assert min(store.timeout, group.options._timeout).days >= 1
     world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
 assert not torch.distributed.is_initialized()
 print(f"rank {world.rank} ok", flush=True)
@@ -213,12 +207,10 @@ def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:
     world.close()
 
 
-# -- the ranks' own store: where it listens, its secret, what is refused, who waits for whom at the end --------------
+# -- how ranks meet: where they listen, their secret, what is refused ------------------------------------------------
 
 
 SECRET = "a secret of many letters"
-PATIENCE = timedelta(seconds=20)
-
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
 
 
@@ -243,20 +235,18 @@ def test_under_torchrun_too(tmp_path: Path) -> None:
 # -- two ranks as two threads ----------------------------------------------------------------------------------------
 
 
-def opened(
+def met(
     *given: dict[str, str], ranks: int = 0, one_machine: bool = True, address: str = "127.0.0.1"
-) -> list[RanksStore | BaseException]:
-    """What `open_store` returned or raised for each rank; `given`: their environments."""
-    results = dict[int, RanksStore | BaseException]()
+) -> list[Rendezvous | BaseException]:
+    """What `meet` returned or raised for each rank; `given`: their environments."""
+    results = dict[int, Rendezvous | BaseException]()
 
     def rank_main(rank: int, port: int) -> None:
         try:
             place = RankInfo(rank, ranks or len(given), one_machine, address, port, 0)
-            results[rank] = made = open_store(place, PATIENCE, environ=given[rank])
-            made.wait_for_ranks(3.0)
+            results[rank] = meet(place, 3.0, environ=given[rank])
         except BaseException as error:
-            if rank or rank not in results:
-                results[rank] = error
+            results[rank] = error
 
     with reserved_port() as port:
         threads = [threading.Thread(target=rank_main, args=(rank, port)) for rank in range(len(given))]
@@ -270,86 +260,79 @@ def opened(
 @pytest.fixture(autouse=True)
 def _port_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's rendezvous reads its address from the environment; both ranks are threads of this process."""
-    real = ranks_store._launcher_store
+    real = rendezvous._launcher_store
 
     def launchers_store(place: RankInfo, timeout: timedelta) -> dist.Store:
         monkeypatch.setenv("MASTER_ADDR", place.address)
         monkeypatch.setenv("MASTER_PORT", str(place.port))
         return real(place, timeout)
 
-    monkeypatch.setattr(ranks_store, "_launcher_store", launchers_store)
+    monkeypatch.setattr(rendezvous, "_launcher_store", launchers_store)
 
 
-def both(*given: dict[str, str], **rest: object) -> tuple[RanksStore, RanksStore]:
-    first, other = opened(*given, **rest)  # type: ignore[arg-type]
-    assert isinstance(first, RanksStore) and isinstance(other, RanksStore), (first, other)
+def both(*given: dict[str, str], **rest: object) -> tuple[Rendezvous, Rendezvous]:
+    first, other = met(*given, **rest)  # type: ignore[arg-type]
+    assert isinstance(first, Rendezvous) and isinstance(other, Rendezvous), (first, other)
     return first, other
 
 
 def test_without_a_secret_of_the_user_ranks_of_one_machine_draw_one() -> None:
     first, other = both({}, {})
-    first.store.set("a", "1")
-    assert other.store.get("a") == b"1"
-    other.store.below("b").set("c", b"2")
-    assert first.store.multi_get(["a", "b/c"]) == [b"1", b"2"] and first.store.check(["a", "b/c"])
-    other.store.delete_key("a")
-    assert not first.store.check(["a"]) and not other.store.poll(["a", "b/c"], 0.05)
-    assert first.notes == [] and first.secret == other.secret and len(first.secret) == 64
-    assert first.secret_file is not None and not first.secret_file.exists()  # both have read it
+    first.store.set("a/0", "1")
+    assert other.get("a", 0) == "1"
+    assert (first.host, first.notes) == ("127.0.0.1", []) and first.secret == other.secret and len(first.secret) == 64
+    kind, _, path = first.get("joined", 0).partition(" ")
+    assert kind == "file" and not Path(path).exists()  # both have read it
 
 
-def test_whoever_reads_torchruns_store_cannot_reach_a_value() -> None:
-    """It has the address of the line there, and no secret."""
+def test_torchruns_store_has_no_secret() -> None:
     first, _ = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})
-    first.store.set("3/save", "false")
-    launchers = dist.PrefixStore("asyncrl/0", first.launcher_store)
-    address = launchers.get("line").decode()
-    assert launchers.get("secret") == b"environment"
-    # A rank of an earlier attempt has another secret, too.
-    for guess in (SECRET, SECRET + "/1", "another secret of many letters"):
-        with pytest.raises(RankLost, match="could not connect to rank 0"):
-            LineThread(LineClient(address, guess, "rank 1", silence_s=0.5))
-    assert first.store.get("3/save") == b"false"
+    assert first.get("joined", 0) == "environment" and first.get("joined", 1) == ""
+
+
+def test_a_rank_that_does_not_come_is_named_and_no_secret_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    real = rendezvous._write_secret
+    monkeypatch.setattr(rendezvous, "_write_secret", lambda secret: written.append(real(secret)) or written[-1])
+    [error] = met({}, ranks=3)
+    assert isinstance(error, RuntimeError) and str(error).startswith("ranks [1, 2] did not join within 3 s")
+    assert [path.exists() for path in written] == [False]
 
 
 def test_ranks_of_several_machines_listen_at_the_launchers_address() -> None:
     address = own_address()
     first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET}, one_machine=False, address=address)
-    assert first.thread.end.address.startswith(f"tcp://{address}:") and first.notes == []
-    first.store.set("a", "1")
-    assert other.store.get("a") == b"1"
+    assert (first.host, first.notes, other.get("joined", 0)) == (address, [], "environment")
+
+
+def test_where_the_launchers_address_is_not_of_this_machine_rank_0_listens_everywhere() -> None:
+    place = RankInfo(0, 1, False, "192.0.2.1", 0, 0)
+    found = Rendezvous(dist.HashStore(), SECRET, "", 1.0)
+    rendezvous._lead(place, found)
+    assert found.host == "0.0.0.0" and "listens on every interface" in found.notes[0]
+    assert rendezvous.advertised("tcp://0.0.0.0:7", found.host, "node0") == "tcp://node0:7"
 
 
 def test_an_address_that_others_cannot_reach_is_refused() -> None:
-    first = opened({"ASYNCRL_SECRET": SECRET}, ranks=2, one_machine=False)[0]
+    first = met({"ASYNCRL_SECRET": SECRET}, ranks=2, one_machine=False)[0]
     assert isinstance(first, PlatformError) and "127.0.0.1, which no other machine can reach" in str(first)
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "kind", "text"),
-    [
-        (SECRET, None, PlatformError, "for every rank, or for none"),
-        (None, SECRET, PlatformError, "for every rank, or for none"),
-        (SECRET, SECRET + "s", RankLost, "has another ASYNCRL_SECRET"),
-    ],
-)
-def test_a_secret_that_is_not_the_same_for_every_rank_is_an_error(
-    first: str | None, other: str | None, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks_store, "LineClient", partial(LineClient, silence_s=1.0))
-    error = opened(*({"ASYNCRL_SECRET": each} if each else {} for each in (first, other)))[1]
-    assert isinstance(error, kind) and text in str(error)
+@pytest.mark.parametrize(("first", "other"), [(SECRET, None), (None, SECRET)])
+def test_a_secret_that_is_not_set_for_every_rank_is_an_error(first: str | None, other: str | None) -> None:
+    error = met(*({"ASYNCRL_SECRET": each} if each else {} for each in (first, other)))[1]
+    assert isinstance(error, PlatformError) and "for every rank, or for none" in str(error)
 
 
 def test_several_machines_need_a_secret() -> None:
     for rank in (0, 1):
         with pytest.raises(PlatformError, match=f"ASYNCRL_SECRET is not set on the machine of rank {rank}; set it to"):
-            open_store(RankInfo(rank, 2, False, "127.0.0.1", 0, 0), PATIENCE, environ={})
+            meet(RankInfo(rank, 2, False, "127.0.0.1", 0, 0), 20.0, environ={})
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
-        open_store(RankInfo(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, environ={"ASYNCRL_SECRET": "secret"})
+        meet(RankInfo(0, 2, True, "127.0.0.1", 0, 0), 20.0, environ={"ASYNCRL_SECRET": "secret"})
 
 
 @pytest.mark.parametrize("kind", ["other name", "readable by others", "link", "absent"])
@@ -362,52 +345,7 @@ def test_a_file_that_somebody_else_names_is_no_secret(tmp_path: Path, kind: str)
     if kind == "link":
         path.symlink_to(target)
     with pytest.raises(PlatformError, match="no such file of this user"):
-        ranks_store._read_secret(path)
-
-
-def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
-    first, other = both({}, {})
-    closing = threading.Thread(target=first.close, args=(30.0,))
-    closing.start()
-    other.store.set("late", "1")
-    assert closing.is_alive() and other.store.get("late") == b"1"
-    other.close(30.0)
-    closing.join(10)
-    assert not closing.is_alive()
-    with pytest.raises(RuntimeError):
-        other.store.get("late")
-
-
-def test_a_call_that_waits_for_a_key_ends_with_the_store() -> None:
-    first, other = both({}, {})
-    errors: list[BaseException] = []
-
-    def waits(store: RankStore) -> None:
-        try:
-            store.get("never")
-        except RuntimeError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=waits, args=(each.store,)) for each in (first, other)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)  # until both wait, most likely: it holds in any case
-    first.close(0.0)
-    for thread in threads:
-        thread.join(10)
-    assert sorted(type(error).__name__ for error in errors) == ["RankLost", "RuntimeError"]
-    other.close(0.0)
-
-
-def test_a_rank_that_never_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be stopped; if this one ended with success, the launcher would wait for it for ever."""
-    first, other = both({}, {})
-    monkeypatch.setattr(world, "_AT_THE_END_S", 0.0)
-    left = World().open(torch.device("cpu"), single_rank_group=True)
-    left._ranks = first
-    with pytest.raises(RankLost, match="rank 1 did not end within 0 s of rank 0"):
-        left.close()
-    other.close(30.0)
+        rendezvous._read_secret(path)
 
 
 def own_address() -> str:
@@ -432,65 +370,3 @@ def test_nothing_that_ranks_exchange_is_pickled() -> None:
     package = ROOT / "asyncrl"
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if words.search(path.read_text())}
     assert found <= allowed, found - allowed
-
-
-# -- signs of life ---------------------------------------------------------------------------------------------------
-
-
-EVERY_S = 0.25  # after three of these a rank is silent: no thread should have to wait so long, on a busy machine either
-
-Said = TypeVar("Said")
-
-
-def until(true: Callable[[], Said]) -> Said:
-    """What it said when that was true for the first time: asked again, it may say something else."""
-    deadline = time.monotonic() + 20
-    while not (said := true()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # signs of life are heard on a thread that tells nobody
-    return said
-
-
-def one_each(*found: list[str]) -> list[str]:
-    """What each of them names, once each names one."""
-    return [said for each in found for said in each] if all(len(each) == 1 for each in found) else []
-
-
-def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
-    address = "127.0.0.1"
-    threads = [LineThread(LineServer(SECRET), address)]
-    threads += [LineThread(LineClient(threads[0].end.address, SECRET, f"rank {rank}")) for rank in (1, 2)]
-    stores = [RankStore(thread, "alive/") for thread in threads]
-    first, second = (Heartbeat(store, rank, range(3), EVERY_S) for rank, store in enumerate(stores[:2]))
-    with first, second:
-        time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
-        assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
-        stores[2].set("2", "1")  # and never again
-        until(lambda: first._values.keys() == {1, 2} and second._values.keys() == {0, 2})
-        for said in until(lambda: one_each(first.silent(), second.silent())):
-            assert said.startswith("rank 2 has given no sign of life for ")
-        assert until(lambda: first.silent(1.0))[0].startswith("rank 2 has given no sign of life for ")
-        assert first.silent(100.0) == []
-        with Heartbeat(stores[2], 2, range(3), EVERY_S):
-            until(lambda: first.silent() == second.silent() == first.silent(1.0) == [])
-        until(lambda: first._values[2] == b"bye")
-        time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
-        assert first.silent() == second.silent() == first.silent(EVERY_S) == []
-    assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others
-    for thread in reversed(threads):
-        thread.close()
-
-
-def test_a_store_that_does_not_answer_is_named() -> None:
-    class Deaf:
-        def set(self, key: str, value: str) -> None:
-            until(lambda: released)
-
-        def check(self, keys: list[str]) -> bool:
-            return False
-
-    released = False
-    with Heartbeat(Deaf(), 0, range(2), EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
-        assert until(heartbeat.silent)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
-        assert until(lambda: heartbeat.silent(1.0)) and heartbeat.silent(100.0) == []
-        released = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
 from asyncrl.runtime import decided as module
-from asyncrl.runtime.decided import choose_device, choose_dtype, open_world
+from asyncrl.runtime.decided import check_chosen, choose_device, choose_dtype, chosen_settings
 from asyncrl.runtime.gate import check_model
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
@@ -167,48 +166,17 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
         await Runtime(config_of(tmp_path, "resume=true", "model.dtype=float32", base=AUTO)).__aenter__()
 
 
-class TwoRanks:
-    """Of `World` what `open_world` needs, over one store in this process."""
-
-    world_size = 2
-    shared = torch.distributed.HashStore()
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.is_first = rank, rank == 0
-
-    def open(self, device: torch.device, *, single_rank_group: bool, silence_s: float) -> None:
-        assert not single_rank_group
-
-    def store(self, name: str) -> Any:
-        return self.shared
-
-
 def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, base=AUTO)
     processor(monkeypatch, "avx2", "avx512_bf16")
-    open_world(TwoRanks(0), *choose_dtype(config)[:2])  # type: ignore[arg-type]
-    open_world(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
+    first, *_ = choose_dtype(config)
+    check_chosen(first, chosen_settings(first), 1)
     processor(monkeypatch, "avx2")
+    other, *_ = choose_dtype(config)
     with pytest.raises(
         ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on the machine of rank 1; set"
     ):
-        open_world(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_ranks_that_a_launcher_put_on_one_gpu_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    monkeypatch.setattr(TwoRanks, "shared", torch.distributed.HashStore())
-    settled = config_of(tmp_path, base=AUTO), torch.device("cuda", 0)
-    uuids = iter(["GPU-a", "GPU-a" if shared else "GPU-b"])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
-    open_world(TwoRanks(0), *settled)  # type: ignore[arg-type]
-    if not shared:
-        open_world(TwoRanks(1), *settled)  # type: ignore[arg-type]
-        return
-    with pytest.raises(ConfigError, match=r"ranks 0 and 1 have the same GPU \(cuda:0, GPU-a\): start as many"):
-        open_world(TwoRanks(1), *settled)  # type: ignore[arg-type]
+        check_chosen(other, chosen_settings(first), 1)
 
 
 class TensorFloat32(TorchFunctionMode):

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import pytest
 
 from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
-from asyncrl.distributed.line import LineServer
-from asyncrl.distributed.ranks_store import LineThread, RankStore
-from asyncrl.errors import CheckpointError
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.errors import CheckpointError, RankLost
 from asyncrl.runtime.positions import Departure, Positions, after_step
 from asyncrl.runtime.saving import SavedRun
 
-_opened: list[LineThread] = []
+T = TypeVar("T")
 
 
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while _opened:
-        _opened.pop().close()
+@asynccontextmanager
+async def two() -> AsyncIterator[tuple[Positions, Positions]]:
+    server = LineServer("a secret of the test")
+    first = Positions(server, 0, (0, 3))
+    async with await server.open(), LineClient(server.address, "a secret of the test", "rank 3") as client:
+        yield first, Positions(client, 1, (0, 3))
 
 
-def a_store() -> RankStore:
-    _opened.append(LineThread(LineServer("a secret of the test"), "127.0.0.1"))
-    return RankStore(_opened[-1])
-
-
-def two() -> tuple[Positions, Positions, RankStore]:
-    store = a_store()
-    return Positions(store, 0, (0, 3)), Positions(store, 1, (0, 3)), store
+async def later(delay_s: float, call: Coroutine[Any, Any, T]) -> T:
+    await asyncio.sleep(delay_s)
+    return await call
 
 
 def at(position: int, **more: Any) -> dict[str, Any]:
@@ -45,140 +41,163 @@ def whole(position: int, replay: Any = None) -> dict[str, Any]:
     return at(position, replay=replay)
 
 
-def test_what_was_said_at_the_version_needs_nobody_at_the_end() -> None:
-    first, other, _ = two()
-    for version in range(1, 6):
-        other.announce(version, at(10 * version + 1))
-        first.announce(version, at(10 * version))
-    everybody, missing = first.gather(5, whole(52), sharded=False)
-    assert everybody == [whole(52), whole(51)] and missing == []
+async def test_what_was_said_at_the_version_needs_nobody_at_the_end() -> None:
+    async with two() as (first, other):
+        for version in range(1, 6):
+            await other.announce(version, at(10 * version + 1))
+            await first.announce(version, at(10 * version))
+        everybody, missing = await first.gather(5, whole(52), sharded=False)
+        assert everybody == [whole(52), whole(51)] and missing == []
 
 
-def test_what_is_said_at_last_counts() -> None:
-    first, other, _ = two()
-    other.announce(1, at(11))
-    assert other.gather(1, whole(13), sharded=False) == ([], [])
-    assert first.gather(1, whole(12), sharded=False)[0] == [whole(12), whole(13)]
+async def test_what_is_said_at_last_counts() -> None:
+    async with two() as (first, other):
+        await other.announce(1, at(11))
+        assert await other.gather(1, whole(13), sharded=False) == ([], [])
+        assert (await first.gather(1, whole(12), sharded=False))[0] == [whole(12), whole(13)]
 
 
-def test_a_rank_that_did_not_say_stands_where_it_was_a_version_before() -> None:
-    first, other, _ = two()
-    for version in (1, 2):
-        other.announce(version, at(10 * version + 1))
-        first.announce(version, at(10 * version))
-    first.announce(3, at(30))  # hears what was said at 2
-    assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
+async def test_a_rank_that_did_not_say_stands_where_it_was_a_version_before() -> None:
+    async with two() as (first, other):
+        for version in (1, 2):
+            await other.announce(version, at(10 * version + 1))
+            await first.announce(version, at(10 * version))
+        await first.announce(3, at(30))  # hears what was said at 2
+        assert await first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
 
 
-def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_after_a_resume() -> None:
-    first, _, _ = two()
-    with pytest.raises(
-        CheckpointError, match=r"version 1 was not written: .*waited for \[3\]: nothing came for 0.\d s"
-    ):
-        first.gather(1, whole(10), sharded=False, wait_s=0.05)
-    first.start({0: at(4), 1: at(5)})
-    assert first.gather(1, whole(10), sharded=False, wait_s=0.05) == ([whole(10), whole(5)], [1])
+async def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_after_a_resume() -> None:
+    async with two() as (first, _):
+        with pytest.raises(
+            CheckpointError, match=r"version 1 was not written: .*waited for \[3\]: nothing came for 0.\d s"
+        ):
+            await first.gather(1, whole(10), sharded=False, wait_s=0.05)
+        first.start({0: at(4), 1: at(5)})
+        assert await first.gather(1, whole(10), sharded=False, wait_s=0.05) == ([whole(10), whole(5)], [1])
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_stopped(before: bool) -> None:
+async def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_stopped(before: bool) -> None:
     """Whether the stop comes before, or while it is waited for: a rank that was killed says nothing, and there are minutes else."""
-    first, other, _ = two()
-    other.announce(1, at(11))
-    if before:
-        first.hurry(0.05)
-    else:
-        threading.Timer(0.2, first.hurry, [0.05]).start()
-    with pytest.raises(
-        CheckpointError, match=r"waited for \[3\]: nothing came for \d.\d s, and this run is being stopped"
-    ):
-        first.gather(1, whole(10), sharded=True)
+    async with two() as (first, other):
+        await other.announce(1, at(11))
+        if before:
+            first.hurry(0.05)
+        else:
+            asyncio.get_running_loop().call_later(0.2, first.hurry, 0.05)
+        with pytest.raises(
+            CheckpointError, match=r"waited for \[3\]: nothing came for \d.\d s, and this run is being stopped"
+        ):
+            await first.gather(1, whole(10), sharded=True)
 
 
-def test_a_run_that_is_being_stopped_waits_for_the_parts_that_come() -> None:
-    first, other, _ = two()
-    first.hurry(60.0)
-    threading.Timer(0.2, lambda: other.gather(1, whole(11), sharded=True)).start()
-    assert first.gather(1, whole(10), sharded=True) == ([whole(10), whole(11)], [])
+async def test_a_run_that_is_being_stopped_waits_for_the_parts_that_come() -> None:
+    async with two() as (first, other):
+        first.hurry(60.0)
+        late = asyncio.ensure_future(later(0.2, other.gather(1, whole(11), sharded=True)))
+        assert await first.gather(1, whole(10), sharded=True) == ([whole(10), whole(11)], [])
+        await late
 
 
-def test_parts_and_replay_buffers_are_waited_for() -> None:
-    first, other, _ = two()
-    other.announce(1, at(11))
-    with pytest.raises(CheckpointError, match=r"not every rank announced .*waited for \[3\]"):
-        first.gather(1, whole(10), sharded=True, wait_s=0.05)
-    # A replay buffer that does not come is no reason to lose the weights.
-    assert first.gather(1, whole(10, {"a": 1}), sharded=False, wait_s=0.05) == ([whole(10, {"a": 1}), whole(11)], [])
-    late = threading.Timer(0.05, lambda: other.gather(1, whole(11, {"b": 2}), sharded=True))
-    late.start()
-    everybody, missing = first.gather(1, whole(10, {"a": 1}), sharded=True)
-    late.join()
-    assert everybody == [whole(10, {"a": 1}), whole(11, {"b": 2})] and missing == []
-
-
-def test_the_store_does_not_grow() -> None:
-    first, other, store = two()
-    for version in range(1, 50):
-        for rank in (other, first):
-            rank.announce(version, at(version))
-            rank.gather(version, whole(version), sharded=False)
-    assert len(store._thread._values) <= 2 * 2 * 2
-
-
-def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -> None:
-    first, other, store = two()
-    answers = []
-    for version in range(2, 20, 2):  # two updates per batch
-        due = version in (4, 6, 14)
-        answers.append(
-            (first.announce(version, at(version), save_next=due), other.announce(version, at(version), save_next=True))
+async def test_parts_and_replay_buffers_are_waited_for() -> None:
+    async with two() as (first, other):
+        await other.announce(1, at(11))
+        with pytest.raises(CheckpointError, match=r"not every rank announced .*waited for \[3\]"):
+            await first.gather(1, whole(10), sharded=True, wait_s=0.05)
+        # A replay buffer that does not come is no reason to lose the weights.
+        assert await first.gather(1, whole(10, {"a": 1}), sharded=False, wait_s=0.05) == (
+            [whole(10, {"a": 1}), whole(11)],
+            [],
         )
-    assert [version for version, said in zip(range(2, 20, 2), answers, strict=True) if said == (True, True)] == [
-        6,
-        8,
-        16,
-    ]
-    assert all(mine == theirs for mine, theirs in answers)
-    assert not [version for version in (4, 6, 14) if store.check([f"{version}/save"])]
+        late = asyncio.ensure_future(later(0.05, other.gather(1, whole(11, {"b": 2}), sharded=True)))
+        everybody, missing = await first.gather(1, whole(10, {"a": 1}), sharded=True)
+        await late
+        assert everybody == [whole(10, {"a": 1}), whole(11, {"b": 2})] and missing == []
 
 
-def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
-    first, other, _ = two()
-    heard: list[dict[int, Departure]] = []
-    late = threading.Timer(0.05, lambda: heard.append(other.leave(7, "SIGINT")))
-    late.start()
-    assert first.leave(7, None, wait_s=20.0) == {1: Departure(7, "SIGINT")}
-    late.join()
-    assert heard == [{0: Departure(7, None)}]
-    alone, _, _ = two()
-    assert alone.leave(3, "SIGTERM", wait_s=0.05) == {}
+async def test_what_rank_0_keeps_does_not_grow() -> None:
+    async with two() as (first, other):
+        for version in range(1, 50):
+            for rank in (other, first):
+                await rank.announce(version, at(version), save_next=True)
+                await rank.gather(version, whole(version), sharded=False)
+        assert [len(states) for states in first._states] == [3, 3] and len(first._save_after) <= 4
 
 
-def test_parts_of_two_versions_are_no_checkpoint_and_nobody_waits_for_them() -> None:
-    first, other, _ = two()
-    other.announce(11, at(11))
-    other.leave(12, "SIGINT", wait_s=0.01)
-    with pytest.raises(CheckpointError, match=r"version 11 was not written: .*ranks \[3\] ended at another version"):
-        first.gather(11, whole(10), sharded=True)  # its patience is minutes
+async def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -> None:
+    async with two() as (first, other):
+        answers = []
+        for version in range(2, 20, 2):  # two updates per batch
+            due = version in (4, 6, 14)
+            answers.append(
+                (
+                    await first.announce(version, at(version), save_next=due),
+                    await other.announce(version, at(version), save_next=True),
+                )
+            )
+        assert [version for version, said in zip(range(2, 20, 2), answers, strict=True) if said == (True, True)] == [
+            6,
+            8,
+            16,
+        ]
+        assert all(mine == theirs for mine, theirs in answers)
 
 
-def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> None:
-    first, other, _ = two()
-    for version in (11, 12):
-        if version == 11:
-            other.announce(version, at(111))
-        first.announce(version, at(10 * version))
-    other.announce_last(12, at(112))
-    assert first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
+async def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
+    async with two() as (first, other):
+        late = asyncio.ensure_future(later(0.05, other.leave(7, "SIGINT")))
+        assert await first.leave(7, None, wait_s=20.0) == {1: Departure(7, "SIGINT")}
+        assert await late == {0: Departure(7, None)}
+    async with two() as (alone, _):
+        assert await alone.leave(3, "SIGTERM", wait_s=0.05) == {}
 
 
-def test_a_rank_that_dies_before_it_says_so_is_heard_of_at_the_version_before() -> None:
+async def test_a_rank_that_leaves_after_rank_0_hears_nothing_and_does_not_wait() -> None:
+    async with two() as (first, other):
+        assert isinstance(first._line, LineServer)
+        await first._line.aclose()
+        assert await other.leave(3, None, wait_s=20.0) == {}
+        await other.announce_last(4, at(4))
+        assert await other.gather(4, whole(4), sharded=True) == ([], [])
+        with pytest.raises(RankLost):
+            await other.announce(5, at(5))
+
+
+async def test_a_position_that_is_cancelled_on_its_way_arrives() -> None:
+    async with two() as (first, other):
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await other.announce(1, at(11))
+        assert (await first.gather(1, whole(12), sharded=False, wait_s=0.05))[1] == []
+
+
+async def test_parts_of_two_versions_are_no_checkpoint_and_nobody_waits_for_them() -> None:
+    async with two() as (first, other):
+        await other.announce(11, at(11))
+        await other.leave(12, "SIGINT", wait_s=0.01)
+        with pytest.raises(
+            CheckpointError, match=r"version 11 was not written: .*ranks \[3\] ended at another version"
+        ):
+            await first.gather(11, whole(10), sharded=True)  # its patience is minutes
+
+
+async def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> None:
+    async with two() as (first, other):
+        for version in (11, 12):
+            if version == 11:
+                await other.announce(version, at(111))
+            await first.announce(version, at(10 * version))
+        await other.announce_last(12, at(112))
+        assert await first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
+
+
+async def test_a_rank_that_dies_before_it_says_so_is_heard_of_at_the_version_before() -> None:
     """Rank 0 had not come to say the newest version either."""
-    first, other, _ = two()
-    for version in (1, 2):
-        other.announce(version, at(10 * version + 1))
-        first.announce(version, at(10 * version))
-    assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
+    async with two() as (first, other):
+        for version in (1, 2):
+            await other.announce(version, at(10 * version + 1))
+            await first.announce(version, at(10 * version))
+        assert await first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
 
 
 def test_where_a_rank_stands_after_a_step_that_it_did_not_tell_of() -> None:
@@ -197,14 +216,14 @@ def test_where_a_rank_stands_after_a_step_that_it_did_not_tell_of() -> None:
     assert after_step(said | {"prompts": None, "untrained": []}, [outside], 2)["prompts"] is None
 
 
-def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
-    first, other, _ = two()
-    for version in (1, 2):
-        other.announce(1, at(11))
-        first.announce(version, at(10))
-    assert first.leave(2, None, wait_s=0.05) == {}
-    assert first.gather(2, whole(20), sharded=False, wait_s=0.05)[1] == [1]
-    assert capfd.readouterr() == ("", "")
+async def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
+    async with two() as (first, other):
+        for version in (1, 2):
+            await other.announce(1, at(11))
+            await first.announce(version, at(10))
+        assert await first.leave(2, None, wait_s=0.05) == {}
+        assert (await first.gather(2, whole(20), sharded=False, wait_s=0.05))[1] == [1]
+        assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

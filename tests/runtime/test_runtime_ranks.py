@@ -98,7 +98,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_there(tmp_path: Path) -> None:
-    """It asks every port at which the ranks listen to commit a step and to say who is alive, with another secret and with none."""
+    """It asks every port at which the ranks listen to commit a step and for its settings, with another secret and with none."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
     run = tmp_path / "runs/run"
     with reserved_port() as port, zmq.Context() as context:
@@ -108,7 +108,7 @@ def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_
             process.wait_until(lines_at_least(run, 2), "second step")
             launchers = dist.TCPStore("127.0.0.1", port, is_master=False)
             keys = [key for key in launchers.list_keys() if "asyncrl/" in key]  # type: ignore[attr-defined]
-            assert any(key.endswith("asyncrl/0/line") for key in keys), keys
+            assert any(key.endswith("asyncrl/0/line/0") for key in keys), keys
             ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if "main" in each.name()]
             ports = {c.laddr.port for rank in ranks for c in rank.net_connections("tcp") if c.status == "LISTEN"}
             strangers = []
@@ -120,7 +120,7 @@ def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_
                         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
                         stranger.curve_serverkey = zmq.curve_keypair()[0]
                     stranger.connect(f"tcp://127.0.0.1:{number}")
-                    for kind, request in (("ledger", ["commit", 1, 2]), ("store", ["get", ["alive/0"]])):
+                    for kind, request in (("ledger", ["commit", 1, 2]), ("meet", None)):
                         stranger.send(json.dumps([2, "a", 0, 0, kind, request]).encode())
                     strangers.append(stranger)
             assert len(ports) >= 2

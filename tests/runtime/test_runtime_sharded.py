@@ -218,8 +218,8 @@ def reward(completions, **columns):
 
 @pytest.mark.parametrize("end", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
-    """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way, the
-    signs of life are."""
+    """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way,
+    the line says so."""
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
     tree["train"] = tree["train"] | {"max_steps": 100_000}
     tree["watchdog"] = {"loop_timeout_s": 10}

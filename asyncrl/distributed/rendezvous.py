@@ -1,0 +1,200 @@
+"""How the ranks of a run find each other: by torchrun's store, and by a secret that is not in the store.
+
+    rank 0        sets in torchrun's store: "joined/0" = source of the secret; later "line/0" = address of the line
+    other ranks   read both keys, set "joined/RANK", and connect to the line with the secret
+
+Every program can write into torchrun's store. Such a program can keep ranks from each other, but it cannot answer for rank 0, and
+it cannot read what travels over the line: it does not know the secret.
+
+The secret is ASYNCRL_SECRET, if this variable is set. Else, on one machine, rank 0 draws a secret. A file that only this user may
+read holds the secret until all ranks have joined. On several machines the variable must be set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..concurrency import awake
+from ..errors import PlatformError
+
+VARIABLE = "ASYNCRL_SECRET"
+_MIN_LENGTH = 16  # characters of a secret
+_LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
+_PREFIX = "asyncrl-secret-"
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The number of this rank, and the address of the launcher's store."""
+
+    rank: int
+    ranks: int
+    one_machine: bool  # all ranks run on one machine
+    address: str  # MASTER_ADDR
+    port: int  # MASTER_PORT; 0 without a launcher
+    restart: int  # torchrun's count of restarts
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """What a rank has after `meet`. `notes`: lines for the user."""
+
+    store: dist.Store  # torchrun's, with the keys of this attempt
+    secret: str  # of every line of the run
+    host: str  # where the servers of rank 0 listen
+    timeout_s: float
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, key: str, rank: int) -> str:
+        """The value that a rank has set. Blocks until then. Errors: RuntimeError after the timeout."""
+        self.wait_for(key, [rank])
+        return self.store.get(f"{key}/{rank}").decode()
+
+    def wait_for(self, key: str, ranks: Sequence[int]) -> None:
+        """Block until these ranks have set the key. Errors: RuntimeError after the timeout."""
+        deadline = awake.now() + self.timeout_s
+        while not self.store.check([f"{key}/{rank}" for rank in ranks]):
+            if awake.now() >= deadline:
+                missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
+                raise RuntimeError(f"ranks {missing} did not join within {self.timeout_s:g} s; see their output")
+            time.sleep(_POLL_S)
+
+
+def meet(info: RankInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Rendezvous:
+    """Find the other ranks. Rank 0 blocks until all have joined, and the others until rank 0 has.
+
+    Errors: PlatformError. RuntimeError or OSError after `timeout_s`.
+    """
+    secret = (os.environ if environ is None else environ).get(VARIABLE)
+    example = 'python -c "import secrets; print(secrets.token_hex())"'
+    if secret is None and not info.one_machine:
+        raise PlatformError(
+            f"the ranks are on several machines, and {VARIABLE} is not set on the machine of rank {info.rank}; set it to the same "
+            f"{_MIN_LENGTH} or more random characters on every machine ({example})"
+        )
+    if secret is not None and len(secret) < _MIN_LENGTH:
+        raise PlatformError(
+            f"{VARIABLE} has {len(secret)} characters; give it at least {_MIN_LENGTH} random characters, the same on every "
+            f"machine ({example})"
+        )
+    store = dist.PrefixStore(f"asyncrl/{info.restart}", _launcher_store(info, timedelta(seconds=timeout_s)))
+    met = Rendezvous(store, secret or "", "", timeout_s)
+    if info.rank == 0:
+        _lead(info, met)
+    else:
+        _join(info, met)
+    return met
+
+
+def _lead(info: RankInfo, met: Rendezvous) -> None:
+    met.host = _LOOPBACK if info.one_machine else _own_address(info)
+    try:
+        socket.create_server((met.host, 0), family=socket.AF_INET6 if ":" in met.host else socket.AF_INET).close()
+    except OSError as error:
+        met.host = _EVERYWHERE
+        met.notes.append(
+            f"note: the line of the ranks listens on every interface, because MASTER_ADDR is elsewhere ({error})"
+        )
+    file = None
+    if not met.secret:
+        met.secret = secrets.token_hex()
+        file = _write_secret(met.secret)
+    try:
+        met.store.set("joined/0", "environment" if file is None else f"file {file}")
+        met.wait_for("joined", range(1, info.ranks))
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+
+def _join(info: RankInfo, met: Rendezvous) -> None:
+    kind, _, path = met.get("joined", 0).partition(" ")
+    expected = "environment" if met.secret else "file"
+    if kind != expected:
+        raise PlatformError(
+            f"rank 0 takes the secret of the line from {kind!r}, and rank {info.rank} from {expected!r}: set {VARIABLE} to the "
+            "same value for every rank, or for none"
+        )
+    met.secret = met.secret or _read_secret(Path(path))
+    met.store.set(f"joined/{info.rank}", "")
+
+
+def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """torchrun's store. If torchrun hosts none, rank 0 must host a store at the launcher's port."""
+    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        # OSError: MASTER_ADDR is no address of this machine. Then torch's rendezvous opens a store below, at every address.
+        with contextlib.suppress(OSError):
+            return _listening_store(_own_address(info), info.port, timeout)
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.ranks, timeout=timeout))
+    return store  # type: ignore[no-any-return]  # rendezvous is not typed
+
+
+def advertised(address: str, host: str, reachable: str) -> str:
+    """The address of a server that listens at `host`, for other machines. `reachable`: the address if it listens everywhere."""
+    return address.replace(_EVERYWHERE, reachable) if host == _EVERYWHERE else address
+
+
+def _own_address(info: RankInfo) -> str:
+    """The address of MASTER_ADDR. Errors: PlatformError for a loopback address if there are several machines."""
+    if info.one_machine:
+        return info.address
+    address = str(socket.getaddrinfo(info.address, None, type=socket.SOCK_STREAM)[0][4][0])
+    if address.startswith("127.") or address == "::1":
+        raise PlatformError(
+            f"MASTER_ADDR={info.address} is {address}, which no other machine can reach; start torchrun with the address of this "
+            "machine in the network of the ranks"
+        )
+    return address
+
+
+def _listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens at this address alone. Errors: OSError if the address is not of this machine."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(4096)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # torch closes the descriptor
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+    )
+
+
+def _write_secret(secret: str) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix=_PREFIX)  # mode 0600
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(secret)
+    return Path(name)
+
+
+def _read_secret(path: Path) -> str:
+    """The secret in a file. Errors: PlatformError unless only this user may read the file: every program could set the path."""
+    forged = PlatformError(
+        f"torchrun's store names {path} as the file of the secret, which is no such file of this user: another program wrote "
+        "the path; block other programs from the port of the store"
+    )
+    if not path.name.startswith(_PREFIX):
+        raise forged
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise forged from error
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise forged
+        return file.read()
