@@ -214,6 +214,7 @@ SECRET = "a secret of many letters"
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
 
 
+@pytest.mark.slow
 def test_under_torchrun_too(tmp_path: Path) -> None:
     """torchrun's own store does listen everywhere, unless it is started as docs/design/ranks.md says."""
     script = tmp_path / "rank.py"

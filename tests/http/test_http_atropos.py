@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 import anyio
 import pytest
+import warm
 
 from asyncrl.errors import ConfigError, LifecycleError
 
@@ -253,7 +253,5 @@ async def test_a_taken_port_is_a_clear_error(name: str) -> None:
 def test_without_aiohttp_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['aiohttp'] = None\nimport asyncrl.http.scored_data\nimport asyncrl.http.atropos"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
+    done = warm.run([sys.executable, "-c", code], env=environment, timeout=60)
     assert done.returncode == 1 and "pip install -e '.[http]'" in done.stderr

@@ -10,14 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# With each push test_runtime_signals stops two ranks, and test_runtime_resume kills a run of one.
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("2", "KILL launcher"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("1", "KILL all"), ("2", "INT"))),
-    ],
-)
+# With each push test_runtime_signals ends two ranks and their launcher, and test_runtime_resume kills a run.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "how"), [("1", "KILL all"), ("2", "INT"), ("2", "KILL launcher")])
 def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def play(cells: list[str]) -> list[str]:
     return list(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_page_run_and_a_kernel_that_ends_with_another_runtime_open_ends_well() -> None:
     [block] = blocks("notebook")
     cells = re.split(r"^# .* cell$", block.text, flags=re.MULTILINE)[1:]

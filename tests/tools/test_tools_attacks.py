@@ -26,6 +26,7 @@ def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -
     assert min(result["refused"][door] for door in ("ring", "http", "submit")) > 100
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_workers_and_nothing_outlives_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
