@@ -32,6 +32,7 @@ Answer = tuple[Any, Sequence[Any]]
 Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
+_RECENT = 32  # groups of which `usual_s` is the mean, about
 
 
 class ServerLine(Protocol):
@@ -64,6 +65,8 @@ class Dispatch:
         self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
         # Rank -> numbers that only grow while the rank works: they are the progress of the run.
         self._progress: dict[str, Sequence[float]] = {}
+        self._played = 0
+        self.usual_s = 0.0  # for `pace.py`
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
         line.on(REPORT, self._report)
@@ -85,29 +88,38 @@ class Dispatch:
         assert self._prompts is not None and self._ledger is not None
         # A rank that asks again has not got the answer to its last request.
         while peer not in self._handed:
-            if self._in_order and self._handed:
-                await self._changed.wait()
-            elif (prompt := self._prompts.next()) is not None:
+            prompt = None if self._in_order and self._handed else self._prompts.next()
+            if prompt is not None:
                 self._handed[peer] = prompt.group_id
                 return prompt
-            elif self._handed or self._ledger.statistics().live:
-                # The prompts of a rank that is lost come back.
+            # The prompts of a rank that is lost come back.
+            if self._handed:
+                await self._changed.wait()
+            elif self._ledger.statistics().live:
                 await self._ledger.wait_changed(self._ledger.changes)
             else:
                 return None
         return self._prompts.prompt_for(self._handed[peer])
 
     async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
+        self._note(header["played_s"])
         prompt = await self._take(peer)
         assert self._prompts is not None
-        return {"group": None if prompt is None else prompt.group_id, "digest": self._prompts.digest}, ()
+        group = None if prompt is None else prompt.group_id
+        return {"group": group, "digest": self._prompts.digest, "usual_s": self.usual_s}, ()
+
+    def _note(self, played_s: Sequence[float]) -> None:
+        for seconds in played_s:
+            self._played += 1
+            self.usual_s += (seconds - self.usual_s) / min(self._played, _RECENT)
 
     async def _admitted(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self._handed.pop(peer, None)
         self._notify()
 
-    async def next(self) -> Prompt | None:
+    async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
         """The next prompt, for this rank."""
+        self._note(played_s)
         return await self._take("")
 
     async def admitted(self) -> None:

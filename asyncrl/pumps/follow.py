@@ -75,6 +75,7 @@ class Remote:
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
         self.last_version = -1  # of the run; set before `ended`
+        self.usual_s = 0.0
         self._told = -1  # the newest version, in a dry run
         self._told_more = asyncio.Event()
         line.on(VERSION, self._on_version)
@@ -93,10 +94,11 @@ class Remote:
         self._ports, self._prompts, self._evaluate, self._wait_version = ports, prompts, evaluate, wait_version
         self._started.set()
 
-    async def next(self) -> Prompt | None:
+    async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
         """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank reads other prompts."""
-        answer, _ = await self._line.ask(NEXT, {})
+        answer, _ = await self._line.ask(NEXT, {"played_s": [*played_s]})
         assert self._prompts is not None
+        self.usual_s = answer["usual_s"]
         if answer["digest"] != self._prompts.digest:
             raise DataError(
                 "the prompts of this rank are not those of rank 0 (their fingerprints differ); give all ranks the same data.train"

@@ -18,6 +18,7 @@ import logging
 import math
 import struct
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -34,6 +35,7 @@ from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Trajectory
 
+from .pace import Pace
 from .pipeline import Ports, Scoring, put_item
 
 _NAMED_CAUSES = 3  # in the error about too many failed groups
@@ -49,8 +51,10 @@ logger = logging.getLogger("asyncrl.pumps")
 class Prompts(Protocol):
     """Where the rollout pump takes its prompts: the cursor of this rank, or that of rank 0 (`follow.Remote`)."""
 
-    async def next(self) -> Prompt | None:
-        """The next prompt; None if no prompt is left."""
+    usual_s: float  # how long a group takes on all ranks; 0: unknown
+
+    async def next(self, played_s: Sequence[float]) -> Prompt | None:
+        """The next prompt; None if no prompt is left. `played_s`: seconds of the groups that ended since the last call."""
         ...
 
     async def admitted(self) -> None:
@@ -61,10 +65,12 @@ class Prompts(Protocol):
 class OwnPrompts:
     """The prompts of this rank's cursor. No method yields to other tasks."""
 
+    usual_s = 0.0
+
     def __init__(self, source: PromptSource) -> None:
         self._source = source
 
-    async def next(self) -> Prompt | None:
+    async def next(self, played_s: Sequence[float]) -> Prompt | None:
         return self._source.next()
 
     async def admitted(self) -> None:
@@ -81,7 +87,7 @@ class RolloutPump:
         self._scoring = scoring
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
         ranks = ports.generating
-        self._own_slots = None if ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ranks))
+        self._pace = Pace(-(-slots(ports.config) // ranks), lambda: ports.ledger.statistics().admitted)
         self._over_budget = False
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
         # must not clear it, because the cursor has passed this prompt and nobody has played it.
@@ -111,12 +117,12 @@ class RolloutPump:
         be collected first, because they get their slots without waiting. If the slots of a whole step are released together, the
         admissions after the first do not yield to other tasks, so the groups of that step still start together.
         """
-        if self._own_slots is not None:
-            with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
-                await self._own_slots.acquire()
-        prompt = await self._prompts.next() if await self._needs_group() else None
+        with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
+            await self._pace.begin()
+        prompt = await self._prompts.next(self._pace.take_played()) if await self._needs_group() else None
         if prompt is None:
             return None
+        self._pace.usual_s = self._prompts.usual_s
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.waiting_prompt = prompt.group_id
             ticket = await self._ports.ledger.admit(prompt.group_id)
@@ -146,6 +152,7 @@ class RolloutPump:
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         ports = self._ports
         played: dict[int, Trajectory] = {}
+        began, seconds = anyio.current_time(), 0.0
         try:
             if ports.hooks.before_group is not None:
                 with ports.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
@@ -157,13 +164,13 @@ class RolloutPump:
         except* EpisodeFailed as failures:
             await self._end_failed(ticket, failures)
         else:
+            seconds = anyio.current_time() - began
             if ports.score_groups:
                 await put_item(
                     self._scoring, Scoring(ticket, prompt, tuple(played[member] for member in sorted(played)))
                 )
         finally:
-            if self._own_slots is not None:
-                self._own_slots.release()
+            self._pace.end(seconds)
 
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, played: dict[int, Trajectory]) -> None:
         """Play and check one member. With `score_groups` put it into `played`, otherwise send it to the scorers."""

@@ -97,6 +97,15 @@ async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
         assert (await ranks.remote(1).next(), cursor.exhausted) == (None, True)
 
 
+async def test_every_rank_learns_how_long_a_group_usually_takes() -> None:
+    async with connected(1, 2) as ranks:
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        one, two = ranks.remote(1), ranks.remote(2)
+        await one.next([2.0, 4.0])
+        await two.next([])
+        assert (one.usual_s, two.usual_s) == (3.0, 3.0)
+
+
 async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
     async with connected(1, 2) as ranks:
         ranks.dispatch.start(source(), LocalLedger(4, 1))

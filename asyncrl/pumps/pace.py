@@ -1,0 +1,80 @@
+"""How many groups a rank plays at once if several ranks generate.
+
+A step waits for its oldest groups, wherever they are played. So a slow rank with as many groups as the others would hold up all of
+them. Each rank compares the seconds of its groups with `usual_s`, the mean of all ranks, which comes from rank 0. The limit of a
+rank falls while its groups take more than `SLACK` times as long, and rises otherwise. So groups take about as long on every rank,
+and each rank plays as many as its speed allows.
+
+A rank whose groups take too long even one by one pauses. It tries one group again later, or when no rank admits groups.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import anyio
+
+# Groups of healthy ranks wait in the store for up to half a step, so a group that takes this much longer delays no step.
+SLACK = 1.25
+GAIN = 0.25  # of one group: single groups are longer than others
+LEAST = 0.5  # a rank with a lower limit pauses
+# Times the seconds of the group that was too slow. Doubled by each further such group.
+_FIRST_PAUSE, _LONGEST_PAUSE = 4.0, 64.0
+logger = logging.getLogger("asyncrl.pumps")
+
+
+class Pace:
+    """See the module docstring."""
+
+    def __init__(self, most: int, admitted: Callable[[], int]) -> None:
+        """`most`: the limit at the start, and the highest. `admitted()`: groups that all ranks have admitted."""
+        self.usual_s = 0.0  # 0: unknown, the limit stays
+        self._most = self.limit = float(most)
+        self._admitted = admitted
+        self._playing = 0
+        self._played_s: list[float] = []
+        self._pause = _FIRST_PAUSE
+        self._resumes_at = self._look_s = 0.0
+        self._ended = anyio.Event()
+
+    def take_played(self) -> list[float]:
+        """The seconds of the groups that ended since the last call."""
+        played_s, self._played_s = self._played_s, []
+        return played_s
+
+    async def begin(self) -> None:
+        """Wait until this rank may play one more group."""
+        while self._playing + 1 > max(1.0, self.limit):
+            await self._ended.wait()
+        before = -1
+        while (left := self._resumes_at - anyio.current_time()) > 0 and self._admitted() != before:
+            before = self._admitted()
+            await anyio.sleep(min(left, self._look_s))
+        self._playing += 1
+
+    def end(self, seconds: float) -> None:
+        """A group was played in this time. 0: it has failed, which says nothing about the speed."""
+        self._playing -= 1
+        if seconds > 0:
+            self._played_s.append(seconds)
+        if seconds > 0 and self.usual_s > 0:
+            self.limit = min(self._most, self.limit * (SLACK * self.usual_s / seconds) ** GAIN)
+            if seconds <= SLACK * self.usual_s:
+                self._pause = _FIRST_PAUSE
+            if self.limit < LEAST:
+                self._start_pause(seconds)
+        self._ended.set()
+        self._ended = anyio.Event()
+
+    def _start_pause(self, seconds: float) -> None:
+        self.limit = LEAST
+        if (now := anyio.current_time()) >= self._resumes_at:
+            logger.warning(
+                "this rank pauses for %.0f s: a group took %.1f s here and usually takes %.1f s, so steps would wait for this rank",
+                self._pause * seconds,
+                seconds,
+                self.usual_s,
+            )
+            self._resumes_at, self._look_s = now + self._pause * seconds, seconds
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
