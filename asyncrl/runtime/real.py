@@ -45,7 +45,7 @@ from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_position
 from .opened import OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
-from .workers import open_generating, open_sender, open_workers
+from .workers import open_generating, open_sender, open_workers, place_again
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
@@ -90,11 +90,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
         run.config, lines = avoid_plain_path(config, _policy(run).path.name)
         if lines:
             run.journal.live.note(lines[0])
-            placement = await offload(
-                lambda: place(run.config, device, world, parameter_count(config.model)), "placement"
-            )
-            run.placed = placement.line
-            await lane.run(lambda: torch.set_num_threads(placement.trainer_threads), name="start/threads")
+            placement = await place_again(run)
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round

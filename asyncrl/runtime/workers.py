@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.resolve import row_limit
+from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.line import LineClient
 from asyncrl.errors import ConfigError
@@ -28,6 +28,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.worker.engine import WorkerEngine, WorkerLimits
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
+from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
@@ -37,7 +38,7 @@ from asyncrl.weights.orders import LineOrders
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
 from .opened import OpenRun
-from .placement import Placement, longest_row
+from .placement import Placement, longest_row, place
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
@@ -79,6 +80,10 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     orders = LineOrders(cast(LineClient, run.line))
     with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
         run.model = model = await orders.model()
+    if model["engine"] != run.config.generation.engine:
+        run.config = with_values(run.config, {"generation.engine": model["engine"]})
+        print(f"asyncrl: rank {run.world.rank}: generation.engine: {model['engine']}, as on rank 0", flush=True)
+        placement = await place_again(run)
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
     receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders, model["lora"])
@@ -120,6 +125,15 @@ async def _open_stripes(run: OpenRun) -> tuple[Stripes, ThreadLane]:
     return stripes, lane
 
 
+async def place_again(run: OpenRun) -> Placement:
+    """The placement of this rank after a change of `generation.engine`."""
+    config, device, world = run.config, run.decided.device, run.world
+    placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
+    run.placed = placement.line
+    await run.lanes[0].run(lambda: torch.set_num_threads(placement.trainer_threads), name="start/threads")
+    return placement
+
+
 def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
     """What a process needs beside the weights, in JSON types. Errors: ConfigError for a model that the engine cannot run."""
     config, context = run.config, row_limit(run.config)
@@ -127,6 +141,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
     vllm = config.generation.engine == "vllm"
     return {
         "path": asdict(policy.path),
+        "engine": config.generation.engine,
         "elements": policy.weights.size,
         "layout": policy.weights.layout_digest(),
         "vocabulary": int(policy.config.get_text_config().vocab_size),

@@ -102,6 +102,28 @@ def test_roles_train_the_weights_of_one_rank(
     assert "16 trained" not in outputs[0] and "12 admitted, 12 trained, 0 dropped, 0 failed" in outputs[0]
 
 
+AS_WITH_VLLM = """
+import sys
+from asyncrl.generation.vllm import versions
+from asyncrl.main import main
+from asyncrl.runtime import placement
+
+versions.installed_version = lambda: "0.32.0"
+placement._reason_for_embedded = lambda config, device: None
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_rank_0_leaves_vllm_for_a_model_on_the_plain_path_on_all_ranks(tmp_path: Path) -> None:
+    """As on a card: `generation.engine: auto` is vLLM on each rank, until rank 0 has compared the paths of the model."""
+    (tmp_path / "rank.py").write_text(AS_WITH_VLLM)
+    tree = ASYNC | {"model": {"path": f"{MODEL}:build_stateful", "dtype": "float32"}}
+    with start_two(tmp_path, with_roles(tree, 1, 1), (str(tmp_path / "rank.py"),), WARM_WORKERS="") as ranks:
+        assert [rank.wait(150) for rank in ranks] == [0, 0], [rank.output[-3000:] for rank in ranks]
+        assert "generation.engine: embedded (auto: the model runs on the plain path" in ranks[0].output
+        assert "rank 1: generation.engine: embedded, as on rank 0" in ranks[1].output
+
+
 ASYNC = REAL | {"train": REAL["train"] | {"max_steps": 4}, "telemetry": TELEMETRY}
 
 
