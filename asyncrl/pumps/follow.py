@@ -210,7 +210,8 @@ class FollowPump:
     async def _follow(self) -> None:
         ports = self._ports
         while True:
-            version = await self._follower.next()
+            with ports.recorder.watch("follow pump", "the next version of the weights", on="rank 0"):
+                version = await self._follower.next()
             # A step whose slots are released may be complete before the next report, so its counts come first.
             await self._remote.report()
             turn = ports.turn_of(version) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import torch
 
+from asyncrl.concurrency.describe import describe_wait
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
@@ -132,6 +134,7 @@ class OpenRun:
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
         self.ended_by: BaseException | None = None  # the error that ended the pumps
+        self.stalled = False  # whether another rank has said that the run stands still
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False
@@ -369,13 +372,21 @@ class OpenRun:
         if self.stopped_by is not None:
             reason = f"rank {world.rank} was stopped by {self.stopped_by}"
         one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)
-        ended = {"reason": reason, "stopped_by": self.stopped_by, "one_rank": one_rank}
+        stalled = self.stalled or isinstance(error, StallError)
+        ended = {"reason": reason, "stopped_by": self.stopped_by, "one_rank": one_rank, "stalled": stalled}
         # The other end of the line may be gone, or read nothing any more.
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_TELL_S):
             if isinstance(line, LineServer):
                 await line.tell_all(ENDED, ended)
             elif line is not None:
                 await line.tell(ENDED, ended)
+
+    def describe_waits(self) -> None:
+        """Print the longest wait of each kind, because another rank says that the run stands still."""
+        self.stalled = True
+        kinds = {(wait.what, wait.on): wait for wait in reversed(self.recorder.active_waits())}
+        waits = [describe_wait(wait, self.recorder.clock()) for wait in kinds.values()]
+        print(f"asyncrl: rank {self.world.rank}: {'; '.join(waits) or 'nobody waits'}", file=sys.stderr, flush=True)
 
     def _check_books(self) -> None:
         """Check that every admitted group has ended exactly once, and that the store has no rows. Errors: LedgerError."""

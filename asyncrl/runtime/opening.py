@@ -166,6 +166,8 @@ async def _open_line(run: OpenRun) -> None:
     async def hear(peer: str, ended: Any, buffers: Any) -> None:
         lost = RankLost(ended["reason"])
         lost.stopped_by = ended["stopped_by"]
+        if ended["stalled"]:
+            run.describe_waits()
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
             # Only collectives end: this rank may be about to raise the error that ended the other one.
             world.lost.report(str(lost))

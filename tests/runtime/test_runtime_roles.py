@@ -175,6 +175,17 @@ async def test_a_run_that_ended_within_a_batch_is_resumed_with_roles(
     assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 7
 
 
+def test_at_a_standstill_every_rank_says_what_it_waits_for(tmp_path: Path) -> None:
+    hanging = DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "telemetry": TELEMETRY}
+    tree = with_roles(hanging, 1, 1) | {"watchdog": {"stall_timeout_s": 3.0, "interval_s": 0.5}}
+    with start_two(tmp_path, tree) as ranks:
+        assert ranks[0].wait(60) == 4 and ranks[1].wait(60), [rank.output for rank in ranks]
+        assert "train pump waits for a claimable group" in ranks[0].output
+        assert "rank 1: " in ranks[1].output, ranks[1].output
+        assert "follow pump waits for the next version of the weights from rank 0" in ranks[1].output
+        assert "of group 4 waits for its episode from the environment" in ranks[1].output
+
+
 @pytest.mark.parametrize(
     ("train", "generate", "placement", "interval"),
     [([0, 1], [1], "auto", 1), ([0, 1], [2], "worker", 2)],
