@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ..errors import LifecycleError, RankLost
 NO_TIMEOUT = timedelta(days=30)
 # Time between two looks at the reports while gloo waits. Gloo itself wakes the lane at the end of a collective.
 _LOOK_EVERY = timedelta(seconds=0.1)
+_PIECE_BYTES = 64 << 20
 # On nccl nothing wakes the lane, so it asks again after 3 % of the time that it has waited, within these bounds in seconds.
 _ASK_AFTER, _ASK_SHORTEST_S, _ASK_LONGEST_S = 0.03, 20e-6, 0.01
 
@@ -96,6 +98,13 @@ class Collectives:
         if self._has_other_ranks():
             self._run(lambda: dist.all_reduce(flat, group=group or self.group, async_op=True))
         return flat
+
+    def broadcast_(self, values: torch.Tensor) -> torch.Tensor:
+        """Overwrite contiguous `values` with those of rank 0 of the world, which trains, in pieces of 64 MiB. Returns `values`."""
+        if self._has_other_ranks():
+            for piece in values.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                self._run(partial(dist.broadcast, piece, 0, group=self.group, async_op=True))
+        return values
 
     def reduce_scatter_(self, own: torch.Tensor, values: torch.Tensor, group: Any) -> None:
         """Write this rank's part of the sum of `values` over the ranks of `group` into `own`. The parts have one size. `values` are

@@ -92,7 +92,7 @@ class ShardedParameters:
         # A block's full weights are freed when the block has been cut.
         del named
         self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
-        self._parts = _shard(root, blocks, device, self._mesh, compute, self.master_dtype, names)
+        self._parts = _shard(root, blocks, device, self._mesh, compute, names, collectives)
         self._root: FSDPModule = root  # type: ignore[assignment]  # fully_shard changes its class in place
         sharded = dict(root.named_parameters())
         self._parameters: list[DTensor] = [sharded[name] for name in full_names]  # type: ignore[misc]  # DTensors since _shard
@@ -258,10 +258,11 @@ def _shard(
     device: torch.device,
     mesh: DeviceMesh,
     compute: torch.dtype,
-    master: torch.dtype,
     names: Mapping[int, str],
+    collectives: Collectives,
 ) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
-    """Cut everything; per part the (name, module, attribute) of its parameters."""
+    """Cut everything; per part the (name, module, attribute) of its parameters. The weights are those of rank 0."""
+    master = torch.float64 if compute == torch.float64 else torch.float32
     # Inputs are not cast, because some are temperatures. Gradients are summed in the master dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
@@ -280,7 +281,11 @@ def _shard(
         for _, module, leaf in owned:
             parameter = getattr(module, leaf)
             # Cast on the device, a block at a time. Buffers keep their dtype: rotary tables stay as they were computed.
-            parameter.data = parameter.data.to(device).to(master)
+            if collectives.rank == 0:
+                full = parameter.data.to(device).to(master).contiguous()
+            else:
+                full = torch.empty(parameter.shape, dtype=master, device=device)
+            parameter.data = collectives.broadcast_(full)
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums

@@ -8,6 +8,7 @@ Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -189,6 +190,14 @@ class PolicyModel:
     def project(self, hidden_NE: Tensor) -> Tensor:
         """[N, E] -> [N, V] in the matmul dtype: the head and its bias, before scale and cap. No autograd."""
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
+
+    def loaded(self) -> Iterator[Tensor]:
+        """All that was read from files or drawn, in place, for a process that replaces it. `flat.refresh` must follow."""
+        yield self.flat.master
+        if self.lora is not None:
+            yield from (self.weights.working, *self.lora.merge.base)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        yield from (value for name, value in self.module.state_dict().items() if name not in parameters)
 
     def advance(self) -> int:
         """Refreshes the working copy after an optimizer step. Increments the version and returns the new one."""

@@ -163,6 +163,7 @@ def _build(
     }
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
+        _receive(policy, world)
         # All ranks need the same cut, and machines may differ.
         cuts = [orjson.loads(each) for each in world.train.all_gather_bytes(orjson.dumps([*cut]))]
         shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.train.world_size)
@@ -170,5 +171,13 @@ def _build(
         world.before_leaving(sharded.sharded.parameters.release)
         return policy, tokenizer, sharded
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
+    _receive(policy, world)
     second_buffer = needs_second_buffer(config.algorithm)
     return policy, tokenizer, TorchTrainer(policy, config.train, world.train, second_buffer=second_buffer, **options)
+
+
+def _receive(policy: PolicyModel, world: World) -> None:
+    """Overwrite what this rank has loaded with what rank 0 has: their files may differ."""
+    for values in policy.loaded():
+        world.train.broadcast_(values)
+    policy.flat.refresh()

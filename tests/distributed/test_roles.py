@@ -119,6 +119,7 @@ def test_a_rank_plans_memory_for_what_it_does(tmp_path: Path) -> None:
 PROGRAM = """
 import torch
 from asyncrl.config.schema import RolesConfig
+from asyncrl.distributed import collectives
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError
@@ -132,6 +133,8 @@ with world.open(torch.device("cpu"), timeout_s=60):
         assert sums.tolist() == [4.0], sums
         assert train.reduce_gradients_(torch.full((3,), 10.0 ** world.rank)).tolist() == [101.0] * 3
         assert train.all_gather_bytes(b"%d" % world.rank) == [b"0", b"2"]
+        collectives._PIECE_BYTES = 8  # two pieces
+        assert train.broadcast_(torch.arange(3.0) + world.rank).tolist() == [0.0, 1.0, 2.0]
     else:
         try:
             world.train

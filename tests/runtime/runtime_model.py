@@ -26,6 +26,11 @@ def build(seed: int) -> tuple[Any, Any]:
     return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=1, head_dim=16), make_tokenizer()
 
 
+def build_other(seed: int) -> tuple[Any, Any]:
+    """`build` with other weights, as if the file on a machine were another one."""
+    return build(seed + 1)
+
+
 def build_wide(seed: int) -> tuple[Any, Any]:
     """The same with heads of the smallest size that vLLM's attention on CPUs takes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

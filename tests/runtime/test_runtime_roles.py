@@ -41,6 +41,7 @@ SYNC: dict[str, Any] = REAL | {
     "data": REAL["data"] | {"eval": f"{MODEL}:rows"},
     "evaluate": {"every": 2, "samples": 2, "limit": 5},
 }
+OTHER = f"model.path={MODEL}:build_other"
 EVALUATED = re.compile("^eval/")
 
 
@@ -84,9 +85,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_roles_train_the_weights_of_one_rank(
     tmp_path: Path, alone: Path, train: Any, generate: Any, distributed: dict[str, Any]
 ) -> None:
+    """Only rank 0 has the weights of the other run."""
     tree = with_roles(SYNC, train, generate, **distributed)
     size = train + generate if isinstance(train, int) else 3
-    outputs = run_ranks(tmp_path, tree, size)
+    outputs = run_ranks(tmp_path, tree, size, "", *[OTHER] * (size - 1))
     run, version = tmp_path / "runs/run", REAL["train"]["max_steps"]
     expected = weights_of(alone, version)
     for name, weight in weights_of(run, version).items():
@@ -195,7 +197,7 @@ def test_evaluations_do_not_wait_for_ranks_that_wait_for_rank_0(
     tmp_path: Path, train: list[int], generate: list[int], placement: str, interval: int
 ) -> None:
     """Rank 0 waits for an evaluation while another training rank has gone on to the end of the next step. The rank that only
-    generates merges the adapters, and compares the fixed row."""
+    generates merges the adapters of both training ranks, and compares the fixed row. Rank 1 has other weights in its file."""
     tree = with_roles(ASYNC, train, generate) | {
         "model": ASYNC["model"] | {"lora": {"rank": 2}},
         "rollout": ASYNC["rollout"] | {"max_staleness": 2, "weight_sync_interval": interval},
@@ -204,7 +206,7 @@ def test_evaluations_do_not_wait_for_ranks_that_wait_for_rank_0(
         "evaluate": {"every": 1, "samples": 2, "limit": 5},
         "watchdog": {"stall_timeout_s": 32.0},
     }
-    run_ranks(tmp_path, tree, generate[-1] + 1)
+    run_ranks(tmp_path, tree, generate[-1] + 1, "", OTHER, "")
     evaluated = [line["step"] for line in metrics_of(tmp_path / "runs/run") if any(map(EVALUATED.match, line))]
     assert evaluated == [*range(ASYNC["train"]["max_steps"] + 1)]
 

@@ -268,8 +268,8 @@ def test_the_comparison_has_teeth(two: Ranks) -> None:
         same(found, wanted, 1e-10)
 
 
-def test_a_rank_that_dies_ends_the_round_of_the_others_with_an_error(tmp_path: Path) -> None:
-    """Rank 1 is killed while rank 0 waits for it in a round."""
+def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
+    """Rank 1 is killed while rank 0 waits for it in a collective."""
     with ranks_in(SCRIPT, tmp_path, 2) as ranks:
         ranks.run(lines(ranks, Case(where=UNEQUAL, steps=1)))
         waiting, killed = ranks.processes
@@ -279,7 +279,7 @@ def test_a_rank_that_dies_ends_the_round_of_the_others_with_an_error(tmp_path: P
         killed.kill()
         assert waiting.stdout.readline() == ""  # it ended
         assert waiting.wait(120) != 0
-        assert "agree_on_round" in ranks.log(0) or "gather" in ranks.log(0), ranks.log(0)
+        assert "RankLost" in ranks.log(0) and "broadcast_" in ranks.log(0), ranks.log(0)
 
 
 # -- what one process can tell -----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Merge:
     def __init__(self, places: Sequence[Place], rank: int, scale: float, weights: Tensor) -> None:
         """`weights`: all weights of the model, unmerged, in one buffer. `scale`: s."""
         self.places, self.rank, self.scale = places, rank, scale
-        self._base = [self._part(weights, place).clone() for place in places]
+        self.base = [self._part(weights, place).clone() for place in places]
 
     @classmethod
     def of(cls, description: Mapping[str, Any], weights: Tensor) -> Self:
@@ -57,7 +57,7 @@ class Merge:
 
     def merge(self, adapters: Tensor, weights: Tensor) -> None:
         """Write the merged weights into `weights`, computed in the dtype of `adapters`."""
-        for place, base in zip(self.places, self._base, strict=True):
+        for place, base in zip(self.places, self.base, strict=True):
             experts, outputs, inputs = sizes = sizes_of(place.shape, place.transposed)
             a = adapters[place.a :][: experts * self.rank * inputs]
             b = adapters[place.b :][: experts * self.rank * outputs]
@@ -69,7 +69,7 @@ class Merge:
     def unmerged(self, weights: Tensor, start: int, end: int) -> Tensor:
         """A copy of `weights[start:end]` with W0 in place of merged weights."""
         part = weights[start:end].clone()
-        for place, base in zip(self.places, self._base, strict=True):
+        for place, base in zip(self.places, self.base, strict=True):
             first, last = max(start, place.weight), min(end, place.weight + base.numel())
             if first < last:
                 part[first - start : last - start] = base[first - place.weight : last - place.weight]
