@@ -96,7 +96,7 @@ CEILINGS: dict[str, int] = {
     "concurrency": 2235,
     "config": 2761,
     "data": 2825,
-    "distributed": 3248,
+    "distributed": 3186,
     "environments": 130,
     "generation": 5600,
     "http": 1270,
@@ -104,13 +104,13 @@ CEILINGS: dict[str, int] = {
     "pumps": 4172,
     "records": 1100,
     "rewards": 1560,
-    "runtime": 6225,
+    "runtime": 6223,
     "telemetry": 2854,
     "training": 2271,
     "transport": 4583,
-    "weights": 852,
-    "tests": 56364,
-    "tools": 8512,
+    "weights": 854,
+    "tests": 56387,
+    "tools": 8511,
 }
 BENCHMARKS = "asyncrl_bench"
 BENCH_FINDER = "asyncrl/cli/bench.py"

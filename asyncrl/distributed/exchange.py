@@ -1,15 +1,14 @@
 """What one end of the line knows of its peer: messages that were sent and not answered, and messages that were received.
 
 An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps it until the answer, and sends it
-again after a reconnection. The receiver starts handlers in the order of the numbers, ignores a number that it has had, and keeps an
-answer until the sender confirms the receipt.
+again after a reconnection. The receiver starts handlers in the order of the numbers. It ignores a number that it has had, and a
+number after a gap: the gap and what follows are sent again. It keeps an answer until the sender has received it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -24,7 +23,8 @@ Answer: TypeAlias = tuple[Any, Sequence[Buffer]]
 # (peer, header, buffers) -> (header, buffers), or None for (None, ()). The buffers are memoryviews of the received frames.
 Handler: TypeAlias = Callable[[str, Any, Sequence[Buffer]], Awaitable[Answer | None]]
 
-HELLO, WELCOME, ASK, TELL, ANSWER, ERROR, CANCEL, CONFIRM, BYE = range(9)
+HELLO, WELCOME, ASK, TELL, ANSWER, ERROR, CANCEL, BYE = range(8)
+WINDOW = 256
 
 logger = logging.getLogger("asyncrl.distributed")
 
@@ -33,6 +33,7 @@ logger = logging.getLogger("asyncrl.distributed")
 class _Sent:
     frames: list[Buffer]
     answer: asyncio.Future[Answer]
+    has_place: bool  # in the window
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +45,13 @@ class Exchange:
     session: str
     handlers: dict[str, Handler]
     transmit: Callable[[Sequence[Buffer]], None]
-    window: int
     down_since: float | None = None
     error: RankLost | LifecycleError | None = None  # the exchange has ended
     connection: int = -1  # descriptor of the server's connection
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _next: int = 0
-    _waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
+    _window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WINDOW))
     _expected: int = 0  # number of the next message to handle
-    _early: dict[int, tuple[int, str, Any, Sequence[Buffer]]] = field(default_factory=dict)
     _running: dict[int, asyncio.Task[tuple[bytes, Sequence[Buffer]]]] = field(default_factory=dict)
     _answers: dict[int, list[Buffer]] = field(default_factory=dict)  # whose receipt is not confirmed
     _confirmed: int = 0
@@ -71,21 +70,17 @@ class Exchange:
 
     async def _post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[int, _Sent]:
         """Wait for a place in the window and send. A cancelled call has sent nothing."""
-        while self.error is None and len(self._sent) >= self.window:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                else:
-                    # The place is free for the next call.
-                    self._wake_one()
-                raise
-        return self.post(operation, kind, header, buffers)
+        await self._window.acquire()
+        try:
+            return self.post(operation, kind, header, buffers, has_place=True)
+        except BaseException:
+            # The next call that waits raises the error of the exchange, too.
+            self._window.release()
+            raise
 
-    def post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer] = ()) -> tuple[int, _Sent]:
+    def post(
+        self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer] = (), *, has_place: bool = False
+    ) -> tuple[int, _Sent]:
         """Send, also if the window is full."""
         if self.error is not None:
             raise self.error
@@ -95,7 +90,7 @@ class Exchange:
         # Nobody may wait for the answer any more when an error arrives.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._next += 1
-        sent = self._sent[number] = _Sent(frames, answer)
+        sent = self._sent[number] = _Sent(frames, answer, has_place)
         self.transmit(frames)
         return number, sent
 
@@ -105,12 +100,6 @@ class Exchange:
 
     def send(self, operation: int, number: int = 0, kind: str = "", header: Any = None) -> None:
         self.transmit([self._pack(operation, number, kind, header)])
-
-    def _wake_one(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                return waiter.set_result(None)
 
     def resend(self) -> None:
         """Send every unanswered message again, after a reconnection."""
@@ -125,22 +114,17 @@ class Exchange:
             self._confirmed = lowest
             self._answers = {number: frames for number, frames in self._answers.items() if number >= lowest}
         if operation in (ASK, TELL):
-            if number < self._expected:
-                if number in self._answers:
-                    self.transmit(self._answers[number])
-                return
-            self._early[number] = operation, kind, header, buffers
-            while (next_message := self._early.pop(self._expected, None)) is not None:
-                self._start(self._expected, *next_message)
+            if number == self._expected:
                 self._expected += 1
+                self._start(number, operation, kind, header, buffers)
+            elif number in self._answers:
+                self.transmit(self._answers[number])
         elif operation in (ANSWER, ERROR):
             sent = self._sent.pop(number, None)
             if sent is None:
                 return
-            self._wake_one()
-            if buffers:
-                # The other end need not keep a large answer until the next message.
-                self.send(CONFIRM)
+            if sent.has_place:
+                self._window.release()
             if not sent.answer.done():
                 if operation == ANSWER:
                     sent.answer.set_result((header, buffers))
@@ -193,9 +177,7 @@ class Exchange:
             if not sent.answer.done():
                 sent.answer.set_exception(error)
         self._sent.clear()
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._window.release()
         if cancel:
             self.cancel()
 

@@ -11,7 +11,7 @@ disconnected for `silence_s` is lost: every call that waits for it raises RankLo
 not count (`concurrency/awake.py`).
 
 A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. At most
-`window` messages of one end are unanswered; further calls wait.
+`exchange.WINDOW` messages of one end are unanswered; further calls wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from ..errors import LifecycleError, RankLost
 from .exchange import BYE, HELLO, TELL, WELCOME, Answer, Buffer, Exchange, Handler
 
 SILENCE_S = 20.0
-WINDOW = 256
 _PROTOCOL = 1
 _LEAVE = "leave"
 _LINGER_MS = 1000  # for the last messages of an end that closes
@@ -65,10 +64,16 @@ logger = logging.getLogger("asyncrl.distributed")
 class _End:
     """The socket of a server or client. For the thread of one event loop."""
 
-    def __init__(self, secret: str, name: str, silence_s: float, window: int) -> None:
+    # A server and a client have these.
+    _links: Callable[[], Iterable[Exchange]]
+    _receive: Callable[[list[zmq.Frame]], None]
+    _on_event: Callable[[int, int], None]
+    _lose: Callable[[Exchange, str], None]
+
+    def __init__(self, secret: str, name: str, silence_s: float) -> None:
         if not secret:
             raise LifecycleError("the line needs the secret of the run, found an empty one")
-        self.name, self.silence_s, self._window = name, silence_s, window
+        self.name, self.silence_s = name, silence_s
         private = z85.encode(blake2b(secret.encode(), digest_size=32, person=b"asyncrl line").digest())
         self._server_keys = zmq.curve_public(private), private
         self._handlers: dict[str, Handler] = {}
@@ -128,18 +133,6 @@ class _End:
         await asyncio.gather(*(link.ended() for link in self._links()), *self._ended.values())
         # In a thread: `term` waits for the last messages, at most for the linger time.
         await offload(self._context.term, "close the line")
-
-    def _links(self) -> Iterable[Exchange]:
-        raise NotImplementedError
-
-    def _receive(self, frames: list[zmq.Frame]) -> None:
-        raise NotImplementedError
-
-    def _on_event(self, event: int, value: int) -> None:
-        raise NotImplementedError
-
-    def _lose(self, link: Exchange, reason: str) -> None:
-        raise NotImplementedError
 
     def _read(self) -> None:
         self._read_again = False
@@ -218,10 +211,9 @@ class LineServer(_End):
         name: str = "rank 0",
         *,
         silence_s: float = SILENCE_S,
-        window: int = WINDOW,
         on_end: Callable[[str, RankLost | None], None] | None = None,
     ) -> None:
-        super().__init__(secret, name, silence_s, window)
+        super().__init__(secret, name, silence_s)
         self.address = ""
         self.on_end = on_end
         self._session = secrets.token_hex(8)
@@ -331,10 +323,8 @@ class LineServer(_End):
                 )
             if link is not None:
                 self._lose(link, "was replaced by another process of this name")
-            link = Exchange(
-                self.name, peer, session, self._handlers, lambda frames: self._send([identity, *frames]), self._window
-            )
-            self._peers[peer] = link
+            transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
+            link = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
         link.connection, link.down_since = connection, None
         before = self._greeted.get(connection)
         self._greeted[connection] = peer
@@ -412,13 +402,12 @@ class LineClient(_End):
         *,
         server: str = "rank 0",
         silence_s: float = SILENCE_S,
-        window: int = WINDOW,
         on_end: Callable[[RankLost], None] | None = None,
     ) -> None:
-        super().__init__(secret, name, silence_s, window)
+        super().__init__(secret, name, silence_s)
         self.address = address if "://" in address else f"tcp://{address}"
         self._server, self.on_end = server, on_end
-        self._link = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send, window)
+        self._link = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send)
         self._server_session: str | None = None
         self._welcomed: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -455,7 +444,7 @@ class LineClient(_End):
         return await self._link.ask(kind, header, buffers)
 
     async def tell(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
-        """Send a message without an answer. Waits only while `window` messages are not handled. The buffers must never change.
+        """Send a message without an answer. Waits only while `WINDOW` messages are not handled. The buffers must never change.
         Errors: RankLost, LifecycleError."""
         self._check_open(kind)
         await self._link.tell(kind, header, buffers)

@@ -2,8 +2,8 @@
 
     rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
     other ranks      the same request, as a message "ledger" of the line
-    a rank that      waits for a change asks "watch": the answer is the state after the next change
-    every second     rank 0 sends the state to all ranks as a message "books", for their watchdogs
+    the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
+                     change asks once a second, for its watchdog
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -17,6 +17,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import anyio
+
 from ..concurrency.shield import wait_shielded
 from ..errors import LedgerError, LifecycleError, RankLost
 from ..types import ClaimState, LedgerStatistics, Ticket
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank")
-_EVERY_S = 1.0  # between two states to every rank
+_EVERY_S = 1.0  # between two states of a rank that does not wait
 # [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
 # Answers to an operation end before that group: to find it takes longer than the operation.
 State: TypeAlias = Sequence[Any]
@@ -40,9 +42,6 @@ class Desk:
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
         self.ledger = LocalLedger.over(books)
-        self._line = line
-        self._ranks: dict[str, int] = {}  # of the peers that have joined
-        self._informing: asyncio.Task[None] | None = None
         line.on("ledger", self._answer)
         line.on("watch", self._watch)
 
@@ -105,35 +104,12 @@ class Desk:
     async def _answer(self, peer: str, request: Sequence[Any], buffers: object) -> tuple[Any, tuple[()]]:
         operation, rank, *arguments = request
         result = await self.run(operation, rank, *arguments)
-        if operation == "join":
-            if self._informing is None:
-                self._informing = asyncio.get_running_loop().create_task(self._inform())
-            self._ranks[peer] = rank
         return (self._counts(rank), result), ()
 
-    async def _watch(self, peer: str, seen: int, buffers: object) -> tuple[State, tuple[()]]:
+    async def _watch(self, peer: str, request: Sequence[int], buffers: object) -> tuple[State, tuple[()]]:
+        rank, seen = request
         await self.ledger.wait_changed(seen)
-        return self.state(self._ranks[peer]), ()
-
-    async def _inform(self) -> None:
-        seen = -1
-        while True:
-            seen = await self.ledger.wait_changed(seen)
-            for peer, rank in [*self._ranks.items()]:
-                try:
-                    await self._line.tell(peer, "books", self.state(rank))
-                except RankLost:
-                    # The peer has left, and `LineServer.on_end` was called.
-                    del self._ranks[peer]
-            await asyncio.sleep(_EVERY_S)
-
-    async def aclose(self) -> None:
-        """End the messages to the other ranks. Call it after the line is closed."""
-        if self._informing is not None:
-            self._informing.cancel()
-            informing = asyncio.gather(self._informing, return_exceptions=True)
-            if (cancelled := await wait_shielded(informing)) is not None:
-                raise cancelled
+        return self.state(rank), ()
 
 
 class LineLedger:
@@ -164,11 +140,10 @@ class LineLedger:
         self._admit_lock = asyncio.Lock()  # this rank admits in the order of the calls
         self._admitting: asyncio.Future[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Event()  # a task waits for a change
         self._opened = self._closed = self._stale = False
         self._lost: RankLost | None = None
-        if self._desk is None:
-            line.on("books", self._on_books)
-        else:
+        if self._desk is not None:
             self._desk.ledger.on_change = self._on_change
 
     async def __aenter__(self) -> LineLedger:
@@ -176,13 +151,15 @@ class LineLedger:
             raise LifecycleError("the ledger was opened twice; create a new one")
         self._opened = True
         await self._ask("join", self._settings)
+        if isinstance(self._line, LineClient):
+            self._watching = asyncio.get_running_loop().create_task(self._watch(self._line))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Fail every waiter with LifecycleError. A second call does nothing. Rank 0 answers the other ranks until `end_desk`."""
+        """Fail every waiter with LifecycleError. A second call does nothing. Rank 0 goes on answering the other ranks."""
         if not self._closed:
             self._closed = True
             if self._watching is not None:
@@ -198,11 +175,6 @@ class LineLedger:
         self._changes.wake(error)
         if self._admitting is not None:
             self._admitting.cancel()
-
-    async def end_desk(self) -> None:
-        """Send no more changes to the other ranks. Call it after the line is closed."""
-        if self._desk is not None:
-            await self._desk.aclose()
 
     @property
     def turn(self) -> int:
@@ -281,23 +253,21 @@ class LineLedger:
 
         Errors: LifecycleError if the ledger is closed, RankLost if a rank is lost."""
         self._check_open("wait_changed")
-        if self._desk is None and self._watching is None and self._changes.number <= seen:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._wanted.set()
         return await self._changes.wait(seen)
 
-    async def _watch(self) -> None:
-        assert isinstance(self._line, LineClient)
-        try:
-            # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
-            with contextlib.suppress(RankLost, LifecycleError):
-                # A task may have begun to wait for a later change meanwhile.
-                while self._changes.awaited:
-                    state, _ = await self._line.ask("watch", self._changes.number)
-                    self._set_state(state)
-                    # The tasks that were woken leave.
-                    await asyncio.sleep(0)
-        finally:
-            self._watching = None
+    async def _watch(self, line: LineClient) -> None:
+        # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
+        with contextlib.suppress(RankLost, LifecycleError):
+            while True:
+                state, _ = await line.ask("watch", [self._rank, self._changes.number])
+                self._set_state(state)
+                # The tasks that were woken leave.
+                await asyncio.sleep(0)
+                if not self._changes.awaited:
+                    self._wanted.clear()
+                    with anyio.move_on_after(_EVERY_S):
+                        await self._wanted.wait()
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         await self._complete("end", _plain(ticket), outcome)
@@ -425,9 +395,6 @@ class LineLedger:
             self._desk.undo(operation, self._rank, *arguments)
         elif isinstance(self._line, LineClient):
             self._line.post("ledger", [operation, self._rank, *arguments])
-
-    async def _on_books(self, peer: str, state: State, buffers: object) -> None:
-        self._set_state(state)
 
     def _on_change(self) -> None:
         """On rank 0: the books have changed."""

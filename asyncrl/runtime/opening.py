@@ -135,8 +135,6 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
     finally:
         if line is not None:
             await line.aclose()
-        if run.ledger is not None:
-            await run.ledger.end_desk()
     if missing and not failed:
         raise RankLost(
             f"{' and '.join(missing)} did not end within {_AT_THE_END_S:g} s of rank 0: a process hangs, or a machine is lost. "

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -125,9 +126,10 @@ class Stripes:
 
     def close(self) -> None:
         """Close the groups. Other nodes that wait in one of them get an error."""
-        groups, self._groups, self._group = self._groups, {}, 0
-        for group in groups.values():
-            group.abort()
+        groups, self._groups, self._group = [*self._groups.values()], {}, 0
+        # All at once: on nccl the abort of one group may wait for another group.
+        with ThreadPoolExecutor(len(groups) or 1) as threads:
+            list(threads.map(lambda group: group.abort(), groups))
 
 
 class SendingNodes:

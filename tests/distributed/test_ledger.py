@@ -37,7 +37,6 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             stack.push_async_callback(server.aclose)
             books = Reservation(*args, late, turn, warmup=warmup)  # type: ignore[misc]  # two numbers
             ledger = LineLedger(server, books, 0)
-            stack.push_async_callback(ledger.end_desk)
             if request.param == "line":
                 client = await stack.enter_async_context(LineClient(server.address, "a secret of the test", "rank 1"))
                 ledger = LineLedger(client, books, 0)

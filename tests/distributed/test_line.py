@@ -22,6 +22,7 @@ import pytest
 import warm
 import zmq
 
+from asyncrl.distributed import exchange
 from asyncrl.distributed.connections import Connections
 from asyncrl.distributed.exchange import Answer
 from asyncrl.distributed.line import LineClient, LineServer
@@ -129,14 +130,15 @@ async def test_a_slow_handler_blocks_no_other_and_messages_start_in_their_order(
         assert (await first)[0] == 0
 
 
-async def test_calls_wait_for_the_window_and_nothing_is_dropped() -> None:
+async def test_calls_wait_for_the_window_and_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "WINDOW", 4)
     gate, handled = asyncio.Event(), list[int]()
 
     async def slow(peer: str, header: int, buffers: Sequence[Any]) -> None:
         await gate.wait()
         handled.append(header)
 
-    async with two_ends(window=4) as (server, client):
+    async with two_ends() as (server, client):
         server.on("slow", slow)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(client.tell("slow", number)) for number in range(40)]
@@ -150,8 +152,9 @@ async def test_calls_wait_for_the_window_and_nothing_is_dropped() -> None:
     assert handled == [*range(20), *range(30, 41)]
 
 
-async def test_a_call_may_be_cancelled_at_every_await() -> None:
+async def test_a_call_may_be_cancelled_at_every_await(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler is cancelled too, its place in the window comes back, and the line keeps nothing of it."""
+    monkeypatch.setattr(exchange, "WINDOW", 3)
     running = 0
 
     async def slow(peer: str, header: int, buffers: Sequence[Any]) -> Answer:
@@ -164,7 +167,7 @@ async def test_a_call_may_be_cancelled_at_every_await() -> None:
             running -= 1
         return header, buffers
 
-    async with two_ends(window=3) as (server, client):
+    async with two_ends() as (server, client):
         server.on("slow", slow)
         rng = random.Random(1)
         for _ in range(60):
@@ -175,10 +178,12 @@ async def test_a_call_may_be_cancelled_at_every_await() -> None:
                 for task in rng.sample(tasks, 3):
                     task.cancel()
             assert all(task.cancelled() or task.result()[0] in range(4) for task in tasks)
+        with pytest.raises(TypeError):
+            await client.ask("slow", object())
         await until(lambda: not client._link._sent and not running)
         assert (await client.ask("echo", 1))[0] == ["rank 1", 1]
         [link] = server._peers.values()
-        assert not client._link._waiters and len(link._answers) <= 1 and not link._running
+        assert client._link._window._value == 3 and len(link._answers) <= 1 and not link._running
 
 
 async def test_closing_ends_calls_and_handlers_and_leaves_nothing() -> None:
@@ -349,7 +354,10 @@ class Wire:
         self._writers.clear()
 
 
-async def test_a_message_that_is_lost_with_its_connection_is_handled_once_and_in_its_order() -> None:
+async def test_a_message_that_is_lost_with_its_connection_is_handled_once_and_in_its_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "WINDOW", 8)
     handled: dict[str, list[int]] = {"rank 0": [], "rank 1": []}
 
     async def count(peer: str, header: int, buffers: Sequence[Any]) -> Answer:
@@ -359,7 +367,7 @@ async def test_a_message_that_is_lost_with_its_connection_is_handled_once_and_in
 
     async with await LineServer(SECRET).open() as server, Wire(server.address) as wire:
         server.on("count", count)
-        async with LineClient(wire.address, SECRET, "rank 1", window=8) as client:
+        async with LineClient(wire.address, SECRET, "rank 1") as client:
             client.on("count", count)
 
             async def cut() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from broadcast_helpers import nodes, outcome
+
+from asyncrl.weights.broadcast import Stripes
 
 
 def run(senders: int, receivers: int, **options: Any) -> dict[str, tuple[list[dict[str, Any]], str, int]]:
@@ -118,3 +124,13 @@ def test_a_receiver_with_wrong_weights_ends_and_is_named(fault: str, sentence: s
     lost = [line["lost"] for line in results["rank 0"][0] if "lost" in line]
     assert results["rank 0"][2] == 0 and lost == (["rank 2"] if fault == "skips" else []), results["rank 0"]
     assert hashes(results["rank 1"][0]) == hashes(results["rank 0"][0])
+
+
+def test_the_groups_of_all_senders_are_aborted_together() -> None:
+    """On nccl the abort of one group may wait for another group."""
+    together = threading.Barrier(3, timeout=20.0)
+    stripes = Stripes("rank 3", dist.HashStore(), torch.device("cpu"), 1.0)
+    stripes._groups = {str(sender): SimpleNamespace(abort=together.wait) for sender in range(3)}
+    stripes.close()
+    assert not stripes._groups
+    stripes.close()

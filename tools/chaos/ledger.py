@@ -129,7 +129,6 @@ async def stress(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             server = LineServer(SECRET)
             bounds = GROUPS * given.ranks, AGE, "wait", 0, given.ranks
             ledgers, wires = [LineLedger(server, Reservation(*bounds), 0)], list[Wire]()
-            stack.push_async_callback(ledgers[0].end_desk)
             await stack.enter_async_context(await server.open())
             for rank in range(1, given.ranks):
                 wires.append(await stack.enter_async_context(Wire(server.address)))

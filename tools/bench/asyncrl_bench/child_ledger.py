@@ -74,7 +74,6 @@ async def measure(job: LedgerJob) -> dict[str, Any]:
             seconds, changes, cpu = time.perf_counter() - began, ledger.changes - first, time.process_time() - cpu
             loop = time.thread_time() - loop
             await asyncio.to_thread(process.join)
-    await ledger.end_desk()
     return {
         "per_s": changes / seconds,
         "cpu_us": 1e6 * cpu / changes,
