@@ -36,7 +36,8 @@ def trained(run: Path) -> tuple[int, set[int]]:
         ("commit", "replicate", STEP),
         pytest.param("committed", "replicate", STEP, marks=pytest.mark.slow),
         pytest.param("say", "replicate", STEP, marks=pytest.mark.slow),
-        ("committed", "fsdp", STEP - 1),  # its part of the weights went with it: the last checkpoint is whole
+        # Its part of the weights went with it: the last checkpoint is whole.
+        pytest.param("committed", "fsdp", STEP - 1, marks=pytest.mark.slow),
         ("say", "fsdp", STEP - 1),  # and rank 0 does not wait for it until the watchdog ends the run
     ],
 )
