@@ -36,9 +36,9 @@ def trained(run: Path) -> tuple[int, set[int]]:
         ("commit", "replicate", STEP),
         pytest.param("committed", "replicate", STEP, marks=pytest.mark.slow),
         pytest.param("say", "replicate", STEP, marks=pytest.mark.slow),
-        # Its part of the weights went with it: the last checkpoint is whole.
+        # Its part of the weights went with it: the last checkpoint is whole. Rank 0 does not wait until the watchdog ends the run.
         pytest.param("committed", "fsdp", STEP - 1, marks=pytest.mark.slow),
-        ("say", "fsdp", STEP - 1),  # and rank 0 does not wait for it until the watchdog ends the run
+        ("say", "fsdp", STEP - 1),
     ],
 )
 def test_the_step_of_a_rank_that_was_killed_is_trained_once(

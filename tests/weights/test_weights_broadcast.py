@@ -69,7 +69,6 @@ SHORT = {"deadline_s": 8.0, "silence_s": 8.0, "versions": 4}
         ("SIGSTOP", 1),
         pytest.param("SIGKILL", 1, marks=pytest.mark.slow),
         pytest.param("SIGKILL", 3, marks=pytest.mark.slow),
-        pytest.param("SIGSTOP", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_receiver_that_is_lost_in_a_broadcast_is_named_and_the_others_go_on(how: str, bucket: int) -> None:
@@ -96,7 +95,6 @@ def test_a_receiver_that_is_lost_in_a_broadcast_is_named_and_the_others_go_on(ho
         ("rank 1", 0),
         pytest.param("rank 0", 1, marks=pytest.mark.slow),
         pytest.param("rank 0", 0, marks=pytest.mark.slow),
-        pytest.param("rank 1", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_sender_that_is_killed_in_a_broadcast_ends_the_run_by_name(lost: str, bucket: int) -> None:
