@@ -357,6 +357,8 @@ def _dtype_in_files(path: str) -> torch.dtype | None:
             names = tensors.keys()
             kinds |= {tensors.get_slice(name).get_dtype() for name in names}
     floating = {kind for kind in kinds if "F" in kind}
+    if len(floating) > 1:
+        logger.info("model.path: the weights are read in float32: the files hold %s", ", ".join(sorted(floating)))
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(floating.pop()) if len(floating) == 1 else None
 
 

@@ -27,7 +27,7 @@ from asyncrl.config.fields import knobs
 from asyncrl.config.load import load_config
 from asyncrl.telemetry.sinks import read_jsonl
 
-TIMEOUT_S = 300
+TIMEOUT_S = 500
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Settings in the place of what is downloaded, and of the hours that a real run takes
 TINY = [

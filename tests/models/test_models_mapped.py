@@ -112,13 +112,17 @@ def test_policies_equal_those_of_float32(tmp_path: Path, dtype: str, lora: int) 
     assert torch.equal(policy.flat.master, other.flat.master)
 
 
-def test_files_of_several_dtypes_are_read_as_float32(tmp_path: Path) -> None:
+def test_files_of_several_dtypes_are_read_as_float32_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A cast to the narrow dtype would round the others."""
     module = save(tmp_path)
     state = module.state_dict()
     exact = torch.full_like(state["model.norm.weight"], 1.0, dtype=torch.float32) + 1e-5
     module.save_pretrained(tmp_path, state_dict={**state, "model.norm.weight": exact})
-    found = load(tmp_path)
+    with caplog.at_level("INFO"):
+        found = load(tmp_path)
+    assert "the weights are read in float32: the files hold BF16, F32" in caplog.text
     assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert torch.equal(dict(found.named_parameters())["model.norm.weight"], exact)
 
