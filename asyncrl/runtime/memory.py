@@ -97,6 +97,9 @@ def predicted(
     elif placement is not None and not placement.generates:
         del parts["kv_cache"]
         parts |= _board_parts(config, parts)
+        if config.distributed.sharding == "fsdp" or not (config.model.lora.rank or config.model.dtype == "bfloat16"):
+            # Only its own stripe.
+            parts["weight_board"] //= ranks
     if sizes:
         parts["reward_models"] = sum(size.weights for size in sizes)
         parts["reward_scoring"] = max(size.working for size in sizes)

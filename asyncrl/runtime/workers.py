@@ -33,7 +33,7 @@ from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board, SlabHalves
-from asyncrl.weights.broadcast import AllReaders, SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.broadcast import AllReaders, SendingNodes, Stripes, WeightReceiver, stripes
 from asyncrl.weights.orders import LineOrders
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
@@ -66,10 +66,17 @@ async def open_sender(run: OpenRun) -> WeightPublisher:
     """The sink that sends the trainer's weights to the nodes that only generate. Errors: RankLost, and those of `open_workers` for
     the board and the model."""
     assert run.policy is not None
-    model = describe_model(run, run.policy)
-    board = await _open_board(run, model)
-    nodes = await _open_nodes(run, board, model)
-    publisher = _make_publisher(run, board, nodes, nodes.adapters)
+    policy, model, part, whole_bytes = run.policy, describe_model(run, run.policy), None, None
+    if policy.lora is None and not policy.flat.has_working_copy:
+        # Each version is copied onto the board, and nobody but this rank reads it: its own stripe is enough.
+        names = sorted(f"rank {rank}" for rank in run.world.roles.train)
+        whole_bytes = policy.weights.working.nbytes
+        start, end = stripes(whole_bytes, len(names))[names.index(f"rank {run.world.rank}")]
+        part = slice(start // policy.dtype.itemsize, end // policy.dtype.itemsize)
+    elements = part.stop - part.start if part else model["elements"]
+    board = await _open_board(run, model | {"elements": elements})
+    nodes = await _open_nodes(run, board, model, whole_bytes)
+    publisher = _make_publisher(run, board, nodes, nodes.adapters, part)
     await nodes.update_weights(*await publisher.post_first())
     return publisher
 
@@ -93,20 +100,24 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     return engine, receiver
 
 
-def _make_publisher(run: OpenRun, board: Board, readers: BoardWorkers, adapters: Sequence[Tensor]) -> WeightPublisher:
+def _make_publisher(
+    run: OpenRun, board: Board, readers: BoardWorkers, adapters: Sequence[Tensor], part: slice | None = None
+) -> WeightPublisher:
     assert run.policy is not None
-    publisher = WeightPublisher(run.policy, board, readers, run.lanes[0], adapters)
+    publisher = WeightPublisher(run.policy, board, readers, run.lanes[0], adapters, part)
     # The workers read the board. They end before the board is closed, because they are opened later.
     run.stack.callback(publisher.close)
     return publisher
 
 
-async def _open_nodes(run: OpenRun, board: Board, model: Mapping[str, Any]) -> SendingNodes:
-    """The nodes that only generate, as readers of this rank's board."""
+async def _open_nodes(
+    run: OpenRun, board: Board, model: Mapping[str, Any], whole_bytes: int | None = None
+) -> SendingNodes:
+    """The nodes that only generate, as readers of this rank's board. `whole_bytes`: see `SendingNodes`."""
     assert run.policy is not None
     orders, lora = run.orders, run.policy.lora
     desk = orders or LineOrders(cast(LineClient, run.line))
-    nodes = SendingNodes(board, *await _open_stripes(run), desk, lora)
+    nodes = SendingNodes(board, *await _open_stripes(run), desk, lora, whole_bytes)
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())

@@ -47,11 +47,17 @@ BUCKET_BYTES = 64 << 20
 _ASK_EVERY_S = 0.0002
 
 
-def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
-    """Of each sender: the (start, end) of its buckets in `total` bytes. Stripes differ by at most 64 bytes."""
+def stripes(total: int, senders: int) -> list[tuple[int, int]]:
+    """Of each sender: (start, end) of its stripe in `total` bytes. Stripes differ by at most 64 bytes."""
     units = total // 64
-    edges = [units * i // senders * 64 for i in range(senders)] + [total]
-    return [[(start, min(start + size, end)) for start in range(first, end, size)] for first, end in pairwise(edges)]
+    return list(pairwise([units * i // senders * 64 for i in range(senders)] + [total]))
+
+
+def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
+    """Of each sender: the (start, end) of its buckets in `total` bytes."""
+    return [
+        [(start, min(start + size, end)) for start in range(first, end, size)] for first, end in stripes(total, senders)
+    ]
 
 
 class Stripes:
@@ -64,16 +70,24 @@ class Stripes:
         # Sender -> ProcessGroupGloo or ProcessGroupNCCL, in the order of the senders.
         self._groups: dict[str, Any] = {}
 
-    def broadcast(self, order: Order, half: Tensor, read: Callable[[int, int], Tensor] | None = None) -> str | None:
+    def broadcast(
+        self,
+        order: Order,
+        half: Tensor,
+        read: Callable[[int, int], Tensor] | None = None,
+        whole_bytes: int | None = None,
+    ) -> str | None:
         """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
-        `half[start:end]`. Returns a sentence if that failed."""
+        `half[start:end]`. `whole_bytes`: of the half, if `half` is only this node's stripe. Returns a sentence if that failed."""
         place, root = "forming the process group", dist.BroadcastOptions()
         # Sender -> (what it is, the broadcast that runs, its memory).
         works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
             self._form(order)
             data = half.view(torch.uint8)
-            rows = dict(zip(order.senders, buckets(data.numel(), len(order.senders), BUCKET_BYTES), strict=True))
+            cut = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
+            rows = dict(zip(order.senders, cut, strict=True))
+            first = rows[self._node][0][0] if whole_bytes else 0
             for number in range(max(map(len, rows.values())) + 1):
                 for sender, group in self._groups.items():
                     if sender in works:
@@ -83,7 +97,7 @@ class Stripes:
                         fault(f"weights.bucket.{number}")
                         place = f"bucket {number + 1} of {len(rows[sender])} from {sender}"
                         start, end = rows[sender][number]
-                        piece = data[start:end]
+                        piece = data[start - first : end - first]
                         if read is not None:
                             piece = read(start // half.itemsize, end // half.itemsize).view(torch.uint8)
                         works[sender] = place, group.broadcast([piece], root), piece
@@ -136,9 +150,17 @@ class SendingNodes:
     """The generating nodes as the `BoardWorkers` of a training rank's board."""
 
     def __init__(
-        self, board: Board, stripes: Stripes, lane: Lane, desk: OrderDesk, lora: LoraParameters | None = None
+        self,
+        board: Board,
+        stripes: Stripes,
+        lane: Lane,
+        desk: OrderDesk,
+        lora: LoraParameters | None = None,
+        whole_bytes: int | None = None,
     ) -> None:
-        """`lane`: runs only broadcasts. `lora`: the adapters that are trained; `adapters` then has a buffer for each half."""
+        """`lane`: runs only broadcasts. `lora`: the adapters that are trained; `adapters` then has a buffer for each half.
+        `whole_bytes`: of all weights, if the board has only the stripe of this node."""
+        self._whole_bytes = whole_bytes
         self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
         self._merge = None if lora is None else lora.merge
         self.adapters = [] if lora is None else [torch.empty_like(lora.master) for _ in (0, 1)]
@@ -165,7 +187,7 @@ class SendingNodes:
             return f"version {order.version} of the weights is to be sent, and the board holds {held}"
         half = self._board.half(index := held.index(order.version))
         if self._merge is None:
-            return self._stripes.broadcast(order, half)
+            return self._stripes.broadcast(order, half, whole_bytes=self._whole_bytes)
         failure = self._stripes.broadcast(order, half, partial(self._merge.unmerged, half)) if order.whole else None
         return failure or self._stripes.broadcast(order, self.adapters[index])
 

@@ -153,17 +153,23 @@ class WeightPublisher(BoardOwner):
     """A `WeightSink`: writes the versions of a policy. `post_first` comes before the first worker starts."""
 
     def __init__(
-        self, policy: PolicyModel, board: Board, workers: BoardWorkers, lane: Lane, adapters: Sequence[Tensor] = ()
+        self,
+        policy: PolicyModel,
+        board: Board,
+        workers: BoardWorkers,
+        lane: Lane,
+        adapters: Sequence[Tensor] = (),
+        part: slice | None = None,
     ) -> None:
         """`board`: of the layout of `policy.weights`. `adapters`: for each half a buffer that gets the masters of the adapters, for
-        nodes that merge. Errors: LifecycleError for another layout."""
+        nodes that merge. `part`: the elements that the board has; None: all. Errors: LifecycleError for another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
                 f"the weight board has layout {board.layout}, the policy's weights have "
                 f"{policy.weights.layout_digest()}: create it from `policy.weights`"
             )
         super().__init__(board, workers)
-        self._policy, self._lane, self._adapters = policy, lane, adapters
+        self._policy, self._lane, self._adapters, self._part = policy, lane, adapters, part or slice(None)
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
         self._one_at_a_time = asyncio.Lock()
         self._computed_at, self._cost = -math.inf, 0.0
@@ -203,7 +209,7 @@ class WeightPublisher(BoardOwner):
         if self._adapters:
             self._adapters[half].copy_(policy.flat.master)
         is_in_half = policy.weights.working.data_ptr() == board.half(half).data_ptr()
-        board.write(half, policy.version, None if is_in_half else policy.weights.working)
+        board.write(half, policy.version, None if is_in_half else policy.weights.working[self._part])
         return PostedVersion(policy.version, half, self._fixed_row())
 
     def _write_first(self) -> PostedVersion:

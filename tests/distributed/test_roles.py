@@ -110,6 +110,10 @@ def test_a_rank_plans_memory_for_what_it_does(tmp_path: Path) -> None:
         names[rank] = set(predicted(settings, placement=placement))
     assert names[0] == {*both, "weight_board"} - {"kv_cache"}
     assert names[1] == {"weight_board", "workers", "kv_cache"}
+    sharded = settings.model_copy(update={"distributed": settings.distributed.model_copy(update={"sharding": "fsdp"})})
+    trains = place(sharded, torch.device("cpu"), World(0, 4, 0, 4, roles=roles(4, train=2, generate=2)))
+    boards = [predicted(sharded, 2, placement=each)["weight_board"] for each in (trains, placement)]
+    assert 2 * boards[0] == boards[1]
     adapted = settings.model_copy(update={"model": settings.model.model_copy(update={"lora": LoraConfig(rank=2)})})
     # float32: the adapters, and each weight that has one.
     adapters, merged = adapter_sizes(adapted.model)

@@ -59,9 +59,9 @@ class NodeJob:
     faults: list[list[Any]] = field(default_factory=list)
 
 
-def create_board(policy: PolicyModel) -> Board:
+def create_board(policy: PolicyModel, part: slice | None = None) -> Board:
     weights = policy.weights
-    return Board.create(weights.size, policy.dtype, weights.layout_digest())
+    return Board.create(weights.working[part or slice(None)].numel(), policy.dtype, weights.layout_digest())
 
 
 def digest(half: Tensor) -> str:
@@ -127,12 +127,21 @@ class Node:
             self.stripes = Stripes(job.name, self.store, CPU, job.deadline_s)
             stack.push_async_callback(self.lane.run, self.stripes.close, name="close")
             case = trained(job.kind)
-            self.board = stack.enter_context(create_board(case.policy))
+            self.part = self._part_of(case)
+            self.board = stack.enter_context(create_board(case.policy, self.part))
             desk = await (self._serve() if self.first else self._connect())
             if job.name in job.senders:
                 await self._send(case, desk)
             else:
                 await self._receive(desk, case.policy.lora and case.policy.lora.describe())
+
+    def _part_of(self, case: Trained) -> slice | None:
+        """What this node's board has of the weights of a cut model, if the node sends."""
+        if case.shards is None or self.job.name not in self.job.senders:
+            return None
+        rows = broadcast.stripes(case.policy.weights.working.nbytes, len(self.job.senders))
+        start, end = rows[self.job.senders.index(self.job.name)]
+        return slice(start // case.policy.dtype.itemsize, end // case.policy.dtype.itemsize)
 
     async def _serve(self) -> ServedOrders:
         job = self.job
@@ -178,17 +187,19 @@ class Node:
         return LineOrders(self.client)
 
     async def _send(self, case: Trained, desk: OrderDesk) -> None:
-        nodes = SendingNodes(self.board, self.stripes, self.lane, desk, case.policy.lora)
-        publisher = WeightPublisher(case.policy, self.board, nodes, self.own, nodes.adapters)
+        weights = case.policy.weights
+        whole_bytes = None if self.part is None else weights.working.nbytes
+        nodes = SendingNodes(self.board, self.stripes, self.lane, desk, case.policy.lora, whole_bytes)
+        publisher = WeightPublisher(case.policy, self.board, nodes, self.own, nodes.adapters, self.part)
         first = await publisher.post_first()
-        say(version=0, sha=digest(self.board.half(0)))
+        say(version=0, sha=digest(weights.working))
         await nodes.update_weights(*first)
         for version in range(1, self.job.versions + 1):
             await self._pace()
             self._break(version)
             await self.own.run(case.step, name="step")
             await publisher.update_weights(version)
-            say(version=version, sha=digest(self.board.half(publisher.current.half)))
+            say(version=version, sha=digest(weights.working))
         if not self.first:
             await self.client.ask("over")
             return
