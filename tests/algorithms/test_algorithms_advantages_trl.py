@@ -98,7 +98,7 @@ def test_the_metrics_of_rewards_are_those_of_trl(trl: Any, name: str) -> None:
     rows = []
     for values in rewards_BF.tolist():
         components = {n: None if value != value else value for n, value in zip(NAMES, values, strict=True)}
-        rows.append(Row(combine_components(components, WEIGHTS), components, 1, 1, False, False))
+        rows.append(Row(combine_components(components, WEIGHTS), components, 1, False, False))
     groups = [GroupRows(i, 0, tuple(rows[i * GROUP : i * GROUP + GROUP])) for i in range(6)]
     found = step_metrics([StepPart(tuple(groups))], 0, StepResult(1, 0.0, 0.0, 0.0, 1, 1, 1), 1.0)
     for ours, their in [("", "reward_{}"), *((f"{n}/", f"rewards/{n}/{{}}") for n in NAMES)]:
