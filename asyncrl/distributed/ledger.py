@@ -200,8 +200,8 @@ class LocalLedger:
 
     async def release(self, turn: int, rank: int = 0) -> None:
         """See `ports.Ledger.release`. The release of a turn releases all earlier turns, too."""
-        self._books.release(turn, rank)
-        self._changed()
+        if self._books.release(turn, rank):
+            self._changed()
 
     def lose_generator(self, rank: int) -> list[int]:
         """See `Reservation.lose_generator`. Callers that wait get the free slots."""

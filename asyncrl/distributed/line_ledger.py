@@ -3,7 +3,7 @@
     rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
     other ranks      the same request, as a message "ledger" of the line
     the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
-                     change asks once a second, for its watchdog
+                     change asks once a second, for its watchdog; with roles it does not ask, because rank 0 watches all groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -25,13 +25,15 @@ from ..types import ClaimState, LedgerStatistics, Ticket
 from .changes import Changes, waiting_for_slot
 from .ledger import LocalLedger
 from .line import LineClient, LineServer
-from .reservation import Reservation
+from .reservation import Reservation, first_by_deadline
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank")
 _EVERY_S = 1.0  # between two states of a rank that does not wait
+# Each rank that asks adds this time between two of its states. So these messages take a tenth of rank 0's event loop at most.
+_BETWEEN_S = 0.001
 # [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
 # Answers to an operation end before that group: to find it takes longer than the operation.
 State: TypeAlias = Sequence[Any]
@@ -109,6 +111,9 @@ class Desk:
     async def _watch(self, peer: str, request: Sequence[int], buffers: object) -> tuple[State, tuple[()]]:
         rank, seen = request
         await self.ledger.wait_changed(seen)
+        # Ranks that only generate ask at the end of a run, and must not delay the claims of the others.
+        trainers = self.ledger.books.trainers
+        await asyncio.sleep(_BETWEEN_S * (len(trainers) if rank in trainers else self.ledger.books.ranks))
         return self.state(rank), ()
 
 
@@ -128,6 +133,7 @@ class LineLedger:
         self._settings = [getattr(books, name) for name in _SETTINGS]
         # Steps that this rank has committed. Another rank may have committed one more.
         self._turn = self.first_turn = books.turn
+        self._travels = bool(books.trainers)
         self._trains = not books.trainers or rank in books.trainers
         self._live: dict[int, Ticket] = {}  # groups of this rank without a place
         # Groups of this rank in the step that this rank has not committed.
@@ -223,7 +229,7 @@ class LineLedger:
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
         """See `ports.Ledger.claim`. The state is FULL, too, if another rank has already committed the step."""
         self._check_open("claim")
-        tickets = [_plain(ticket) for ticket in ready]
+        tickets = [_plain(ticket) for ticket in first_by_deadline(ready)]
         try:
             state, granted = await self._ask("claim", self._turn, tickets)
         except asyncio.CancelledError:
@@ -260,14 +266,14 @@ class LineLedger:
         # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
         with contextlib.suppress(RankLost, LifecycleError):
             while True:
+                if not self._changes.awaited:
+                    self._wanted.clear()
+                    with anyio.move_on_after(None if self._travels else _EVERY_S):
+                        await self._wanted.wait()
                 state, _ = await line.ask("watch", [self._rank, self._changes.number])
                 self._set_state(state)
                 # The tasks that were woken leave.
                 await asyncio.sleep(0)
-                if not self._changes.awaited:
-                    self._wanted.clear()
-                    with anyio.move_on_after(_EVERY_S):
-                        await self._wanted.wait()
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         await self._complete("end", _plain(ticket), outcome)
@@ -337,7 +343,8 @@ class LineLedger:
 
     def describe(self) -> str:
         """One sentence for error messages: the open step, and the group for which the step waits."""
-        s, waits = self.statistics(), "no group is live"
+        s = self.statistics()
+        waits = "rank 0 knows the earliest deadline" if s.live else "no group is live"
         if self._awaited is not None:
             rank, ticket = self._awaited
             waits = f"the earliest deadline is {ticket.deadline} (group {ticket.group_id} of rank {rank})"

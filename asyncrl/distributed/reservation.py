@@ -67,6 +67,14 @@ Late = Literal["wait", "drop"]
 _NO_ENGINE = 1 << 60
 
 
+def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
+    """The first ticket of each deadline, in order: if it may not have a place, no ticket of that deadline may."""
+    first = dict[int, Ticket]()
+    for ticket in tickets:
+        first.setdefault(ticket.deadline, ticket)
+    return [*first.values()]
+
+
 @dataclass(slots=True)
 class ReservedGroup:
     """A group that holds a slot and is not trained yet. `rank` has the group: it admitted the group, or the group arrived there."""
@@ -103,12 +111,17 @@ class Reservation:
     dropped: int = 0
     failed: int = 0
     slots: Slots = field(init=False)
+    # `open_turn`, and the last rank that has it: most calls then look at one rank.
+    _open_turn: int = field(default=-1, init=False)
+    _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that no transition looks at all entries.
-    _live: Counter[int] = field(default_factory=Counter, init=False)  # deadline -> live groups
+    _live: dict[int, dict[int, ReservedGroup]] = field(
+        default_factory=dict, init=False
+    )  # deadline -> live groups by id
     _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
     _in_step: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens in the open step
     # Training rank -> deadline -> live groups that have arrived.
-    _arrived: dict[int, Counter[int]] = field(default_factory=dict, init=False)
+    _arrived: dict[int, dict[int, dict[int, ReservedGroup]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         too_small = min(self.groups_per_step, self.ranks) < 1 or min(self.max_staleness, self.warmup) < 0
@@ -121,18 +134,21 @@ class Reservation:
         self.exhausted = self.exhausted or [False] * self.ranks
         total = (self.max_staleness + 1) * self.groups_per_step
         self.slots = Slots(total, len(self.entries) + sum(self.held.values()))
-        self._arrived = {rank: Counter() for rank in self.trainers}
+        self._arrived = {rank: {} for rank in self.trainers}
         for entry in self.entries.values():
             self._count(entry, 1)
 
     def _count(self, entry: ReservedGroup, by: int) -> None:
         """Add the group to the derived counts (1), or remove it (-1). Every change of an entry stands between -1 and 1."""
-        counts = self._live, self._arrived.get(entry.rank if entry.rank == entry.trainer else -1)
-        for count in () if entry.claimed else counts:
-            if count is not None:
-                count[entry.ticket.deadline] += by
-                if not count[entry.ticket.deadline]:
-                    del count[entry.ticket.deadline]
+        deadline, group_id = entry.ticket.deadline, entry.ticket.group_id
+        tables = self._live, self._arrived.get(entry.rank if entry.rank == entry.trainer else -1)
+        for table in () if entry.claimed else tables:
+            if table is not None and by > 0:
+                table.setdefault(deadline, {})[group_id] = entry
+            elif table is not None:
+                del table[deadline][group_id]
+                if not table[deadline]:
+                    del table[deadline]
         self._assigned[entry.trainer] += by * entry.tokens
         self._in_step[entry.trainer] += by * entry.tokens * entry.claimed
 
@@ -158,19 +174,19 @@ class Reservation:
 
     def open_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
+        if self.acknowledged[self._slowest] != self._open_turn:
+            self._open_turn = min(self.acknowledged)
+            self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._open_turn)
         # The turn itself if no rank has an engine.
-        return min(self.turn, *self.acknowledged)
+        return min(self.turn, self._open_turn)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
         k, v, c = self.groups_per_step, self.turn, self.claimed
-        counts = self._live
-        if not claim:
-            counts = counts + Counter([deadline])
         live = 0
         # Checking I at deadlines suffices: between deadlines `live` stays the same, and its bound grows.
-        for d in sorted(counts):
-            live += counts[d]
+        for d in sorted({*self._live, deadline}):
+            live += len(self._live.get(d, ())) + (d == deadline and not claim)
             if claim and d >= deadline:
                 return True  # both sides fall by one
             claimed_then = c + 1 if claim else c
@@ -214,11 +230,8 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The live group with the earliest deadline: the open step waits for it."""
-        if not self._live:
-            return None
-        deadline = min(self._live)
-        return next(e for e in self.entries.values() if not e.claimed and e.ticket.deadline == deadline)
+        """The live group with the earliest deadline: the open step waits for it. Of several, the one with the oldest change."""
+        return next(iter(self._live[min(self._live)].values())) if self._live else None
 
     def due(self, rank: int) -> int | None:
         """Groups of the open step that this rank has still to admit; None where ranks have no shares."""
@@ -313,7 +326,7 @@ class Reservation:
         `rank`: the rank that trains the group, if another rank may have admitted it."""
         if self.claimed >= self.groups_per_step or (rank is not None and self._is_ahead(rank)):
             return None
-        for ticket in ready:
+        for ticket in first_by_deadline(ready):
             entry = self._live_entry(ticket)
             if self._may_claim(ticket.deadline):
                 with self._changing(entry):
@@ -366,10 +379,9 @@ class Reservation:
         """A live group that could not be trained in time after a commit now."""
         live = 0
         for deadline in sorted(self._live):
-            live += self._live[deadline]
+            live += len(self._live[deadline])
             if live > self.groups_per_step * (deadline - self.turn):
-                tickets = (e.ticket for e in self.entries.values() if not e.claimed)
-                return next(ticket for ticket in tickets if ticket.deadline == deadline)
+                return next(iter(self._live[deadline].values())).ticket
         return None
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:

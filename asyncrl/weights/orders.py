@@ -57,6 +57,7 @@ class Orders:
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half
+        self._lacking = set[str]()  # receivers without `_held` and without a free half
         self._group, self._members = 0, list[str]()
         self._failures = 0  # in a row
         self._changed = asyncio.Event()
@@ -67,7 +68,8 @@ class Orders:
         if outputs is not None:
             self._outputs[version] = outputs
         self._written[node] = max(self._written[node], version)
-        self._notify()
+        if min(self._written.values()) > self._held:
+            self._notify()
         await self._until(lambda: self._held >= version)
 
     async def next(self, node: str, has: int) -> None:
@@ -80,11 +82,16 @@ class Orders:
             raise DivergenceError(sentence)
         self._has[node] = has
         self._ready.add(node)
-        self._notify()
+        self._lacking.discard(node)
+        # All who wait look at their condition, so only the last receiver of the next order wakes them.
+        if has < self._held and not any(has >= 0 or self._has[other] < 0 for other in self._lacking):
+            self._notify()
         try:
             await self._until(lambda: self._has.get(node, has + 1) > has)
         finally:
             self._ready.discard(node)
+            if self._has.get(node, self._held) < self._held:
+                self._lacking.add(node)
         if node not in self._has:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
 
@@ -94,6 +101,7 @@ class Orders:
             self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
             self._notify()
         elif self._has.pop(node, None) is not None:
+            self._lacking.discard(node)
             self._on_lost(node, reason)
             self._notify()
 
@@ -111,6 +119,7 @@ class Orders:
         while True:
             await self._until(lambda: min(self._written.values()) > self._held or self._behind() is not None)
             self._held = min(self._written.values())
+            self._lacking = {node for node, version in self._has.items() if version < self._held} - self._ready
             self._outputs = {version: row for version, row in self._outputs.items() if version >= self._held}
             self._notify()
             if (receivers := self._behind()) is not None:

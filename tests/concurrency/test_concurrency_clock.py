@@ -7,9 +7,9 @@ import time
 
 import anyio
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.errors import StallError
+from asyncrl_bench.virtual_time import run_virtual
 
 
 def test_time_passes_exactly_in_order_and_at_no_cost() -> None:

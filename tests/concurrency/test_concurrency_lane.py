@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 import pytest
 import uvloop
-from virtual_time import run_virtual
 
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.errors import LifecycleError, OutOfMemory
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl_bench.virtual_time import run_virtual
 
 AnyLane = ThreadLane | SimulatedLane
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import anyio
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.errors import LifecycleError, RewardError
+from asyncrl_bench.virtual_time import run_virtual
 
 
 def notes(exc: BaseException) -> str:

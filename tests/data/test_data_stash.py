@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trajectories import trajectory
-from virtual_time import run_virtual
 
 from asyncrl.data.stash import Ending, Refusal, Stash, StashedGroup, StashRefused, Status, nbytes
 from asyncrl.errors import StallError
 from asyncrl.types import Trajectory
+from asyncrl_bench.virtual_time import run_virtual
 
 
 def record(group: int, member: int, size: int = 3, *, version: int = 0, tokens: int = 4, salt: int = 0) -> Trajectory:

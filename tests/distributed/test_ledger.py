@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
 import anyio
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.distributed.line_ledger import LineLedger
-from asyncrl.distributed.reservation import Late, Reservation
+from asyncrl.distributed.reservation import Late, Reservation, ReservedGroup
 from asyncrl.errors import LedgerError, LifecycleError
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import ClaimState, Ticket
+from asyncrl_bench.virtual_time import run_virtual
 
 AnyLedger: TypeAlias = LocalLedger | LineLedger
 Make: TypeAlias = Callable[..., Awaitable[AnyLedger]]
@@ -253,6 +254,44 @@ async def test_a_group_sampled_elsewhere_gets_the_deadline_of_its_oldest_token_o
     assert await ledger.claim([other]) == (WAIT, None)
     assert await ledger.claim([other, due_now]) == (GRANTED, due_now)
     conserved(ledger)
+
+
+class CountedRanks(list[int]):
+    """A list that counts how often somebody looks at all its items."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountedRanks.looks += 1
+        return super().__iter__()
+
+
+async def test_with_many_ranks_few_transitions_look_at_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, steps = 500, 4
+    books = Reservation(ranks, 1, ranks=ranks)
+    books.acknowledged = CountedRanks(books.acknowledged)
+    monkeypatch.setattr(CountedRanks, "looks", 0)
+    ledger, order = LocalLedger.over(books), random.Random(0)
+    for turn in range(steps):
+        first = turn * ranks
+        tickets = [await ledger.admit(number, rank=number % ranks) for number in range(first, first + ranks)]
+        for _ in tickets:
+            assert (await ledger.claim([t for t in tickets if t and not books.entries[t.group_id].claimed]))[1]
+        await ledger.commit()
+        seen = ledger.changes
+        for count, rank in enumerate(order.sample(range(ranks), ranks)):
+            assert ledger.changes == seen, f"{count} of {ranks} ranks released the step, which frees no slot"
+            await ledger.release(turn, rank)
+        assert ledger.changes > seen and books.slots.free == books.slots.total
+    assert CountedRanks.looks < steps * 40
+
+
+def test_a_claim_asks_about_one_ready_group_of_each_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = [Ticket(number, number // 100, number // 100 + 2) for number in range(300)]
+    entries = {ticket.group_id: ReservedGroup(ticket) for ticket in tickets}
+    books, asked = Reservation(100, 2, entries=entries), list[int]()
+    monkeypatch.setattr(Reservation, "_may_claim", lambda self, deadline: asked.append(deadline))
+    assert books.claim(tickets) is None and asked == [2, 3, 4]
 
 
 @virtual

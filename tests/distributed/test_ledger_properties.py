@@ -19,12 +19,12 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.reservation import Late, Reservation
 from asyncrl.errors import LedgerError
 from asyncrl.types import ClaimState, Ticket
+from asyncrl_bench.virtual_time import run_virtual
 
 
 @dataclass

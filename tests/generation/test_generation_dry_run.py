@@ -7,12 +7,12 @@ import asyncio
 import anyio
 import numpy as np
 from generation_models import generate_all, request
-from virtual_time import run_virtual
 
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation
+from asyncrl_bench.virtual_time import run_virtual
 
 
 def simulate(

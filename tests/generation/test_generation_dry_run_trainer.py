@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 import anyio
 import numpy as np
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.errors import TrainStepError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import Microbatch
+from asyncrl_bench.virtual_time import run_virtual
 
 
 def microbatch(prefix: int = 4, suffixes: tuple[int, ...] = (3, 5), group: int = 0, version: int = 0) -> Microbatch:

@@ -29,7 +29,6 @@ from pumps_plan import (
     make_prompt,
 )
 from pumps_recording import AuditedLedger, RecordingBook, RecordingTrainer
-from virtual_time import run_virtual
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.registry import build_advantage, build_loss
@@ -45,6 +44,7 @@ from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
+from asyncrl_bench.virtual_time import run_virtual
 
 
 class CountingRecorder(Recorder):

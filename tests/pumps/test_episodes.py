@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from pumps_house import House, live
 from pumps_plan import TOKENS, Plan, ScriptedEnvironment, episode_ports, make_prompt, make_trajectory
-from virtual_time import run_virtual
 
 from asyncrl.concurrency.describe import culprit
 from asyncrl.concurrency.supervisor import spawn
@@ -30,6 +29,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.records import Wait
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
+from asyncrl_bench.virtual_time import run_virtual
 
 SEED = 12
 

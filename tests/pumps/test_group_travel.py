@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trajectories import trajectory
 from travel_ranks import Books, Rank, Wire, make_group
-from virtual_time import run_virtual
 
 from asyncrl.data.stash import same_trajectory
 from asyncrl.distributed.reservation import Reservation
@@ -25,6 +24,7 @@ from asyncrl.errors import DataError, LedgerError, RecordError
 from asyncrl.pumps import travel
 from asyncrl.pumps.travel import UNACKNOWLEDGED, decode_group, encode_group
 from asyncrl.types import FinishReason, Group, Prompt, Ticket
+from asyncrl_bench.virtual_time import run_virtual
 
 TICKET = Ticket(7, 1, 3)
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl_bench.virtual_time import run_virtual
 
 
 async def test_items_come_in_order_then_the_end_and_the_send_end_stays_closed() -> None:

@@ -215,3 +215,19 @@ def test_a_broadcast_that_never_completes_on_nccl_is_aborted_and_named() -> None
     failure = stripes.broadcast(Order(7, None, 1, ["rank 0"], ["rank 2"]), torch.zeros(1000))
     assert failure == "bucket 1 of 1 from rank 0 of version 7 failed: TimeoutError: nothing moved for 0.1 s"
     assert never.aborted and stripes._groups == {}
+
+
+async def test_the_work_of_a_version_grows_with_the_receivers_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, notified, notify = [f"rank {number}" for number in range(2, 202)], list[None](), Orders._notify
+    monkeypatch.setattr(Orders, "_notify", lambda self: (notified.append(None), notify(self))[1])
+    async with opened(*names) as nodes:
+        for version in range(3):
+            waiting = [later(nodes.orders.next(name, version - 1)) for name in names]
+            await nodes.write(version)
+            await asyncio.gather(*waiting)
+            # Each time all receivers look at their condition.
+            assert len(notified) <= 5, f"version {version}"
+            notified.clear()
+    assert nodes.versions() == [(version, sorted(names)) for version in range(3)]
