@@ -26,6 +26,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
   asyncrl report RUN                                        write report.html of a run, running or ended
+  asyncrl nodes RUN                                         list the ranks of a run: role, version, load, who is lost
   asyncrl examples [DIRECTORY]                              list the examples, or copy them
   asyncrl --version                                         the version of this package
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
@@ -39,6 +40,7 @@ COMMANDS = {
     "check-model": "asyncrl.cli.check_model",
     "explain": "asyncrl.cli.explain",
     "report": "asyncrl.cli.report",
+    "nodes": "asyncrl.cli.nodes",
     "examples": "asyncrl.cli.examples",
     "bench": "asyncrl.cli.bench",
     "shm": "asyncrl.cli.shm",

@@ -218,6 +218,7 @@ class LineServer(_End):
         self.on_end = on_end
         self._session = secrets.token_hex(8)
         self._peers: dict[str, Exchange] = {}
+        self.machines: dict[str, str] = {}  # of clients, also of those that have ended
         self._connections: dict[int, str] = {}  # descriptor -> address of the peer, or "" until it is known
         self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
         self._refused: set[str] = set()
@@ -225,6 +226,11 @@ class LineServer(_End):
         self._left: set[str] = set()  # clients that end next, or have said goodbye
         self._changed = asyncio.Event()
         self.on(_LEAVE, self._on_leave)
+
+    def silences(self) -> dict[str, float]:
+        """Client -> seconds since its connection broke, 0 while it is connected. Clients that ended are left out."""
+        now = awake.now()
+        return {peer: 0.0 if link.down_since is None else now - link.down_since for peer, link in self._peers.items()}
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> LineServer:
         """Listen; `address` is set afterwards. Errors: OSError if the address is not of this machine, or is in use."""
@@ -325,6 +331,7 @@ class LineServer(_End):
                 self._lose(link, "was replaced by another process of this name")
             transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
             link = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
+            self.machines[peer] = hello["machine"]
         link.connection, link.down_since = connection, None
         before = self._greeted.get(connection)
         self._greeted[connection] = peer
@@ -490,7 +497,8 @@ class LineClient(_End):
         if self._link.error is not None:
             return
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            hello = {"protocol": _PROTOCOL, "again": self._server_session is not None}
+            again, machine = self._server_session is not None, socket.gethostname()
+            hello = {"protocol": _PROTOCOL, "again": again, "machine": machine}
             self._link.send(HELLO, header=hello)
             self._link.resend()
         elif event == zmq.EVENT_DISCONNECTED:

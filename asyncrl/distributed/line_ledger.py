@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -301,6 +302,12 @@ class LineLedger:
         if self._recorder is not None and lost:
             self._recorder.count("groups/dropped/rank lost", len(lost))
         return lost
+
+    def loads(self) -> Counter[int]:
+        """On rank 0: rank -> its groups without a place."""
+        assert self._desk is not None
+        entries = self._desk.ledger.books.entries.values()
+        return Counter(entry.rank for entry in entries if not entry.claimed)
 
     def expired(self) -> list[Ticket]:
         """Live groups of this rank past their deadline. Always empty with `late="wait"`."""

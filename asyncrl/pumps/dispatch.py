@@ -61,10 +61,8 @@ class Dispatch:
         self._started = asyncio.Event()
         # Rank -> id of its newest prompt, until the ledger has admitted the group.
         self._handed: dict[str, int] = {}
-        self._reasons: dict[str, Mapping[str, int]] = {}
         self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
-        # Rank -> numbers that only grow while the rank works: they are the progress of the run.
-        self._progress: dict[str, Sequence[float]] = {}
+        self.reports: dict[str, Mapping[str, Any]] = {}  # the newest of each rank, from `Remote.report`
         self._played = 0
         self.usual_s = 0.0  # for `pace.py`
         line.on(NEXT, self._next)
@@ -72,7 +70,7 @@ class Dispatch:
         line.on(REPORT, self._report)
         line.on(HERE, self._on_here)
         line.on(LEFT, self._on_left)
-        self.machines: dict[str, str] = {}  # of the ranks that are connected
+        self._here: set[str] = set()
         self._left: set[str] = set()
         self._changed = asyncio.Event()
         self.dismissed = asyncio.Event()
@@ -141,15 +139,13 @@ class Dispatch:
         self._generating = [other for other in self._generating if other != peer]
         self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
-        self._progress.pop(peer, None)
         self._left.add(peer)
         self._notify()
         if self._prompts is not None:
             self._prompts.requeue(again)
 
     async def _report(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._progress[peer] = header["progress"]
-        self._reasons[peer] = header["reasons"]
+        self.reports[peer] = header
         for name, value in header["counts"].items():
             self._recorder.count(name, value)
         for name, state in header["samples"].items():
@@ -158,14 +154,14 @@ class Dispatch:
     @property
     def progress(self) -> tuple[float, ...]:
         """Numbers that change while a rank that only generates makes progress."""
-        return tuple(number for _, numbers in sorted(self._progress.items()) for number in numbers)
+        return tuple(number for _, report in sorted(self.reports.items()) for number in report["progress"])
 
     @property
     def reasons(self) -> Counter[str]:
         """Reason -> groups that other ranks have dropped or failed."""
         total = +self._lost
-        for reasons in self._reasons.values():
-            total.update(reasons)
+        for report in self.reports.values():
+            total.update(report["reasons"])
         return total
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
@@ -228,11 +224,11 @@ class Dispatch:
 
     async def wait_here(self, peers: Sequence[str]) -> None:
         """Wait until these ranks are connected or lost. Before that no message can be sent to them."""
-        while not (self.machines.keys() | self._left).issuperset(peers):
+        while not (self._here | self._left).issuperset(peers):
             await self._changed.wait()
 
     async def _on_here(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self.machines[peer] = header["machine"]
+        self._here.add(peer)
         self._notify()
 
     def _notify(self) -> None:

@@ -13,7 +13,6 @@ The follow pump, on a rank that only generates, stands in for the train pump and
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -121,6 +120,7 @@ class Remote:
         header = {
             "progress": [ports.engine.statistics().get("tokens", 0.0), ports.book.end_count],
             "reasons": dict(ports.book.reasons),
+            "version": ports.trainer.version,
             "counts": counts,
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
@@ -139,7 +139,7 @@ class Remote:
 
     async def arrive(self) -> None:
         """Tell rank 0 that this rank is connected."""
-        await self._line.tell(HERE, {"machine": socket.gethostname()})
+        await self._line.tell(HERE, {})
 
     async def leave(self) -> None:
         """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""

@@ -7,6 +7,7 @@ runs/<name>/
   metrics.jsonl        one line per policy version
   rollouts/step_N.jsonl
   trace.json           opens in Perfetto
+  nodes.json           the ranks of a run with several ranks (nodes.py)
   profile/rank_N.json  under telemetry.profile, on a CPU
   report.html
   workers/worker-N.log output of generation workers; in a folder rank_R/ per rank if there are several ranks

@@ -135,6 +135,8 @@ class OpenRun:
         self.stopped_by: str | None = None  # the name of a signal
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # whether another rank has said that the run stands still
+        # On rank 0: rank without which the run goes on -> time, reason.
+        self.lost: dict[str, tuple[float, str]] = {}
         self._began = time.perf_counter()
         self._stop_agreed = False
         self._ran = False

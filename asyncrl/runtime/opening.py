@@ -5,6 +5,7 @@ All parts are on one exit stack, which closes them in the opposite order, also a
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from .build import make_ledger, open_ports
 from .decided import Decided, check_chosen, chosen_settings
 from .inputs import load_prompts
 from .journal import Journal
+from .nodes import Nodes
 from .opened import ENDED, OpenRun
 from .performance import StepProfiler
 from .positions import Positions
@@ -67,9 +69,14 @@ async def open_run(
     await _open_journal(run, notes)
     run.wire(held_out)
     run.collect_garbage = stack.enter_context(collections_between_steps(recorder))
+    nodes = Nodes(run, run.line) if isinstance(run.line, LineServer) else None
+    if nodes is not None:
+        stack.push_async_exit(nodes.close)
     stack.push_async_exit(run.finalize)
     await stack.enter_async_context(run.supervisor)
     run.start()
+    if nodes is not None:
+        run.supervisor.start("nodes", nodes.write_often)
     stages.end()
     return run
 
@@ -153,6 +160,8 @@ async def _open_line(run: OpenRun) -> None:
             run.ledger.lose(lost)
 
     def on_end(peer: str, lost: RankLost | None) -> None:
+        if not peer.startswith("rank "):
+            return
         if not world.roles.trains(_rank_of(peer)):
             return _lose_generator(run, peer, lost or RankLost(f"{peer} has left"))
         if run.dispatch is not None and run.orders is not None:
@@ -230,12 +239,13 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
 
 def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
-    dispatch, ledger, orders, rank = run.dispatch, run.ledger, run.orders, _rank_of(peer)
-    assert dispatch is not None and ledger is not None and orders is not None
+    dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
+    assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
     # Without an `await` in between: a checkpoint must not miss a prompt.
     groups = ledger.lose_generator(rank)
     dispatch.lose(peer, groups)
     orders.orders.lose(peer, str(lost))
+    run.lost[peer] = time.time(), str(lost)
     if dispatch.dismissed.is_set() or run.stopped_by is not None or run.ended_by is not None:
         return
     if dispatch.lacks_ranks:
@@ -243,7 +253,7 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
         error.stopped_by = lost.stopped_by
         return ledger.lose(error)
     run.journal.warn(
-        f"warning: {peer} on {dispatch.machines.get(peer, 'an unknown machine')} is lost, and the run goes on: {lost}. "
+        f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. "
         f"Other ranks play its {len(groups)} groups"
     )
 

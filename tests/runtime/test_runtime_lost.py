@@ -10,8 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ports import reserved_port
-from runtime_helpers import DRY, MODEL, PROGRAM, REWARDS, Process, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import (
+    DRY,
+    MODEL,
+    PROGRAM,
+    REAL,
+    REWARDS,
+    Process,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    write_yaml,
+)
+
+from asyncrl.cli import nodes
+from asyncrl.errors import RankLost
 
 LIMIT_S = 4.0
 DIES = Path(__file__).with_name("runtime_dies.py")
@@ -19,7 +34,9 @@ TELEMETRY = {"live": "plain", "trace": False, "report": False, "rollouts_per_ste
 
 
 @contextmanager
-def run_of(folder: Path, tree: dict[str, Any], faults: Sequence[str]) -> Iterator[list[Process]]:
+def run_of(
+    folder: Path, tree: dict[str, Any], faults: Sequence[str], *, runs: Path | None = None
+) -> Iterator[list[Process]]:
     """Rank 0 trains. `faults`: "MOMENT SIGNAL" of each rank that generates, or an empty text."""
     size = 1 + len(faults)
     tree = tree | {
@@ -35,7 +52,7 @@ def run_of(folder: Path, tree: dict[str, Any], faults: Sequence[str]) -> Iterato
                 environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "WARM_WORKERS": ""}
                 environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 program = (str(DIES), *fault.split()) if fault else PROGRAM
-                arguments = str(write_yaml(place, tree)), f"run.dir={folder}/runs"
+                arguments = str(write_yaml(place, tree)), f"run.dir={runs or folder}/runs"
                 ranks.append(Process(place, *arguments, program=program, **environ))
             yield ranks
         finally:
@@ -43,15 +60,16 @@ def run_of(folder: Path, tree: dict[str, Any], faults: Sequence[str]) -> Iterato
                 rank.kill()
 
 
-def check_trained_once(run: Path, first: Process, steps: int) -> None:
-    """Every prompt up to the last was trained once, in full steps. Nothing is left of lost groups."""
+def check_trained_once(run: Path, steps: int) -> None:
+    """Every prompt up to the last was trained once."""
     groups = Counter(row["group_id"] for row in rollouts_of(run))
     size, per_step = DRY["rollout"]["group_size"], DRY["rollout"]["groups_per_step"]
     assert groups == dict.fromkeys(range(steps * per_step), size), groups
-    assert f"{steps * per_step} trained" in first.output
 
 
-def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """kill -9 of four ranks, and SIGTERM of one; a sixth stays."""
     tree = DRY | {
         "train": DRY["train"] | {"max_steps": 40},
@@ -64,7 +82,9 @@ def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(tmp_path: Path)
     with run_of(tmp_path, tree, faults) as (first, *others):
         codes = [rank.wait(120) for rank in (first, *others)]
         assert codes == [0, *[-signal.SIGKILL] * 4, 128 + signal.SIGTERM, 0], first.output[-5000:]
-        check_trained_once(tmp_path / "runs/run", first, 40)
+        check_trained_once(tmp_path / "runs/run", 40)
+        # No slot, place or row is left: rank 0 checks the books at the end.
+        assert "160 trained" in first.output
         for rank in (1, 2, 3, 4):
             assert re.search(
                 rf"warning: rank {rank} on \S+ is lost, and the run goes on: rank {rank} has given", first.output
@@ -76,3 +96,35 @@ def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(tmp_path: Path)
         assert [line["step"] for line in lines if any(name.startswith("eval/") for name in line)] == list(
             range(0, 41, 2)
         )
+    assert nodes.main([str(tmp_path / "runs/run")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^0 +\S+ +trains +40 +- +- +now$", shown, re.M)
+    assert re.search(r"^3 +\S+ +generates +\d+ +0 +\S+ +lost at \S+: rank 3 has given no sign of life", shown, re.M), (
+        shown
+    )
+    assert re.search(r"^5 .* lost at \S+: rank 5 was stopped by SIGTERM$", shown, re.M), shown
+    assert re.search(r"^the run has ended .*: completed$", shown, re.M), shown
+
+
+def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resumed(tmp_path: Path) -> None:
+    """Rank 1 is killed in a bucket of weights. Rank 2 is stopped for longer than the limit, with groups on their way, and goes on
+    later. Rank 3 is killed when no other rank is left. Then two ranks resume the run."""
+    run = tmp_path / "runs/run"
+    tree = REAL | {"train": REAL["train"] | {"max_steps": 1000}, "checkpoint": {"every": 50}}
+    with run_of(tmp_path, tree, ["bucket SIGKILL", "sends SIGSTOP", ""]) as (first, second, third, fourth):
+        first.wait_until(lambda: "warning: rank 1 on" in first.output, "the loss of rank 1")
+        first.wait_until(lambda: "warning: rank 2 on" in first.output, "the loss of rank 2")
+        third.send(signal.SIGCONT)
+        assert (second.wait(), third.wait()) == (-signal.SIGKILL, RankLost.exit_code)
+        assert "rank 0 has given up rank 2" in third.output, third.output
+        steps = len(metrics_of(run))
+        first.wait_until(lines_at_least(run, steps + 3), "three more steps")
+        fourth.send(signal.SIGKILL)
+        assert first.wait() == RankLost.exit_code
+        assert "no rank is left that generates: rank 3 has given no sign of life" in first.output, first.output
+    stopped_at = metrics_of(run)[-1]["step"]
+    tree = REAL | {"train": REAL["train"] | {"max_steps": stopped_at + 4}, "resume": True}
+    (tmp_path / "again").mkdir()
+    with run_of(tmp_path / "again", tree, [""], runs=tmp_path) as ranks:
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output[-3000:]
+    check_trained_once(run, stopped_at + 4)
