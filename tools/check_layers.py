@@ -108,8 +108,8 @@ CEILINGS: dict[str, int] = {
     "telemetry": 2854,
     "training": 2271,
     "transport": 4583,
-    "weights": 891,
-    "tests": 56496,
+    "weights": 893,
+    "tests": 56497,
     "tools": 8511,
 }
 BENCHMARKS = "asyncrl_bench"

@@ -245,9 +245,9 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     groups = ledger.lose_generator(rank)
     dispatch.lose(peer, groups)
     orders.orders.lose(peer, str(lost))
-    run.lost[peer] = time.time(), str(lost)
     if dispatch.dismissed.is_set() or run.stopped_by is not None or run.ended_by is not None:
         return
+    run.lost[peer] = time.time(), str(lost)
     if dispatch.lacks_ranks:
         error = RankLost(f"no rank is left that generates: {lost}")
         error.stopped_by = lost.stopped_by

@@ -50,10 +50,12 @@ class Orders:
         on_lost: Callable[[str, str], None],
     ) -> None:
         """`receivers`: the first order waits for them; others may come later. `ask(node, order)` returns None, or a sentence if the
-        node's part of the broadcast failed. `on_lost(node, sentence)` is called for a receiver that takes no further part."""
+        node's part of the broadcast failed. `deadline_s`: of that part. `on_lost(node, sentence)` is called for a receiver that
+        takes no further part."""
         self._written = dict.fromkeys(senders, -1)
         self._has = dict.fromkeys(receivers, -1)
-        self._ask, self._deadline_s, self._on_lost = ask, deadline_s, on_lost
+        # A broadcast with a node that hangs fails on the other nodes after `deadline_s`. They answer before they count as lost.
+        self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half

@@ -67,6 +67,7 @@ async def connected(
                 recorder=Recorder(max_events=0),
                 engine=SimpleNamespace(statistics=lambda: {"tokens": 7.0}),
                 book=SimpleNamespace(end_count=rank, reasons=Counter({"dropped: no signal": rank})),
+                trainer=SimpleNamespace(version=0),
                 trains=False,
                 generates=True,
             )
