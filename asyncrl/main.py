@@ -28,6 +28,7 @@ from asyncrl.telemetry.output import lossy_output, print_early
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+    from asyncrl.distributed.world import World
     from asyncrl.runtime.runtime import RunSummary, Runtime
     from asyncrl.transport.rings.record_ring import RecordRing
 
@@ -51,35 +52,44 @@ def _main(arguments: list[str]) -> int:
 
         print("\n" + help_text())
         return 0
+    return report_errors(lambda: _start(arguments))
+
+
+def _start(arguments: list[str]) -> int:
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
+    devices, arguments = _assumed_devices(arguments, dry_run)
+    files, overrides = split_arguments(arguments)
+    launcher = tie_to_launcher()
+    for argument in arguments:
+        if argument in ("--dryrun", "--dry_run", "dry-run"):
+            raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
+    if not files and not overrides:
+        raise ConfigError(f"no configuration was given\n{USAGE}")
+    print_early("reading the settings, and checking the files and functions that they name")
+    from asyncrl.config.load import load_config
+
+    config = load_config(files, overrides)
+    from asyncrl.runtime.inputs import check_start
+
+    check_start(config, code=dry_run)
+    # A process without free file descriptors ends here, with advice, and not with an obscure ImportError below.
+    reserve = Reserve()
+    reserve.keep()
+    reserve.close()
+    print_early("importing torch and transformers")
+    if dry_run:
+        from asyncrl.runtime.plan import print_plan
+
+        print_plan(config, devices)
+        return 0
+    return run(config, launcher)
+
+
+def report_errors(start: Callable[[], int]) -> int:
+    """The exit code of `start()`. An error of asyncrl, or a lack of descriptors or threads, is printed on stderr."""
     try:
-        devices, arguments = _assumed_devices(arguments, dry_run)
-        files, overrides = split_arguments(arguments)
-        launcher = tie_to_launcher()
-        for argument in arguments:
-            if argument in ("--dryrun", "--dry_run", "dry-run"):
-                raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
-        if not files and not overrides:
-            raise ConfigError(f"no configuration was given\n{USAGE}")
-        print_early("reading the settings, and checking the files and functions that they name")
-        from asyncrl.config.load import load_config
-
-        config = load_config(files, overrides)
-        from asyncrl.runtime.inputs import check_start
-
-        check_start(config, code=dry_run)
-        # A process without free file descriptors ends here, with advice, and not with an obscure ImportError below.
-        reserve = Reserve()
-        reserve.keep()
-        reserve.close()
-        print_early("importing torch and transformers")
-        if dry_run:
-            from asyncrl.runtime.plan import print_plan
-
-            print_plan(config, devices)
-            return 0
-        return run(config, launcher)
+        return start()
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         notes = list(dict.fromkeys(getattr(error, "__notes__", [])))
@@ -130,8 +140,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, []
 
 
-def run(config: Config, launcher: Launcher | None = None) -> int:
-    """Run `config` in this process, on uvloop if installed, after `check_start`. Returns the exit code. Errors: AsyncrlError."""
+def run(config: Config, launcher: Launcher | None = None, world: World | None = None) -> int:
+    """Run `config` in this process, on uvloop if installed, after `check_start`. `world`: of a node that joined a run. Returns the
+    exit code. Errors: AsyncrlError."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # `_run` needs this module, and would import it with the collector enabled.
@@ -148,7 +159,7 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         # `Runner.run` would handle SIGINT by cancelling the main task; `_run` has handlers of its own.
         loop = runner.get_loop()
-        task = loop.create_task(_run(config, launcher))
+        task = loop.create_task(_run(config, launcher, world))
         grace_s = config.watchdog.abort_grace_s
         # Once `_run` has ended, with an error or an exit code, the process must end within `grace_s`.
         task.add_done_callback(lambda done: start_exit_deadline(done.exception() or done.result(), grace_s, loop))
@@ -176,7 +187,7 @@ def _collector_disabled() -> Iterator[None]:
             gc.enable()
 
 
-async def _run(config: Config, launcher: Launcher | None) -> int:
+async def _run(config: Config, launcher: Launcher | None, world: World | None) -> int:
     import anyio
 
     from asyncrl.runtime.runtime import Runtime
@@ -187,7 +198,7 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
     ring: RecordRing | None = None
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
-    runtime = Runtime(config, checked=True, hard_exit=True)
+    runtime = Runtime(config, checked=world is None, hard_exit=True, write=world is None, world=world)
 
     def stop(received: signal.Signals) -> None:
         nonlocal stopped_at
@@ -206,12 +217,9 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
             ring.end_intake()
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
-        print(
-            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; another signal after {AGAIN_AFTER_S:g} s ends the "
-            "process at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        doing = "aborting the open step and writing a checkpoint" if world is None else "leaving the run"
+        text = f"\nasyncrl: {why}: {doing}; another signal after {AGAIN_AFTER_S:g} s ends the process at once"
+        print(text, file=sys.stderr, flush=True)
 
     for handled in STOPPED_BY:
         # Under nohup SIGHUP is ignored.
@@ -226,6 +234,9 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
                     runtime.start("door", open_doors, runtime, ring)
                 summary = await runtime.run()
         except RankLost as lost:
+            if world is not None and world.ended_well:
+                print("asyncrl: the run has ended before this node generated", file=sys.stderr)
+                return 0
             # If a job is stopped, another rank may get its signal first and leave before this rank.
             if not stop_signals and lost.stopped_by is None:
                 raise
@@ -301,6 +312,8 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
 
 def _print_summary(summary: RunSummary, runtime: Runtime) -> None:
     directory = runtime.directory
+    if runtime.world.joined is not None:
+        print(f"done: the run has ended at version {summary.version}, and this node has left it")
     if directory is None or not runtime.world.is_first:
         return
     groups = summary.books

@@ -248,6 +248,11 @@ class Ledger(Protocol):
         """Abort the open step, and make its claimed groups live again. Returns the tickets of this rank's groups."""
         ...
 
+    async def begin(self, turn: int) -> bool:
+        """Only for a rank that joined the run: it admits groups from now on, and its engines have the weights of the turns below
+        `turn`. False: they are too old, so call it again with newer weights."""
+        ...
+
     async def release(self, turn: int) -> None:
         """Release the slots of the step `turn`. Call it after every sink has the weights of that step."""
         ...

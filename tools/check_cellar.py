@@ -20,7 +20,7 @@ from house import PACKAGE, ROOT, Module, python_files
 from reach import House, Key, Reach
 
 # `cli/app.py` imports the modules of its commands by name.
-OF_APP = ("bench", "check", "check_model", "examples", "explain", "nodes", "prompts", "report", "shm")
+OF_APP = ("bench", "check", "check_model", "examples", "explain", "join", "nodes", "prompts", "report", "shm")
 COMMANDS: tuple[Key, ...] = (
     ("asyncrl.cli.app", "main"),
     ("asyncrl.main", "main"),

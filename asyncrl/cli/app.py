@@ -20,6 +20,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
   asyncrl run --help                                        list every setting with its default and meaning
   asyncrl run CONFIG.yaml --dry-run                         print the plan of a run: resolved settings, memory, bounds
+  asyncrl join HOST:PORT [a.b=value ...]                    generate for a run that listens there (distributed.listen)
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
   asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
   asyncrl check-model PATH                                  check every way to compute a model against eager transformers
@@ -35,6 +36,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
 # Command -> the module with its `main`. `_main` imports only the module that it calls, since some imports take seconds.
 COMMANDS = {
     "run": "asyncrl.main",
+    "join": "asyncrl.cli.join",
     "prompts": "asyncrl.cli.prompts",
     "check": "asyncrl.cli.check",
     "check-model": "asyncrl.cli.check_model",

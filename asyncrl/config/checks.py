@@ -461,23 +461,33 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 def _has_roles(config: Config) -> bool:
-    """Whether some rank only trains or only generates. Then all engines run in workers."""
+    """Whether some rank only trains or only generates, or may join. Then all engines run in workers."""
+    if config.distributed.listen is not None:
+        return True
     train, generate = config.distributed.roles.train, config.distributed.roles.generate
     return isinstance(train, int) or isinstance(generate, int) or {*(train or ())} != {*(generate or ())}
 
 
 def _check_roles(config: Config) -> Iterator[str]:
     """`distributed/roles.py` compares the roles with the number of ranks."""
+    listen = config.distributed.listen
     if not _has_roles(config):
         return
-    prefix = "distributed.roles is set and "
+    name = "distributed.roles" if listen is None else "distributed.listen"
+    prefix = f"{name} is set and "
+    if listen is not None:
+        host, _, port = listen.rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 1 << 16):
+            yield f"distributed.listen is {listen!r}; expected HOST:PORT, such as 10.0.0.5:29600"
+        elif host in ("0.0.0.0", "[::]", "*"):
+            yield f"distributed.listen is {listen!r}: give the address by which nodes reach the machine of rank 0"
     if config.door.ring is not None:
         yield prefix + (
-            f"door.ring is {config.door.ring}: other programs generate the groups, so no rank has to; leave distributed.roles out"
+            f"door.ring is {config.door.ring}: other programs generate the groups, so no rank has to; leave {name} out"
         )
     if config.generation.placement == "shared":
         yield prefix + (
-            "generation.placement is shared: with roles every engine runs in workers; use generation.placement=auto"
+            "generation.placement is shared: then every engine runs in workers; use generation.placement=auto"
         )
     if config.reroll.start_fraction < 1:
         yield prefix + (

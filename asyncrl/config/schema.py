@@ -306,6 +306,11 @@ class DistributedConfig(SettingsSection):
         "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()
+    listen: str | None = field(
+        None,
+        "HOST:PORT, an address of the machine of rank 0: nodes that generate may join the run there, with `asyncrl join HOST:PORT` "
+        "and the secret ASYNCRL_SECRET. Port 0 is a free port. Left out: no node can join.",
+    )
 
 
 class EvaluateConfig(SettingsSection):

@@ -209,6 +209,11 @@ class LocalLedger:
         self._changed()
         return lost
 
+    async def begin(self, turn: int, rank: int = 0) -> bool:
+        began = self._books.begin(turn, rank)
+        self._changed()
+        return began
+
     def expired(self) -> list[Ticket]:
         """Live groups past their deadline, for the caller to drop; always empty with `late="wait"`."""
         return self._books.expired()

@@ -31,7 +31,7 @@ from .reservation import Reservation, first_by_deadline
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
-_SETTINGS = ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank")
+_SETTINGS = ("groups_per_step", "max_staleness", "late", "warmup", "by_rank")
 _EVERY_S = 1.0  # between two states of a rank that does not wait
 # Each rank that asks adds this time between two of its states. So these messages take a tenth of rank 0's event loop at most.
 _BETWEEN_S = 0.001
@@ -86,6 +86,8 @@ class Desk:
                 return [_plain(ticket) for ticket in await ledger.rollback(rank)]
             case "release", (turn,):
                 await ledger.release(turn, rank)
+            case "begin", (turn,):
+                return await ledger.begin(turn, rank)
             case "exhaust", ():
                 await ledger.exhaust(rank)
             case "join", (settings,):
@@ -128,8 +130,6 @@ class LineLedger:
     def __init__(
         self, line: LineServer | LineClient, books: Reservation, rank: int, *, recorder: Recorder | None = None
     ) -> None:
-        if not 0 <= rank < books.ranks:
-            raise ValueError(f"rank is {rank} of {books.ranks} ranks; expected 0 to {books.ranks - 1}")
         self._line, self._rank, self._recorder = line, rank, recorder
         self._settings = [getattr(books, name) for name in _SETTINGS]
         # Steps that this rank has committed. Another rank may have committed one more.
@@ -308,6 +308,9 @@ class LineLedger:
         assert self._desk is not None
         entries = self._desk.ledger.books.entries.values()
         return Counter(entry.rank for entry in entries if not entry.claimed)
+
+    async def begin(self, turn: int) -> bool:
+        return bool(await self._complete("begin", turn))
 
     def expired(self) -> list[Ticket]:
         """Live groups of this rank past their deadline. Always empty with `late="wait"`."""

@@ -28,9 +28,8 @@ import torch.distributed as dist
 
 from ..concurrency import awake
 from ..errors import PlatformError
+from .joining import VARIABLE, require_secret
 
-VARIABLE = "ASYNCRL_SECRET"
-_MIN_LENGTH = 16  # characters of a secret
 _LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _PREFIX = "asyncrl-secret-"
 _POLL_S = 0.02
@@ -79,17 +78,8 @@ def meet(info: RankInfo, timeout_s: float, environ: Mapping[str, str] | None = N
     Errors: PlatformError. RuntimeError or OSError after `timeout_s`.
     """
     secret = (os.environ if environ is None else environ).get(VARIABLE)
-    example = 'python -c "import secrets; print(secrets.token_hex())"'
-    if secret is None and not info.one_machine:
-        raise PlatformError(
-            f"the ranks are on several machines, and {VARIABLE} is not set on the machine of rank {info.rank}; set it to the same "
-            f"{_MIN_LENGTH} or more random characters on every machine ({example})"
-        )
-    if secret is not None and len(secret) < _MIN_LENGTH:
-        raise PlatformError(
-            f"{VARIABLE} has {len(secret)} characters; give it at least {_MIN_LENGTH} random characters, the same on every "
-            f"machine ({example})"
-        )
+    if secret is not None or not info.one_machine:
+        secret = require_secret(f"rank {info.rank} is on one of several machines", environ)
     store = dist.PrefixStore(f"asyncrl/{info.restart}", _launcher_store(info, timedelta(seconds=timeout_s)))
     met = Rendezvous(store, secret or "", "", timeout_s)
     if info.rank == 0:
@@ -142,9 +132,9 @@ def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
     return store  # type: ignore[no-any-return]  # rendezvous is not typed
 
 
-def advertised(address: str, host: str, reachable: str) -> str:
-    """The address of a server that listens at `host`, for other machines. `reachable`: the address if it listens everywhere."""
-    return address.replace(_EVERYWHERE, reachable) if host == _EVERYWHERE else address
+def advertised(address: str, reachable: str) -> str:
+    """The address of a server for other machines. `reachable`: the address if it listens everywhere."""
+    return address.replace(_EVERYWHERE, reachable)
 
 
 def _own_address(info: RankInfo) -> str:

@@ -46,6 +46,10 @@ Lost ranks. If a rank that only generates is lost, its live groups that have not
 is the least over the other ranks. This only removes live groups and frees slots, so I holds. A group that has arrived is trained as
 any other. Messages of the lost rank that come later change nothing: `arrive` and `admit` refuse them.
 
+Joining. A rank that joined the run counts from `begin` on, with the turn `t` of its weights, and `a` falls to `t` if `t < a`. The
+slots of the turns from `t` to `a` stay free, so only the check of I in `admit` bounds the next admissions. They have the deadline
+`t + m`, and `begin` refuses a `t` with `t + m < v`: no admission would be possible until the rank has newer weights.
+
 With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
 their deadline, and the caller drops them.
 """
@@ -169,6 +173,23 @@ class Reservation:
     def has_engine(self, rank: int) -> bool:
         """False for a rank that only trains, and for a lost rank."""
         return rank < len(self.acknowledged) and self.acknowledged[rank] != _NO_ENGINE
+
+    def begin(self, turn: int, rank: int) -> bool:
+        """A rank that joined the run generates from now on. Its engines have the weights of the turns below `turn`. False: they are
+        too old for a group that is admitted now, so the rank needs newer weights first."""
+        if turn + self.max_staleness < self.turn:
+            return False
+        missing = rank + 1 - len(self.acknowledged)
+        # Ranks with lower numbers may join after this one.
+        self.acknowledged += [_NO_ENGINE] * missing
+        self.exhausted += [True] * missing
+        self.acknowledged[rank], self._open_turn = turn, -1
+        # A rank that was lost when no other rank generated was left as one that may admit.
+        self.exhausted = [
+            done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
+        ]
+        self.exhausted[rank] = False
+        return True
 
     # -- questions -------------------------------------------------------------------------------------------------
 

@@ -22,12 +22,13 @@ class Roles:
 
     train: tuple[int, ...] = (0,)
     generate: tuple[int, ...] = (0,)
+    listens: bool = False  # nodes may join that only generate (`distributed.listen`)
 
     @classmethod
-    def resolve(cls, setting: RolesConfig, ranks: int) -> Roles:
+    def resolve(cls, setting: RolesConfig, ranks: int, *, listens: bool = False) -> Roles:
         """The roles of a run with this many ranks. Errors: ConfigError."""
         if setting.train is None and setting.generate is None:
-            return cls(tuple(range(ranks)), tuple(range(ranks)))
+            return cls(tuple(range(ranks)), tuple(range(ranks)), listens)
         if setting.train is None or setting.generate is None:
             given, missing = ("generate", "train") if setting.train is None else ("train", "generate")
             raise ConfigError(
@@ -47,12 +48,12 @@ class Roles:
                     f"run has {ranks}; start {train + generate} ranks, or give counts whose sum is {ranks} (for ranks that do "
                     "both, give lists)"
                 )
-            roles = cls(tuple(range(train)), tuple(range(train, ranks)))
+            roles = cls(tuple(range(train)), tuple(range(train, ranks)), listens)
         else:
             assert isinstance(setting.train, tuple) and isinstance(setting.generate, tuple)
             _check_list("train", setting.train, ranks)
             _check_list("generate", setting.generate, ranks)
-            roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)))
+            roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)), listens)
         for name, chosen in (("train", roles.train), ("generate", roles.generate)):
             if not chosen:
                 raise ConfigError(
@@ -79,13 +80,19 @@ class Roles:
 
     @property
     def differ(self) -> bool:
-        """Whether some rank only trains or only generates. If not, every rank does both, and groups stay on their rank."""
-        return self.train != self.generate
+        """Whether some rank only trains or only generates, or may join. If not, every rank does both, and groups stay on their
+        rank."""
+        return self.listens or self.train != self.generate
 
     @property
     def receivers(self) -> tuple[int, ...]:
         """The ranks that only generate. They receive weights."""
         return tuple(rank for rank in self.generate if rank not in self.train)
+
+    @property
+    def sends(self) -> bool:
+        """Whether training ranks send weights to other nodes."""
+        return self.listens or bool(self.receivers)
 
     def trains(self, rank: int) -> bool:
         return rank in self.train
@@ -98,7 +105,8 @@ class Roles:
         does = [verb for verb, ranks in (("trains", self.train), ("generates", self.generate)) if rank in ranks]
         only = "" if len(does) == 2 else "only "
         roles = f"train {_named(self.train)}, generate {_named(self.generate)}"
-        return f"rank {rank} {only}{' and '.join(does)} (distributed.roles: {roles})"
+        joining = "; distributed.listen: nodes that join generate" if self.listens else ""
+        return f"rank {rank} {only}{' and '.join(does)} (distributed.roles: {roles}{joining})"
 
 
 def _check_list(name: str, given: tuple[int, ...], ranks: int) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..errors import LifecycleError, PlatformError, RankLost
 from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
+from .joining import Joined, require_secret
 from .line import LineClient, LineServer
 from .rendezvous import RankInfo, Rendezvous, advertised, meet
 from .roles import Roles
@@ -37,12 +38,15 @@ class World(Collectives):
     # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
     restart: int = 0
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
+    # Of a node that joined a run. It has the line to rank 0, is not opened, and counts as the single rank of its world.
+    joined: Joined | None = None
+    ended_well: bool = False  # of such a node: rank 0 has ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)
     _met: Rendezvous | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
-    _train: Collectives | None = field(default=None, repr=False)  # set by `open` if roles differ, on training ranks
+    _train: Collectives | None = field(default=None, repr=False)  # set by `open` on training ranks, if others are there
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _owner: ClassVar[World | None] = None  # the World that created the process group
 
@@ -96,10 +100,14 @@ class World(Collectives):
         return self.roles.generates(self.rank)
 
     @property
+    def _all_train(self) -> bool:
+        return self.roles.train == tuple(range(self.world_size))
+
+    @property
     def train(self) -> Collectives:
         """The collectives over the training ranks: those of this world if every rank trains. Errors: LifecycleError on a rank that
         only generates, and before `open`."""
-        if not self.roles.differ:
+        if self._all_train:
             return self
         if self._train is None:
             raise LifecycleError(
@@ -159,7 +167,7 @@ class World(Collectives):
         return self
 
     def _make_training_group(self) -> None:
-        if self.roles.differ:
+        if not self._all_train:
             # Ranks that only generate must make the group too.
             group = dist.new_group(list(self.roles.train), timeout=_NO_TIMEOUT)
             self._train = TrainingRanks(self, group) if self.trains else None
@@ -204,34 +212,31 @@ class World(Collectives):
         self.close(failed=kind is not None)
 
     @property
-    def torch_store(self) -> dist.Store:
-        """A store that all ranks of this attempt reach, for process groups. Errors: LifecycleError."""
-        return self._joined().store
-
-    @property
     def secret(self) -> str:
-        """The secret of the run, for lines. Errors: LifecycleError."""
-        return self._joined().secret
+        """The secret of the run, for lines. Errors: PlatformError if a single rank, which nodes may join, has no secret."""
+        if self.joined is not None:
+            return self.joined.secret
+        return require_secret("distributed.listen is set") if self._met is None else self._met.secret
 
     @property
     def host(self) -> str:
         """Where a server of rank 0 must listen. Errors: LifecycleError."""
-        return self._joined().host
+        return self._rendezvous().host
 
     def announce_line(self, server: LineServer) -> None:
         """For rank 0: tell the other ranks the address of the open server. Blocks."""
-        self.torch_store.set("line/0", advertised(server.address, self.host, self.master_addr))
+        self._rendezvous().store.set("line/0", advertised(server.address, self.master_addr))
 
     def join_line(self, silence_s: float) -> LineClient:
         """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
         Errors: RankLost if rank 0 does not do so in time."""
         try:
-            address = self._joined().get("line", 0)
+            address = self.joined.address if self.joined else self._rendezvous().get("line", 0)
         except RuntimeError as error:
             raise RankLost(f"rank 0 has not opened its line; see its output ({error})") from error
         return LineClient(address, self.secret, f"rank {self.rank}", silence_s=silence_s)
 
-    def _joined(self) -> Rendezvous:
+    def _rendezvous(self) -> Rendezvous:
         if self._met is None:
             raise LifecycleError(
                 "a world has a store and a secret between `open` and `close`, and only with more than one rank"

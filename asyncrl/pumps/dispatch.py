@@ -5,6 +5,7 @@
     evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
     recorder, summary      ◀── report: counts, reasons ───────── recorder, book
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps
+    knows a new rank       ◀── run/here, run/begun ───────────── a rank that joins later
 
 One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. A prompt that rank 0 has given to
 another rank counts as untrained until the ledger has admitted its group. So a checkpoint repeats and loses no prompt.
@@ -32,6 +33,7 @@ Answer = tuple[Any, Sequence[Any]]
 Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
+BEGUN = "run/begun"
 _RECENT = 32  # groups of which `usual_s` is the mean, about
 
 
@@ -70,11 +72,13 @@ class Dispatch:
         line.on(REPORT, self._report)
         line.on(HERE, self._on_here)
         line.on(LEFT, self._on_left)
+        line.on(BEGUN, self._on_begun)
         self._here: set[str] = set()
+        # Kind -> what was told to all ranks, for a rank that joins later.
+        self._told: dict[str, Any] = {}
         self._left: set[str] = set()
         self._changed = asyncio.Event()
         self.dismissed = asyncio.Event()
-        self._trained = False  # no step follows
 
     def start(self, prompts: PromptSource, ledger: Ledger) -> None:
         """Give prompts of this cursor from now on."""
@@ -127,7 +131,7 @@ class Dispatch:
     @property
     def lacks_ranks(self) -> bool:
         """Whether further steps need groups, and no rank that generates is left."""
-        return not (self._generating or self._trained)
+        return not (self._generating or self.trained)
 
     def handed(self) -> set[int]:
         """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
@@ -201,16 +205,20 @@ class Dispatch:
 
     async def tell_trained(self) -> None:
         """No step follows: the other ranks generate nothing more."""
-        self._trained = True
         await self._tell(TRAINED, {})
 
     async def tell_ended(self, version: int) -> None:
         """The run has ended at this version: the other ranks end once their engines have the version."""
         await self._tell(ENDED, {"version": version})
 
+    @property
+    def trained(self) -> bool:
+        """Whether no step follows."""
+        return TRAINED in self._told
+
     async def wait_left(self, peers: Sequence[str]) -> None:
-        """Wait until all pumps of these ranks have ended. They wait for `dismiss`."""
-        while not self._left.issuperset(peers):
+        """Wait until all pumps of these ranks, and of the ranks that joined and generate, have ended. They wait for `dismiss`."""
+        while not self._left.issuperset((*peers, *filter(None, self._generating))):
             await self._changed.wait()
 
     def dismiss(self) -> None:
@@ -230,12 +238,28 @@ class Dispatch:
     async def _on_here(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self._here.add(peer)
         self._notify()
+        for kind, told in [*self._told.items()]:
+            await self._line.tell(peer, kind, told)
+
+    async def _on_begun(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self.add(peer)
+
+    def generates(self, peer: str) -> bool:
+        """False for a rank that joined and has not begun to generate."""
+        return peer in self._generating
+
+    def add(self, peer: str) -> None:
+        """A rank that joined the run generates from now on, and plays a part of each evaluation."""
+        if peer not in self._generating:
+            self._generating.append(peer)
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _tell(self, kind: str, header: Any) -> None:
-        for peer in filter(None, [*self._generating]):
+        self._told[kind] = header
+        for peer in sorted({*filter(None, self._generating), *self._here} - self._left):
             with suppress(RankLost):
                 await self._line.tell(peer, kind, header)

@@ -25,7 +25,7 @@ from asyncrl.errors import DataError, EngineClosed, RankLost, WorkerDied
 from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
-from .dispatch import ADMITTED, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
+from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
 from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
@@ -68,8 +68,9 @@ class Follower:
 class Remote:
     """The connection of a generating rank to rank 0's `Dispatch`. Create it before rank 0 can ask; `start` follows."""
 
-    def __init__(self, line: ClientLine) -> None:
-        self._line = line
+    def __init__(self, line: ClientLine, *, joins: bool = False) -> None:
+        """`joins`: this rank joined a run that may have begun."""
+        self._line, self.joins = line, joins
         self._started = asyncio.Event()
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
@@ -141,6 +142,10 @@ class Remote:
         """Tell rank 0 that this rank is connected."""
         await self._line.tell(HERE, {})
 
+    async def begin(self) -> None:
+        """Tell rank 0 that this rank, which joined the run, generates from now on."""
+        await self._line.tell(BEGUN, {})
+
     async def leave(self) -> None:
         """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
         # Rank 0 may end before its answer arrives.
@@ -155,7 +160,7 @@ class Remote:
         return self._told
 
     async def _on_version(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._told = header["version"]
+        self._told = max(self._told, header["version"])
         self._told_more.set()
         self._told_more = asyncio.Event()
 
@@ -187,6 +192,7 @@ class FollowPump:
         self._remote = remote
         self._follower = follower
         self._released = ports.ledger.turn  # turns below this one are released
+        self._begun = not remote.joins
         self._advanced = anyio.Event()
 
     async def wait_version(self, version: int) -> None:
@@ -195,7 +201,12 @@ class FollowPump:
             await self._advanced.wait()
 
     async def wait_published(self, turn: int) -> None:
-        """Wait until the engine has the weights of the turns below `turn`."""
+        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts it, or
+        until no step follows."""
+        if self._remote.joins:
+            while not (self._begun or self._remote.trained.is_set()):
+                await self._advanced.wait()
+            return
         while self._ports.turn_of(self._follower.version) < turn:
             await self._advanced.wait()
 
@@ -203,6 +214,8 @@ class FollowPump:
         """Ends when rank 0 has ended the run and this rank's engine has the last version."""
         async with anyio.create_task_group() as tasks:
             spawn(tasks, "versions", self._follow)
+            await self._remote.trained.wait()
+            self._notify()
             await self._remote.ended.wait()
             await self.wait_version(self._remote.last_version)
             tasks.cancel_scope.cancel()
@@ -212,15 +225,29 @@ class FollowPump:
         while True:
             with ports.recorder.watch("follow pump", "the next version of the weights", on="rank 0"):
                 version = await self._follower.next()
+            # Shown only on a node that joined.
+            ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
             # A step whose slots are released may be complete before the next report, so its counts come first.
             await self._remote.report()
             turn = ports.turn_of(version) - 1
-            if turn >= self._released:
+            if not self._begun:
+                await self._begin(turn + 1)
+            elif turn >= self._released:
                 self._released = turn + 1
                 await ports.ledger.release(turn)
             if ports.config.rollout.late == "drop":
                 for ticket in ports.ledger.expired():
                     if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
                         ports.recorder.count("staleness/dropped")
-            self._advanced.set()
-            self._advanced = anyio.Event()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._advanced.set()
+        self._advanced = anyio.Event()
+
+    async def _begin(self, turn: int) -> None:
+        self._begun = await self._ports.ledger.begin(turn)
+        if self._begun:
+            self._released = turn
+            await self._remote.begin()
+            self._ports.note("this node generates from now on")

@@ -152,16 +152,15 @@ def _first_group(run: OpenRun) -> int:
 
 
 def make_ledger(run: OpenRun) -> Any:
-    """The ledger of this rank, not open yet. With several ranks `run.line` must be there, and on rank 0 not open yet."""
+    """The ledger of this rank, not open yet. If there is a `run.line`, it must not be open yet on rank 0."""
     config, world, rollout = run.config, run.world, run.config.rollout
     turn = run.saved.turn if run.saved else 0
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
-    if world.world_size == 1:
+    if run.line is None:
         return LocalLedger(*bounds, recorder=run.recorder, warmup=rollout.sync_warmup_steps)
     has_prompts = run.decided.rows is not None or config.data.train is not None
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
-    assert run.line is not None
     trainers = world.roles.train if world.roles.differ else ()
     books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers)
     books.set_generating(world.roles.generate)
@@ -267,7 +266,7 @@ async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink
 
 async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
     config, costs, world = run.config, run.config.dry_run, run.world
-    version = run.saved.version if run.saved else 0
+    version = run.saved.version if run.saved else world.joined.version if world.joined else 0
     train_lane = await run.stack.enter_async_context(SimulatedLane("device", run.recorder))
     run.lanes, run.tokenizer = (train_lane,), ByteTokenizer()
     engine_lane = train_lane

@@ -31,6 +31,7 @@ from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DtypeName
 from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import load_rows
+from asyncrl.distributed.joining import require_secret
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
@@ -74,12 +75,17 @@ async def decide(
     prompts: Any = None,
     write: bool = True,
     checked: bool = False,
+    world: World | None = None,
 ) -> Decided:
     """Decide about a run. The arguments are those of `Runtime`; with `checked` only the user's code remains to be checked. Errors:
     ConfigError and DataError for the settings, and for the files and code that the settings name."""
     stages.begin("checking the device, the settings and the files that they name")
-    world = World.from_env()
-    world.roles = Roles.resolve(config.distributed.roles, world.world_size)
+    if world is None:
+        world = World.from_env()
+        listens = config.distributed.listen is not None
+        world.roles = Roles.resolve(config.distributed.roles, world.world_size, listens=listens)
+        if listens:
+            require_secret("distributed.listen is set, so nodes may join that know the secret of the run")
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
     )
@@ -89,8 +95,8 @@ async def decide(
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     if submitted and world.roles.differ and config.train.kind == "torch":
         raise ConfigError(
-            "distributed.roles is set and there are no prompts: the program submits the groups, so no rank has to generate; leave "
-            "distributed.roles out, or set data.train"
+            "distributed.roles or distributed.listen is set and there are no prompts: the program submits the groups, so no rank "
+            "has to generate; leave both out, or set data.train"
         )
     resolve_settings = partial(
         resolve,

@@ -49,9 +49,17 @@ class Journal:
     All methods are called on the loop's thread. Files are opened, written and rendered on other threads."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None, base: int = 0
+        self,
+        config: Config,
+        directory: RunDirectory | None,
+        recorder: Recorder,
+        since: int | None,
+        base: int = 0,
+        *,
+        lines: bool = False,
     ) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
+        `lines`: show lines at the terminal, also without a directory.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
         `base`: see `Ports`."""
         self._config = config
@@ -73,7 +81,8 @@ class Journal:
         self.history: list[tuple[int, dict[str, float]]] = []
         self._added, self._every = 0, 1  # lines added; distance of the kept lines
         start = max(0, since or 0)
-        self.live = LiveView(config.telemetry.live if directory else "off", last_version(config, base), start=start)
+        live = "plain" if lines else config.telemetry.live if directory else "off"
+        self.live = LiveView(live, last_version(config, base), start=start)
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None

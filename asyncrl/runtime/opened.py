@@ -53,6 +53,7 @@ from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
     from asyncrl.distributed.connections import Connections
+    from asyncrl.distributed.joining import Entrance
     from asyncrl.distributed.line import LineClient, LineServer
     from asyncrl.distributed.line_ledger import LineLedger
 
@@ -107,6 +108,7 @@ class OpenRun:
     follower: Follower | None = None
     model: Mapping[str, Any] | None = None  # from `workers.describe_model`, on ranks that only generate
     orders: ServedOrders | None = None  # on rank 0
+    entrance: Entrance | None = None  # on rank 0, if nodes may join
     connections: Connections
     apart: Apart | None = None
     ports: Ports
@@ -145,6 +147,8 @@ class OpenRun:
     @property
     def base(self) -> int:
         """The base of `Ports`."""
+        if (joined := self.world.joined) is not None:
+            return joined.base
         return self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
 
     def wire(self, held_out: list[Prompt]) -> None:
@@ -305,7 +309,7 @@ class OpenRun:
             # Groups that were on their way when both ends stopped.
             for ticket in ledger.live_groups(everywhere=True):
                 await ledger.end(ticket, "dropped", "the run ended first")
-        while self.world.world_size > 1:
+        while self.line is not None:
             books = ledger.statistics()
             if not books.held + books.live + books.claimed:
                 break
@@ -331,8 +335,9 @@ class OpenRun:
             outcome = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 try:
-                    if error is not None and self.world.world_size > 1:
+                    if error is not None and self.line is not None:
                         await self._tell_ranks(error)
+                    if error is not None and self.world.world_size > 1:
                         stop_signal, missing = await self.checkpointer.leave(version, state, self.stopped_by)
                         if stop_signal is not None and isinstance(error, RankLost):
                             # All ranks are being stopped. The signal to this rank has not arrived yet.

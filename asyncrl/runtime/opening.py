@@ -14,8 +14,9 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.connections import Connections
+from asyncrl.distributed.joining import JOINING, VARIABLE, Entrance, listen_at
 from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.errors import RankLost
+from asyncrl.errors import LifecycleError, RankLost
 from asyncrl.generation.requests import sampling_params
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import Remote
@@ -77,6 +78,7 @@ async def open_run(
     run.start()
     if nodes is not None:
         run.supervisor.start("nodes", nodes.write_often)
+    _let_join(run)
     stages.end()
     return run
 
@@ -95,7 +97,8 @@ async def _open_directory(run: OpenRun) -> None:
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
-    run.journal = Journal(config, directory if run.world.is_first else None, run.recorder, since, run.base)
+    own, lines = directory if run.world.is_first else None, run.world.joined is not None
+    run.journal = Journal(config, own, run.recorder, since, run.base, lines=lines)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(run.journal.live.status)
@@ -109,15 +112,16 @@ async def _meet_ranks(run: OpenRun) -> None:
     run.stages.begin("meeting the other ranks")
     single = run.config.distributed.sharding == "fsdp"
     # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
-    await offload(lambda: world.open(run.decided.device, single_rank_group=single), "rendezvous", abandon=True)
+    if world.joined is None:
+        await offload(lambda: world.open(run.decided.device, single_rank_group=single), "rendezvous", abandon=True)
     for line in world.notes:
         run.journal.live.note(line)
-    if world.world_size > 1:
-        if world.roles.differ:
-            for rank in range(world.world_size):
-                run.journal.live.note(world.roles.line(rank))
-            if not world.is_first:
-                print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
+    if world.roles.differ:
+        for rank in range(world.world_size) if world.is_first else [world.rank]:
+            run.journal.live.note(world.roles.line(rank))
+        if not world.is_first and world.joined is None:
+            print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
+    if world.world_size > 1 or world.roles.differ:
         await _open_line(run)
     if run.line is not None and world.roles.differ:
         run.connections = await run.stack.enter_async_context(Connections(run.line, world.rank, world.secret))
@@ -135,9 +139,15 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
     try:
         # In a thread: leaving may wait for collectives.
         await offload(lambda: world.close(failed=failed), "farewell")
+        if isinstance(line, LineServer) and run.dispatch is not None:
+            # A node that starts its engine may take minutes to leave.
+            for peer in line.peers:
+                if _joins(run, peer) and not run.dispatch.generates(peer):
+                    line.give_up(peer, RankLost("the run has ended"))
         if line is not None:
             # Other ranks may ask rank 0 until they have left. Rank 0 does not need a lost rank that only generates.
             missing = await line.leave(timeout_s)
+            missing = [peer for peer in missing if not _joins(run, peer)]
             missing = [peer for peer in missing if peer in line.peers or world.roles.trains(_rank_of(peer))]
     finally:
         if line is not None:
@@ -154,15 +164,16 @@ async def _open_line(run: OpenRun) -> None:
     world, silence_s = run.world, run.config.watchdog.loop_timeout_s
 
     def lose(lost: RankLost) -> None:
+        if world.joined is not None:
+            world.ended_well = run.remote is not None and run.remote.ended.is_set()
+            lost = lost if world.lost.reason is None else RankLost(f"the run has ended: {world.lost.reason}")
         run.stages.lost = str(lost)
         world.lost.report(str(lost))
         if run.ledger is not None:
             run.ledger.lose(lost)
 
     def on_end(peer: str, lost: RankLost | None) -> None:
-        if not peer.startswith("rank "):
-            return
-        if not world.roles.trains(_rank_of(peer)):
+        if _joins(run, peer) or not world.roles.trains(_rank_of(peer)):
             return _lose_generator(run, peer, lost or RankLost(f"{peer} has left"))
         if run.dispatch is not None and run.orders is not None:
             run.dispatch.lose(peer, ())
@@ -178,7 +189,7 @@ async def _open_line(run: OpenRun) -> None:
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
             # Only collectives end: this rank may be about to raise the error that ended the other one.
             world.lost.report(str(lost))
-        elif ended["one_rank"]:
+        elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)
         else:
             lose(lost)
@@ -195,8 +206,7 @@ async def _open_line(run: OpenRun) -> None:
         run.ledger = make_ledger(run)
         run.positions = Positions(server, 0, world.roles.train)
         _open_roles(run, server)
-        await server.open(world.host)
-        await offload(lambda: world.announce_line(server), "rendezvous")
+        await _listen(run, server)
     else:
         run.line = client = await offload(lambda: world.join_line(silence_s), "rendezvous", abandon=True)
         client.on(ENDED, hear)
@@ -207,8 +217,38 @@ async def _open_line(run: OpenRun) -> None:
         if world.trains:
             run.positions = Positions(client, world.train.rank, world.roles.train)
         if world.roles.differ:
-            run.remote = Remote(client)
+            run.remote = Remote(client, joins=world.joined is not None)
     run.stages.line = run.line
+
+
+async def _listen(run: OpenRun, server: LineServer) -> None:
+    world, listen = run.world, run.config.distributed.listen
+    if listen is None:
+        await server.open(world.host)
+    else:
+        address = await listen_at(server, listen)
+        run.journal.live.note(f"nodes may join this run, with its {VARIABLE}: asyncrl join {address}")
+    if world.world_size > 1:
+        await offload(lambda: world.announce_line(server), "rendezvous")
+
+
+def _let_join(run: OpenRun) -> None:
+    """On rank 0: answer nodes that join, now that all parts are open."""
+    if run.entrance is None:
+        return
+    world, dispatch = run.world, run.dispatch
+    assert dispatch is not None
+
+    def describe() -> dict[str, Any]:
+        if dispatch.trained:
+            raise LifecycleError("the last step of the run is trained, so no node can join; start a new run")
+        roles = {"train": world.roles.train, "generate": world.roles.generate}
+        config = run.config.model_dump(mode="json")
+        return {
+            **roles, "restart": world.restart, "base": run.base, "version": run.ports.trainer.version, "config": config
+        }  # fmt: skip
+
+    run.entrance.open(describe)
 
 
 async def _agree(run: OpenRun, line: LineClient) -> None:
@@ -231,6 +271,8 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
     generating = [f"rank {rank}" if rank else "" for rank in roles.generate]
     run.dispatch = Dispatch(server, run.recorder, generating, in_order=run.config.preset == "sync")
     senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
+    if roles.listens:
+        run.entrance = Entrance(server, run.world.world_size, run.journal.live.note)
     deadline_s = run.config.watchdog.loop_timeout_s
     run.orders = ServedOrders(
         server, senders, receivers, deadline_s, lambda node, reason: server.give_up(node, RankLost(reason))
@@ -239,6 +281,8 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
 
 def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
+    if peer.startswith(JOINING):
+        return
     dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
     assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
     # Without an `await` in between: a checkpoint must not miss a prompt.
@@ -256,6 +300,11 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
         f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. "
         f"Other ranks play its {len(groups)} groups"
     )
+
+
+def _joins(run: OpenRun, peer: str) -> bool:
+    """Whether a peer of rank 0 joined the run, or is about to."""
+    return peer.startswith(JOINING) or _rank_of(peer) >= run.world.world_size
 
 
 def _rank_of(peer: str) -> int:

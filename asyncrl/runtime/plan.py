@@ -99,7 +99,8 @@ def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World,
         world = World(0, assumed.nodes * ranks, 0, ranks)
     elif "WORLD_SIZE" not in os.environ:
         world = World(0, Roles.ranks_named(config.distributed.roles), 0, 1)
-    world.roles = Roles.resolve(config.distributed.roles, world.world_size)
+    listens = config.distributed.listen is not None
+    world.roles = Roles.resolve(config.distributed.roles, world.world_size, listens=listens)
     return world, world.roles
 
 

@@ -94,7 +94,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round
-    sends = bool(world.roles.receivers)
+    sends = world.roles.sends
     if not world.generates:
         return trainer, Absent(), [await open_sender(run)] if sends else []
     open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)

@@ -85,10 +85,12 @@ class Runtime:
         write: bool = True,
         checked: bool = False,
         hard_exit: bool = False,
+        world: World | None = None,
     ) -> None:
         """`rewards`, `environment`, `hooks`: objects instead of the names in the configuration. `prompts`: rows, in any form that a
         data function may return. `write=False`: make no run directory.
-        For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end a process that hangs."""
+        For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end a process that hangs; `world`:
+        of a node that joined a run."""
         functions = [rewards] if callable(rewards) else list(rewards)
         specs = [function if isinstance(function, RewardSpec) else RewardSpec(function) for function in functions]
         self._decide = partial(
@@ -100,6 +102,7 @@ class Runtime:
             prompts=prompts,
             write=write,
             checked=checked,
+            world=world,
         )
         self.recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._listeners: Listeners[StepReport] = Listeners()

@@ -34,7 +34,7 @@ from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.weights.broadcast import AllReaders, SendingNodes, Stripes, WeightReceiver, stripes
-from asyncrl.weights.orders import LineOrders
+from asyncrl.weights.orders import LineOrders, OrderDesk
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
 from .opened import OpenRun
@@ -51,7 +51,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
     model = describe_model(run, run.policy)
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
-    nodes = await _open_nodes(run, board, model) if run.world.roles.receivers else None
+    nodes = await _open_nodes(run, board, model) if run.world.roles.sends else None
     readers = engine if nodes is None else AllReaders(engine, nodes)
     publisher = _make_publisher(run, board, readers, () if nodes is None else nodes.adapters)
     first = await publisher.post_first()
@@ -91,9 +91,14 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
         run.config = with_values(run.config, {"generation.engine": model["engine"]})
         print(f"asyncrl: rank {run.world.rank}: generation.engine: {model['engine']}, as on rank 0", flush=True)
         placement = await place_again(run)
+    if (here := run.decided.device.type) != model["device"]:
+        raise ConfigError(
+            f"the weights of rank 0 are on {model['device']} and model.device is {here} on rank {run.world.rank}, so they cannot "
+            "be sent; set model.device, or use a machine of the same kind"
+        )
     board = await _open_board(run, model)
     engine = _make_engine(run, placement, kv_positions, board, model)
-    receiver = WeightReceiver(board, engine, *await _open_stripes(run), orders, model["lora"])
+    receiver = WeightReceiver(board, engine, *await _open_stripes(run, orders), orders, model["lora"])
     with run.recorder.wait("runtime", "the weights", on="the training ranks", cause="start"):
         engine.begin_with(*await receiver.post_first())
     await _open_engine(run, engine)
@@ -117,7 +122,7 @@ async def _open_nodes(
     assert run.policy is not None
     orders, lora = run.orders, run.policy.lora
     desk = orders or LineOrders(cast(LineClient, run.line))
-    nodes = SendingNodes(board, *await _open_stripes(run), desk, lora, whole_bytes)
+    nodes = SendingNodes(board, *await _open_stripes(run, desk), desk, lora, whole_bytes)
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())
@@ -127,11 +132,11 @@ async def _open_nodes(
     return nodes
 
 
-async def _open_stripes(run: OpenRun) -> tuple[Stripes, ThreadLane]:
+async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadLane]:
     world, device = run.world, run.decided.device
     on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start))
-    stripes = Stripes(f"rank {world.rank}", world.torch_store, device, run.config.watchdog.loop_timeout_s)
+    stripes = Stripes(f"rank {world.rank}", desk.store, device, run.config.watchdog.loop_timeout_s)
     run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
     return stripes, lane
 
@@ -151,6 +156,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     vllm = config.generation.engine == "vllm"
     return {
+        "device": run.decided.device.type,
         "path": asdict(policy.path),
         "engine": config.generation.engine,
         "elements": policy.weights.size,

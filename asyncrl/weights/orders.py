@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import anyio
 
 from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.distributed.values import LineStore, Values
 from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
 
 MOST_FAILURES = 3  # broadcasts in a row in which no node was lost
@@ -49,17 +51,19 @@ class Orders:
         deadline_s: float,
         on_lost: Callable[[str, str], None],
     ) -> None:
-        """`receivers`: the first order waits for them; others may come later. `ask(node, order)` returns None, or a sentence if the
-        node's part of the broadcast failed. `deadline_s`: of that part. `on_lost(node, sentence)` is called for a receiver that
-        takes no further part."""
+        """`receivers`: the first order waits for them. Others may come later, and no order waits while they start.
+        `ask(node, order)` returns None, or a sentence if the node's part of the broadcast failed. `deadline_s`: of that part.
+        `on_lost(node, sentence)` is called for a receiver that takes no further part."""
         self._written = dict.fromkeys(senders, -1)
-        self._has = dict.fromkeys(receivers, -1)
+        self._first, self._has = {*receivers}, dict.fromkeys(receivers, -1)
         # A broadcast with a node that hangs fails on the other nodes after `deadline_s`. They answer before they count as lost.
         self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half
         self._lacking = set[str]()  # receivers without `_held` and without a free half
+        # Receivers that came later and have not asked for a second version: their workers start with the first.
+        self._starting = set[str]()
         self._group, self._members = 0, list[str]()
         self._failures = 0  # in a row
         self._changed = asyncio.Event()
@@ -83,6 +87,7 @@ class Orders:
             self.lose(node, sentence)
             raise DivergenceError(sentence)
         self._has[node] = has
+        self._starting.discard(node)
         self._ready.add(node)
         self._lacking.discard(node)
         # All who wait look at their condition, so only the last receiver of the next order wakes them.
@@ -92,7 +97,7 @@ class Orders:
             await self._until(lambda: self._has.get(node, has + 1) > has)
         finally:
             self._ready.discard(node)
-            if self._has.get(node, self._held) < self._held:
+            if self._has.get(node, self._held) < self._held and node not in self._starting:
                 self._lacking.add(node)
         if node not in self._has:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
@@ -121,7 +126,8 @@ class Orders:
         while True:
             await self._until(lambda: min(self._written.values()) > self._held or self._behind() is not None)
             self._held = min(self._written.values())
-            self._lacking = {node for node, version in self._has.items() if version < self._held} - self._ready
+            self._lacking = {node for node, version in self._has.items() if version < self._held}
+            self._lacking -= self._ready | self._starting
             self._outputs = {version: row for version, row in self._outputs.items() if version >= self._held}
             self._notify()
             if (receivers := self._behind()) is not None:
@@ -129,7 +135,7 @@ class Orders:
 
     def _behind(self) -> list[str] | None:
         """The receivers of the next order; None: some of them have no free half."""
-        behind = sorted(node for node, version in self._has.items() if version < self._held)
+        behind = sorted(n for n, version in self._has.items() if version < self._held and n not in self._starting)
         # Nodes without weights get an order of their own, because it carries more bytes.
         behind = [node for node in behind if self._has[node] < 0] or behind
         return behind if behind and self._ready.issuperset(behind) else None
@@ -150,6 +156,8 @@ class Orders:
                 task.cancel()
         for node in receivers:
             if not failures and node in self._has:
+                if self._has[node] < 0 and node not in self._first:
+                    self._starting.add(node)
                 self._has[node] = order.version
                 # Its `next` returns soon, and the half is not free any more.
                 self._ready.discard(node)
@@ -195,7 +203,9 @@ class Orders:
 
 
 class OrderDesk(Protocol):
-    """`Orders` as one node calls them. Errors of `wrote` and `next`: those of `Orders`."""
+    """`Orders` as one node calls them. Errors of `wrote` and `next`: those of `Orders`. `store`: for the process groups."""
+
+    store: LineStore
 
     async def wrote(self, version: int, outputs: Sequence[float] | None) -> None: ...
 
@@ -224,6 +234,9 @@ class ServedOrders:
         server.on("weights/model", self._on_model)
         server.on("weights/wrote", self._on_wrote)
         server.on("weights/next", self._on_next)
+        values = Values()
+        server.on("weights/store", values.answer)
+        self.store = LineStore(partial(values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
         """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`describe_model`)."""
@@ -260,6 +273,7 @@ class LineOrders:
 
     def __init__(self, client: LineClient) -> None:
         self._client = client
+        self.store = LineStore(partial(client.ask, "weights/store"))
 
     async def model(self) -> Mapping[str, Any]:
         """The argument of rank 0's `describe`. Errors: RankLost."""

@@ -209,13 +209,13 @@ def invariant(books: Reservation) -> None:
     k=st.integers(1, 3),
     m=st.integers(0, 3),
     ranks=st.integers(1, 3),
-    events=st.lists(st.tuples(st.sampled_from("aaaacccccoxrrbel"), st.integers(0, 7)), max_size=80),
+    events=st.lists(st.tuples(st.sampled_from("aaaacccccoxrrbelj"), st.integers(0, 7)), max_size=80),
 )
 def test_the_invariant_holds_after_any_events(k: int, m: int, ranks: int, events: list[tuple[str, int]]) -> None:
     books = Reservation(k, m, ranks=ranks)
     for number, (event, draw) in enumerate(events):
         live = [e.ticket for e in books.entries.values() if not e.claimed]
-        rank = draw % ranks
+        rank = draw % len(books.acknowledged)
         if event in "ao":
             oldest = max(0, books.turn - draw) if event == "o" else None
             if books.has_engine(rank):
@@ -234,17 +234,23 @@ def test_the_invariant_holds_after_any_events(k: int, m: int, ranks: int, events
         elif event == "l":
             theirs = [e.ticket.group_id for e in books.entries.values() if e.rank == rank and not e.claimed]
             assert books.lose_generator(rank) == theirs and books.lose_generator(rank) == []
-            others = [other for other in range(ranks) if books.has_engine(other)]
+            others = [other for other in range(len(books.acknowledged)) if books.has_engine(other)]
             # No slot waits for the lost rank, and a step is not complete while nobody can play its groups again.
             assert all(
                 turn >= min((books.acknowledged[other] for other in others), default=books.turn) for turn in books.held
             )
             assert others or not all(books.exhausted)
+        elif event == "j":
+            # Numbers are given when ranks ask, so a rank with a lower number may begin later, or never.
+            rank, turn = len(books.acknowledged) + draw % 2, max(0, books.turn - draw // 2)
+            assert books.begin(turn, rank) is (turn + m >= books.turn) is books.has_engine(rank)
+            assert not books.has_engine(rank) or not books.finished()
         elif event == "b" and draw == 0:
             books.rollback()
         elif event == "e" and live:
             books.end(live[draw % len(live)], "dropped" if draw % 2 else "failed")
         invariant(books)
+        assert books.open_turn() == min(books.turn, *books.acknowledged)
         # No dead end: somebody live may always claim, unless the step is full.
         live = [e.ticket for e in books.entries.values() if not e.claimed]
         if live and books.claimed < k:

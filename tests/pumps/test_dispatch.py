@@ -121,6 +121,32 @@ async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
         assert ranks.dispatch.handed() == set()
 
 
+async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_generates() -> None:
+    async def play(version: int, rows: Sequence[int]) -> list[Sample]:
+        return [Sample(row, 0, 1.0, {}, {}, 1) for row in rows]
+
+    async with connected(1, play=play) as ranks:
+        await ranks.dispatch.tell_version(4)
+        await ranks.dispatch.tell_trained()
+        client = LineClient(ranks.server.address, "the secret of a test", "rank 7")
+        newcomer = Remote(client, joins=True)
+        async with client:
+            await newcomer.arrive()
+            await newcomer.trained.wait()
+            assert await newcomer.wait_told(4) == 4 and ranks.dispatch.trained
+            # Its engine starts, and no evaluation waits for it.
+            assert len(await ranks.dispatch.evaluate(4, [0, 1, 2], play)) == 3
+            await newcomer.begin()
+            while "rank 7" not in ranks.dispatch._generating:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            with anyio.move_on_after(0.1) as waiting:
+                await ranks.dispatch.wait_left([])
+            assert waiting.cancelled_caught
+        await ranks.kill(1)
+        await ranks.dispatch.wait_left([])
+        assert ranks.dispatch._generating == []
+
+
 async def test_in_order_a_prompt_waits_until_the_prompts_before_it_are_admitted() -> None:
     """Else another rank could pass the rank with the earlier prompt, and two runs would train different steps."""
     async with connected(1, 2, in_order=True) as ranks, anyio.create_task_group() as tasks:
@@ -343,6 +369,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             ledger=ledger,
             recorder=Recorder(max_events=0),
             turn_of=lambda version: version,
+            note=lambda text: None,
         )
         book = ports.book = GroupBook(ledger, Store())
         book.on_end(lambda ids: dropped.set())
@@ -355,7 +382,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             assert (await ledger.claim([ticket]))[1] == ticket
             await ledger.commit()
             await ledger.release(group_id - 1)
-        remote: Any = SimpleNamespace(report=report, ended=anyio.Event())
+        remote: Any = SimpleNamespace(report=report, ended=anyio.Event(), trained=anyio.Event(), joins=False)
         pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pump.run)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.cli.join import main as join
 from asyncrl.distributed.line import LineClient
 from asyncrl.main import main
 from asyncrl.pumps.evaluate import EvaluatePump
@@ -63,4 +64,4 @@ def prepare(moment: str, number: int) -> None:
 
 if __name__ == "__main__":
     prepare(sys.argv[1], signal.Signals[sys.argv[2]])
-    sys.exit(main(sys.argv[3:]))
+    sys.exit(join(sys.argv[4:]) if sys.argv[3] == "join" else main(sys.argv[3:]))

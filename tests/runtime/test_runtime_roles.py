@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from ports import reserved_port
 from runtime_helpers import (
     DRY,
     MODEL,
@@ -89,19 +90,50 @@ def test_roles_train_the_weights_of_one_rank(
     tree = with_roles(SYNC, train, generate, **distributed)
     size = train + generate if isinstance(train, int) else 3
     outputs = run_ranks(tmp_path, tree, size, "", *[OTHER] * (size - 1))
-    run, version = tmp_path / "runs/run", REAL["train"]["max_steps"]
-    expected = weights_of(alone, version)
-    for name, weight in weights_of(run, version).items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+    check_equal(tmp_path / "runs/run", alone, outputs[0])
     # Every rank says what it is, and why.
     for rank, output in enumerate(outputs):
         assert re.search(rf"rank {rank} .*(trains|generates).*distributed\.roles: train", output), output
-    # Rank 0 reports the sums of all ranks, and the evaluation of one rank.
+
+
+def check_equal(run: Path, alone: Path, output: str) -> None:
+    """Both runs trained the same groups. `output`: of rank 0, which reports the sums of all ranks and complete evaluations."""
+    version = REAL["train"]["max_steps"]
+    expected = weights_of(alone, version)
+    for name, weight in weights_of(run, version).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
     ours, theirs = metrics_of(run), metrics_of(alone)
     for mine, line in zip(ours, theirs, strict=True):
         for name in (name for name in line if EVALUATED.match(name) or name in ("reward/mean", "train/groups")):
             assert mine[name] == pytest.approx(line[name], abs=1e-12), name
-    assert "16 trained" not in outputs[0] and "12 admitted, 12 trained, 0 dropped, 0 failed" in outputs[0]
+    assert "12 admitted, 12 trained, 0 dropped, 0 failed" in output
+
+
+@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_node_that_joins_does_not_change_the_weights(tmp_path: Path, alone: Path, sharding: str) -> None:
+    """Two ranks train and two generate. The groups of the second step are played once a fifth node has joined."""
+    gate = tmp_path / "gate"
+    environ = {"ASYNCRL_SECRET": "the secret of this test", "GATE": str(gate), "GATE_FROM": "4", "WARM_WORKERS": ""}
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        tree = with_roles(SYNC, 2, 2, listen=address, sharding=sharding) | {
+            "hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"
+        }
+        with start_two(tmp_path, tree, size=4, own=("",) * 4, **environ) as ranks:
+            ranks[0].wait_until(lambda: "nodes may join" in ranks[0].output, "the address")
+            (place := tmp_path / "node").mkdir()
+            node = Process(place, "join", address, "threads=1", program=("-m", "asyncrl.cli.app"), **environ)
+            try:
+                node.wait_until(lambda: "this node generates from now on" in node.output, "weights", 240.0)
+                gate.touch()
+                assert [rank.wait(150) for rank in (*ranks, node)] == [0] * 5, (
+                    ranks[0].output[-3000:] + node.output[-3000:]
+                )
+            finally:
+                node.kill()
+            check_equal(tmp_path / "runs/run", alone, ranks[0].output)
+    assert sum(line.get("travel/rank_4/groups", 0) for line in metrics_of(tmp_path / "runs/run")) > 0
+    assert "done: the run has ended at version 3" in node.output
 
 
 AS_WITH_VLLM = """

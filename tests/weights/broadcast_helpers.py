@@ -124,12 +124,12 @@ class Node:
             )
             self.lane = await stack.enter_async_context(ThreadLane("weights"))
             self.own = await stack.enter_async_context(ThreadLane("cpu", on_start=lambda: torch.set_num_threads(1)))
-            self.stripes = Stripes(job.name, self.store, CPU, job.deadline_s)
-            stack.push_async_callback(self.lane.run, self.stripes.close, name="close")
             case = trained(job.kind)
             self.part = self._part_of(case)
             self.board = stack.enter_context(create_board(case.policy, self.part))
             desk = await (self._serve() if self.first else self._connect())
+            self.stripes = Stripes(job.name, desk.store, CPU, job.deadline_s)
+            stack.push_async_callback(self.lane.run, self.stripes.close, name="close")
             if job.name in job.senders:
                 await self._send(case, desk)
             else:

@@ -109,6 +109,23 @@ async def test_a_node_that_comes_later_gets_the_version_that_is_there_in_a_group
     assert [order.whole for order in nodes.sent] == [True, True, False, True, False]
 
 
+async def test_no_order_waits_for_a_node_that_starts_with_its_first_version() -> None:
+    async with opened("a") as nodes:
+        await nodes.write(0)
+        await nodes.orders.next("a", -1)
+        await nodes.orders.next("b", -1)
+        for version in (1, 2):
+            await nodes.write(version)
+            await nodes.orders.next("a", version - 1)
+        # Its workers serve now, and it gets the newest version.
+        await nodes.orders.next("b", 0)
+        both = later(nodes.orders.next("a", 2)), later(nodes.orders.next("b", 2))
+        await nodes.write(3)
+        await asyncio.gather(*both)
+    assert nodes.versions() == [(0, ["a"]), (0, ["b"]), (1, ["a"]), (2, ["a"]), (2, ["b"]), (3, ["a", "b"])]
+    assert nodes.lost == {}
+
+
 async def test_a_failed_broadcast_is_repeated_in_a_new_group() -> None:
     async with opened("a", "b") as nodes:
         nodes.answers["b"] = ["bucket 1 failed"]

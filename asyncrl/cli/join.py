@@ -1,0 +1,76 @@
+"""`asyncrl join HOST:PORT`: this machine generates for a run that listens there (`distributed.listen`), until the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+USAGE = """\
+asyncrl join HOST:PORT [a.b=value ...]: generate for the run that listens at HOST:PORT (distributed.listen), until it ends.
+ASYNCRL_SECRET must be that of the run. The configuration comes from the run. The files and the code that it names must be at the
+same paths here, or at others that settings name. The model's weights come from the run. Ctrl-C and SIGTERM end this node, and
+the run goes on.
+A node may set: """
+# Settings that may have another value on a node: its devices, its processes, and the paths of what the run names.
+LOCAL = (
+    "model.device", "threads", "generation.workers", "generation.threads", "generation.devices", "generation.tensor_parallel",
+    "engine.max_sequences", "engine.kv_positions", "reward.workers", "model.path", "model.tokenizer", "data.train", "data.eval",
+    "reward.functions", "rollout.environment", "hooks",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if the run ended well; else the exit code of the error, or 128 + the number of the signal."""
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE + ", ".join(LOCAL))
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    from asyncrl.main import report_errors
+
+    return report_errors(lambda: _join(*arguments))
+
+
+def _join(address: str, *overrides: str) -> int:
+    from asyncrl.config.load import parse_overrides
+    from asyncrl.distributed.joining import ask_to_join, require_secret
+    from asyncrl.errors import ConfigError
+
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ConfigError(
+            f"asyncrl join: the address is {address!r}; expected HOST:PORT, as the first lines of the run show it"
+        )
+    for name, _, typed in parse_overrides(overrides):
+        if name not in LOCAL:
+            raise ConfigError(
+                f"override {typed!r}: {name} is a setting of the whole run; a node that joins may set {', '.join(LOCAL)}"
+            )
+    secret = require_secret("asyncrl join connects with the secret of the run")
+    print(f"asyncrl: joining the run at {address}", file=sys.stderr, flush=True)
+    joined = asyncio.run(ask_to_join(address, secret))
+    config = configuration(joined.config, overrides)
+    print(f"asyncrl: this node is rank {joined.rank}; importing torch and transformers", file=sys.stderr, flush=True)
+    from asyncrl.distributed.roles import Roles
+    from asyncrl.distributed.world import World
+    from asyncrl.main import run
+
+    roles = Roles(joined.train, (*joined.generate, joined.rank), listens=True)
+    return run(config, world=World(joined.rank, restart=joined.restart, roles=roles, joined=joined))
+
+
+def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration of a node. `tree`: the run's. Errors: ConfigError."""
+    from asyncrl.config.load import load_config
+
+    own = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "configuration of the run")
+        path.write_text(json.dumps(own), encoding="utf-8")
+        return load_config([path], overrides)

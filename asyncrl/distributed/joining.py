@@ -1,0 +1,113 @@
+"""Nodes that join a run while it goes on (`asyncrl join`, `distributed.listen`).
+
+    node      connects to rank 0 under a name of its own, with the secret of the run
+    node      run/join: its version of asyncrl ──▶ rank 0
+    rank 0    ──▶ a number that no rank has had, the configuration, the roles
+    node      connects again as `rank N`, and works as a rank that only generates
+
+The books, the prompt cursor and the evaluations count the node when its engine serves weights that are new enough
+(`pumps/follow.py`). Until then nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from ..errors import ConfigError, PlatformError
+from .line import SILENCE_S, LineClient, LineServer
+
+VARIABLE = "ASYNCRL_SECRET"
+MIN_LENGTH = 16  # characters of a secret
+JOIN = "run/join"
+# Names on the line of nodes that have no number yet begin with it.
+JOINING = "a node that joins, "
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What rank 0 has told a node that joins. `rank`: the number of the node. `base`: see `pumps.graph.Graph`. `version`: of the
+    weights. `config`: the resolved configuration of the run, in JSON types."""
+
+    address: str
+    secret: str
+    rank: int
+    train: tuple[int, ...]
+    generate: tuple[int, ...]
+    restart: int
+    base: int
+    version: int
+    config: Mapping[str, Any]
+
+
+class Entrance:
+    """Rank 0's end. Create it before the line opens."""
+
+    def __init__(self, line: LineServer, ranks: int, note: Callable[[str], None]) -> None:
+        """`ranks`: the number of ranks of the launcher. `note`: prints a line."""
+        self._next, self._note = ranks, note
+        self._describe: asyncio.Future[Callable[[], Mapping[str, Any]]] = asyncio.get_running_loop().create_future()
+        line.on(JOIN, self._answer)
+
+    def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node; it may refuse by an error."""
+        self._describe.set_result(describe)
+
+    async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:
+        if node["asyncrl"] != __version__:
+            raise ConfigError(
+                f"the run has asyncrl {__version__}, and this node has asyncrl {node['asyncrl']}; install asyncrl "
+                f"{__version__} on this node"
+            )
+        # A node that gives up cancels its own wait, not the future.
+        told = (await asyncio.shield(self._describe))()
+        rank, self._next = self._next, self._next + 1
+        self._note(f"rank {rank} joins: process {node['process']} on {node['host']}")
+        return {**told, "rank": rank}, ()
+
+
+async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> Joined:
+    """Errors: RankLost if no run with this secret listens at `address` for `silence_s`; ConfigError for another version of asyncrl;
+    LifecycleError if the run is about to end."""
+    async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
+        node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
+        told, _ = await line.ask(JOIN, node)
+    told |= {name: tuple(told[name]) for name in ("train", "generate")}
+    return Joined(address, secret, **told)
+
+
+def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
+    """The secret of the environment. `why`: who needs it, for the message. Errors: PlatformError if it is missing or short."""
+    secret = (os.environ if environ is None else environ).get(VARIABLE)
+    example = 'python -c "import secrets; print(secrets.token_hex())"'
+    if secret is None:
+        raise PlatformError(
+            f"{why}, and {VARIABLE} is not set; set it to the same {MIN_LENGTH} or more random characters on every machine "
+            f"({example})"
+        )
+    if len(secret) < MIN_LENGTH:
+        raise PlatformError(
+            f"{VARIABLE} has {len(secret)} characters; give it at least {MIN_LENGTH} random characters, the same on every "
+            f"machine ({example})"
+        )
+    return secret
+
+
+async def listen_at(line: LineServer, setting: str) -> str:
+    """Open the line at `distributed.listen`. Returns HOST:PORT for `asyncrl join`. Errors: ConfigError if that is impossible."""
+    host, _, port = setting.rpartition(":")
+    try:
+        [found, *_] = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        await line.open(str(found[4][0]), int(port))
+    except OSError as error:
+        raise ConfigError(
+            f"distributed.listen is {setting}, and rank 0 cannot listen there ({error}); give an address of the machine of rank "
+            "0 and a free port"
+        ) from error
+    return f"{host}:{line.address.rpartition(':')[2]}"

@@ -1,0 +1,104 @@
+"""Nodes that join a run while it goes on (`asyncrl join`), leave it, and die."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import reserved_port
+from runtime_helpers import DRY, MODEL, PROGRAM, REWARDS, Process, metrics_of, rollouts_of, write_yaml
+from test_runtime_lost import DIES, TELEMETRY
+
+SECRET = {"ASYNCRL_SECRET": "the secret of these tests", "WARM_WORKERS": ""}
+HOOKS = Path(__file__).with_name("runtime_hooks.py")
+BEGINS = "this node generates from now on"
+
+
+class JoinedRun:
+    """A run of one rank, and nodes that join it. Groups of step 10 and later are played once `go` is called."""
+
+    def __init__(self, folder: Path, stack: ExitStack, tree: dict[str, Any]) -> None:
+        self.folder, self._stack, self._go = folder, stack, folder / "go"
+        port = stack.enter_context(reserved_port())
+        self.address = f"127.0.0.1:{port}"
+        tree = tree | {"distributed": {"listen": self.address}, "hooks": f"{HOOKS}:waiting"}
+        arguments = str(write_yaml(folder, tree)), f"run.dir={folder}/runs"
+        self.first = self._start("first", *arguments, program=PROGRAM)
+        self.first.wait_until(lambda: "nodes may join this run" in self.first.output, "the first lines")
+
+    def _start(self, name: str, *arguments: str, **options: Any) -> Process:
+        (place := self.folder / name).mkdir()
+        process = Process(place, *arguments, GATE=str(self._go), GATE_FROM="40", **{**SECRET, **options})
+        self._stack.callback(process.kill)
+        return process
+
+    def join(self, name: str, fault: str = "", *overrides: str, **environ: str) -> Process:
+        """`fault`: "MOMENT SIGNAL" of `runtime_dies.py`."""
+        program = (str(DIES), *fault.split(), "join") if fault else ("-m", "asyncrl.cli.app", "join")
+        return self._start(name, self.address, *overrides, program=program, **environ)
+
+    def go(self) -> None:
+        self._go.touch()
+
+
+def test_nodes_join_leave_and_die_while_a_run_of_one_rank_goes_on(tmp_path: Path) -> None:
+    tree = DRY | {
+        "train": DRY["train"] | {"max_steps": 60},
+        "dry_run": {"decode_step_s": 0.002, "finish_s": 0.01},
+        "reward": f"{REWARDS}:short",
+        "data": {"max_prompt_tokens": 64, "eval": f"{MODEL}:rows"},
+        "evaluate": {"every": 20, "samples": 2, "limit": 6},
+        "watchdog": {"loop_timeout_s": 8.0},
+        "telemetry": TELEMETRY,
+    }
+    with ExitStack() as stack:
+        run = JoinedRun(tmp_path, stack, tree)
+        faults = {"stays": "", "killed": "generates SIGKILL", "sends": "sends SIGKILL", "leaves": "generates SIGTERM"}
+        nodes = {name: run.join(name, fault) for name, fault in faults.items()}
+        refused = {
+            "setting": run.join("setting", "", "train.lr=1"),
+            "missing": run.join("missing", "", "data.eval=nowhere.jsonl"),
+            "stranger": run.join("stranger", ASYNCRL_SECRET="another secret of these tests"),
+        }
+        for name, node in nodes.items():
+            node.wait_until(lambda node=node: BEGINS in node.output, f"{name} to generate")
+        run.go()
+        codes = {name: node.wait(120) for name, node in nodes.items()}
+        expected = {"stays": 0, "killed": -signal.SIGKILL, "sends": -signal.SIGKILL, "leaves": 128 + signal.SIGTERM}
+        assert (run.first.wait(120), codes) == (0, expected), run.first.output[-5000:]
+        groups = Counter(row["group_id"] for row in rollouts_of(tmp_path / "runs/run"))
+        assert len(groups) == 240 and set(groups.values()) == {DRY["rollout"]["group_size"]}
+        # When the last steps are played, a prompt of a lost node may come back too late.
+        assert sorted(groups)[:220] == list(range(220)) and "240 trained" in run.first.output
+        lines = metrics_of(tmp_path / "runs/run")
+        # Each node trained groups, and each evaluation is complete.
+        numbers = sorted(int(rank) for rank in re.findall(r"rank (\d+) joins: process", run.first.output))
+        assert numbers == [1, 2, 3, 4, 5]
+        played = {rank: sum(line.get(f"travel/rank_{rank}/groups", 0) for line in lines) for rank in numbers}
+        assert sum(count > 0 for count in played.values()) >= 3, played
+        assert [line["step"] for line in lines if "eval/single_turn/avg@2" in line] == [0, 20, 40, 60]
+        assert "was stopped by SIGTERM. Other ranks play its" in run.first.output
+        assert "done: the run has ended at version 60" in nodes["stays"].output
+        # Nodes that are refused say why, and cost the run nothing.
+        assert {name: node.wait(60) for name, node in refused.items()} == {"setting": 2, "missing": 2, "stranger": 12}
+        assert "train.lr is a setting of the whole run; a node that joins may set " in refused["setting"].output
+        assert "nowhere.jsonl" in refused["missing"].output
+        assert "or has another ASYNCRL_SECRET" in refused["stranger"].output
+        assert "which does not know the secret of this run" in run.first.output
+
+
+@pytest.mark.parametrize(
+    ("secret", "address"), [("", "127.0.0.1:0"), ("short", "127.0.0.1:0"), ("long enough for a run", "here")]
+)
+def test_a_run_that_cannot_let_nodes_join_is_refused_at_once(tmp_path: Path, secret: str, address: str) -> None:
+    tree = DRY | {"reward": f"{REWARDS}:short", "distributed": {"listen": address}}
+    environ = {"ASYNCRL_SECRET": secret} if secret else {}
+    run = Process(tmp_path, str(write_yaml(tmp_path, tree)), f"run.dir={tmp_path}/runs", **environ)
+    assert run.wait(60) == 2, run.output
+    expected = {"": "distributed.listen is set, so nodes", "short": "ASYNCRL_SECRET has 5 characters"}
+    assert expected.get(secret, "distributed.listen is 'here'; expected HOST:PORT") in run.output
