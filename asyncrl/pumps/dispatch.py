@@ -108,7 +108,8 @@ class Dispatch:
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
-        return {"group": group, "digest": self._prompts.digest, "usual_s": self.usual_s}, ()
+        shared = {"usual_s": self.usual_s, "generating": self.generating}
+        return {"group": group, "digest": self._prompts.digest, **shared}, ()
 
     def _note(self, played_s: Sequence[float]) -> None:
         for seconds in played_s:
@@ -127,6 +128,11 @@ class Dispatch:
     async def admitted(self) -> None:
         """The ledger has admitted the group of this rank's newest prompt."""
         await self._admitted("", None, ())
+
+    @property
+    def generating(self) -> int:
+        """The number of ranks that generate."""
+        return len(self._generating)
 
     @property
     def lacks_ranks(self) -> bool:

@@ -75,7 +75,7 @@ class Remote:
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
         self.last_version = -1  # of the run; set before `ended`
-        self.usual_s = 0.0
+        self.usual_s, self.generating = 0.0, 1
         self._told = -1  # the newest version, in a dry run
         self._told_more = asyncio.Event()
         line.on(VERSION, self._on_version)
@@ -98,7 +98,7 @@ class Remote:
         """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank reads other prompts."""
         answer, _ = await self._line.ask(NEXT, {"played_s": [*played_s]})
         assert self._prompts is not None
-        self.usual_s = answer["usual_s"]
+        self.usual_s, self.generating = answer["usual_s"], answer["generating"]
         if answer["digest"] != self._prompts.digest:
             raise DataError(
                 "the prompts of this rank are not those of rank 0 (their fingerprints differ); give all ranks the same data.train"

@@ -246,7 +246,9 @@ class Graph:
 
     async def _run_generation(self) -> None:
         assert self._prompts is not None
-        prompts: Prompts = self._apart.remote or self._apart.dispatch or OwnPrompts(self._prompts)
+        prompts: Prompts = (
+            self._apart.remote or self._apart.dispatch or OwnPrompts(self._prompts, self._ports.generating)
+        )
         departures = self._apart.departures
         calls = self._ports.calls_at_once or self._ports.config.reward.workers
         edge: Edge[Scoring] = open_queue("scoring", calls, self._ports.recorder)

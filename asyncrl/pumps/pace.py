@@ -28,7 +28,7 @@ class Pace:
     """See the module docstring."""
 
     def __init__(self, most: int, admitted: Callable[[], int]) -> None:
-        """`most`: the limit at the start, and the highest. `admitted()`: groups that all ranks have admitted."""
+        """`most`: the limit at the start, and the highest limit. `admitted()`: groups that all ranks have admitted."""
         self.usual_s = 0.0  # 0: unknown, the limit stays
         self._most = self.limit = float(most)
         self._admitted = admitted
@@ -37,6 +37,11 @@ class Pace:
         self._pause = _FIRST_PAUSE
         self._resumes_at = self._look_s = 0.0
         self._ended = anyio.Event()
+
+    def set_most(self, most: int) -> None:
+        """Change the highest limit, and the limit in proportion: another rank was lost or has joined."""
+        if most != self._most:
+            self.limit, self._most = self.limit * most / self._most, float(most)
 
     def take_played(self) -> list[float]:
         """The seconds of the groups that ended since the last call."""

@@ -53,6 +53,11 @@ class Prompts(Protocol):
 
     usual_s: float  # how long a group takes on all ranks; 0: unknown
 
+    @property
+    def generating(self) -> int:
+        """The number of ranks that generate, at the last `next`."""
+        ...
+
     async def next(self, played_s: Sequence[float]) -> Prompt | None:
         """The next prompt; None if no prompt is left. `played_s`: seconds of the groups that ended since the last call."""
         ...
@@ -67,8 +72,8 @@ class OwnPrompts:
 
     usual_s = 0.0
 
-    def __init__(self, source: PromptSource) -> None:
-        self._source = source
+    def __init__(self, source: PromptSource, generating: int) -> None:
+        self._source, self.generating = source, generating
 
     async def next(self, played_s: Sequence[float]) -> Prompt | None:
         return self._source.next()
@@ -86,8 +91,7 @@ class RolloutPump:
         self._prompts = prompts
         self._scoring = scoring
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
-        ranks = ports.generating
-        self._pace = Pace(-(-slots(ports.config) // ranks), lambda: ports.ledger.statistics().admitted)
+        self._pace = Pace(self._share(ports.generating), lambda: ports.ledger.statistics().admitted)
         self._over_budget = False
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
         # must not clear it, because the cursor has passed this prompt and nobody has played it.
@@ -103,6 +107,9 @@ class RolloutPump:
                     self._start(groups, admitted)
             self._start(groups, admitted)
             await self._ports.ledger.exhaust()
+
+    def _share(self, ranks: int) -> int:
+        return -(-slots(self._ports.config) // ranks)
 
     def _start(self, groups: TaskGroup, admitted: list[tuple[Ticket, Prompt]]) -> None:
         """Start all these groups, without an `await`. So a repeated run with `sync` has the same batches of requests."""
@@ -123,6 +130,7 @@ class RolloutPump:
         if prompt is None:
             return None
         self._pace.usual_s = self._prompts.usual_s
+        self._pace.set_most(self._share(self._prompts.generating))
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.waiting_prompt = prompt.group_id
             ticket = await self._ports.ledger.admit(prompt.group_id)

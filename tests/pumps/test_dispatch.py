@@ -21,6 +21,7 @@ from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.evaluate import Sample
 from asyncrl.pumps.follow import Follower, FollowPump, Remote
+from asyncrl.pumps.pace import Pace
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.telemetry.recorder import Recorder
 
@@ -189,6 +190,12 @@ async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
         await ranks.remote(1).next()
         ranks.dispatch.lose("rank 1", [1, 2 + REROLLS * 0])
         assert [await take(ranks.remote(2)) for _ in range(4)] == [1, 2, 3, 4]
+        # The other rank may play as many groups at a time as both did.
+        assert (ranks.remote(1).generating, ranks.remote(2).generating) == (2, 1)
+        pace = Pace(6, lambda: 0)
+        pace.limit = 3.0
+        pace.set_most(12)
+        assert pace.limit == 6.0
 
 
 async def test_prompts_of_a_lost_rank_come_back_after_the_last_one() -> None:

@@ -31,7 +31,7 @@ from runtime_helpers import (
 from support.pages import blocks
 
 from asyncrl import Runtime
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.errors import ConfigError, GenerationError, RankLost
 from asyncrl.pumps.train import TrainPump
 
 TELEMETRY = {"live": "plain", "trace": False, "report": False}
@@ -282,6 +282,8 @@ def test_what_no_step_could_train_fails_where_it_was_played(
         assert ranks[1].wait(90) == GenerationError.exit_code, ranks[1].output[-3000:]
         assert reason in ranks[1].output
         assert "rollout.max_failed_groups allows 0 such groups" in ranks[1].output
+        # Long before the watchdog's limit: rank 0 is told why.
+        assert ranks[0].wait(90) == RankLost.exit_code and "rank 1 has ended: " in ranks[0].output
 
 
 PARTIAL = """
