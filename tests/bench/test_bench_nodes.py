@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_bench.app import main
+from asyncrl_bench.simulation import Plan, simulate
 
 
 @pytest.mark.slow
@@ -23,4 +24,22 @@ def test_the_ledger_groups_and_weights_are_measured(tmp_path: Path) -> None:
     assert len(sent["broadcast"]) == len(sent["bare"]) == 4 and sent["bytes"] == sent["sent"] > 0
     assert sampled["moves"] > 0 and sampled["step"] > 0 and sampled["bind"] > 0
     tables = (tmp_path / "nodes.md").read_text()
+    [simulated] = written["simulation"]
+    assert simulated["nodes"] == 4 and 0.3 < simulated["share"] <= 1.0 and simulated["load"] > 0
     assert "transitions/s" in tables and "| 16 x 256 | line |" in tables and "Ray is left out" in tables
+
+
+def test_a_simulated_run_loses_no_token_and_keeps_the_ages() -> None:
+    plan = Plan(8, nodes_per_trainer=4, warmup=3, steps=3, ends=True, evaluate_every=4)
+    world = simulate(plan)
+    result, books = world.result, world.ended
+    # `World.on_step` compares the tokens of each group with those that were generated, and its age with the bound.
+    assert result.ages.total() == plan.steps * plan.groups_per_step and max(result.ages) <= plan.max_staleness
+    assert books.trained == plan.last_step * plan.groups_per_step and books.failed == 0
+    assert books.admitted == books.trained + books.dropped and books.live == books.claimed == books.held == 0
+    assert len(world.generated) <= books.dropped, "only groups that were dropped at the end are left"
+    assert world.evaluated == [0, 4, 8, world.books.turn]
+    assert sum(result.training.values()) == pytest.approx(1.0) == sum(result.generating.values())
+    assert 0 < result.load < 0.01 and result.handled["ledger admit"] > 0
+    # A waiting rank asks for a state for itself, so these messages must not grow with the square of the ranks.
+    assert result.handled["watch"] <= 20 * result.ages.total()

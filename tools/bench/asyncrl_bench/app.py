@@ -33,7 +33,8 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
   weights     new weights while requests are in flight: the pause that they see, the total; embedded, vLLM, AsyncLLM
   transport   handing a group of trajectories to another process: the record ring, the tensor queue,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
-  nodes       ledger transitions and groups a second over the line between ranks; weights by broadcast to other nodes
+  nodes       ledger transitions and groups a second over the line between ranks; weights by broadcast to other nodes;
+              a simulation of many nodes
 
 `asyncrl bench step --help` lists the options; `--quick` is a smoke test of some seconds, of each of them.
 """

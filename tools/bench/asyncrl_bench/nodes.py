@@ -4,6 +4,7 @@
               Each rank admits a group and ends it, with one request under way. `live`: groups that are in the books all the time.
     groups    groups of 16 trajectories between two processes, beside multiprocessing.Queue and Ray (nodes_groups.py)
     weights   versions to other nodes beside a bare broadcast, and the pause of a node that samples (nodes_weights.py)
+    simulated many more nodes in virtual time, with the real pumps, ledger and messages (nodes_simulation.py)
 
 A group costs two to four transitions (admit, claim; with roles also assign and arrive), and a step costs two per rank (commit,
 release). `loop us` is the processor time of rank 0's event loop per transition. Its inverse is the rate that rank 0 reaches if the
@@ -16,6 +17,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.telemetry.machine import describe_cpu
@@ -24,6 +26,8 @@ from .command import MODEL, Bench, Measured, Place, child_options, option, posit
 from .job import LedgerJob
 from .nodes_groups import OPTIONS as GROUP_OPTIONS
 from .nodes_groups import measure_groups
+from .nodes_simulation import OPTIONS as SIMULATION_OPTIONS
+from .nodes_simulation import draw, measure_simulation
 from .nodes_weights import OPTIONS as WEIGHT_OPTIONS
 from .nodes_weights import measure_weights
 from .plots import markdown
@@ -34,6 +38,10 @@ PER_GROUP = 4  # transitions of a group with roles
 
 
 def measure(place: Place) -> Measured:
+    if place.options.only_simulated:
+        simulated, lines = measure_simulation(place)
+        _write_table(place, lines)
+        return Measured(lines, lambda path: draw(path, simulated))
     options, runs = place.options, list[dict[str, Any]]()
     for repetition in range(options.repeats):
         for ranks in turned(options.ranks, repetition):
@@ -46,12 +54,17 @@ def measure(place: Place) -> Measured:
     groups, group_lines = measure_groups(place)
     place.write(ledger=runs, groups=groups)
     weights, weight_lines = measure_weights(place)
-    place.write(ledger=runs, groups=groups, weights=weights)
-    lines = [*table(runs), "", *group_lines, "", *weight_lines]
+    simulated, simulation_lines = measure_simulation(place)
+    place.write(ledger=runs, groups=groups, weights=weights, simulation=simulated)
+    lines = [*table(runs), "", *group_lines, "", *weight_lines, "", *simulation_lines]
+    _write_table(place, lines)
+    return Measured(lines, lambda path: draw(path, simulated))
+
+
+def _write_table(place: Place, lines: Sequence[str]) -> None:
     machine = f"{describe_cpu()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
     head = f"`{place.command}`, {time.strftime('%Y-%m-%d')}, {machine}"
     place.file(".md").write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")
-    return Measured(lines)
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
@@ -99,6 +112,7 @@ BENCH = Bench(
         option("--repeats", 3, "runs of everything; medians are shown", 1),
         *GROUP_OPTIONS,
         *WEIGHT_OPTIONS,
+        *SIMULATION_OPTIONS,
         MODEL,
         *child_options("nodes", 300.0),
     ),
