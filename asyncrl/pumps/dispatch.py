@@ -50,11 +50,14 @@ class ServerLine(Protocol):
 class Dispatch:
     """See the module docstring. Register it before the first rank can connect; `start` follows when the cursor is restored."""
 
-    def __init__(self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool) -> None:
+    def __init__(
+        self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
+    ) -> None:
         """`generating`: names on the line of the ranks that generate; "" stands for this rank, if it generates, too.
         `in_order`: give a prompt only when the ledger has admitted the prompts before it. So each step has the same groups in every
-        run."""
+        run. `listens`: if no rank that generates is left, wait for a rank that joins."""
         self._line = line
+        self._listens = listens
         self._recorder = recorder
         self._generating = list(generating)
         self._in_order = in_order
@@ -136,8 +139,8 @@ class Dispatch:
 
     @property
     def lacks_ranks(self) -> bool:
-        """Whether further steps need groups, and no rank that generates is left."""
-        return not (self._generating or self.trained)
+        """Whether further steps need groups, and no rank can generate them now or later."""
+        return not (self._generating or self.trained or self._listens)
 
     def handed(self) -> set[int]:
         """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
@@ -181,6 +184,9 @@ class Dispatch:
         rest, ending = list(rows), set[str]()
         while rest:
             peers = [peer for peer in self._generating if peer not in ending]
+            if not peers and self._listens and not self.trained:
+                await self._changed.wait()
+                continue
             if not peers:
                 raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
             shares = {peer: rest[number :: len(peers)] for number, peer in enumerate(peers)}
@@ -266,6 +272,7 @@ class Dispatch:
 
     async def _tell(self, kind: str, header: Any) -> None:
         self._told[kind] = header
+        self._notify()
         for peer in sorted({*filter(None, self._generating), *self._here} - self._left):
             with suppress(RankLost):
                 await self._line.tell(peer, kind, header)

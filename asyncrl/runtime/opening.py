@@ -269,7 +269,8 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
     if not roles.differ:
         return
     generating = [f"rank {rank}" if rank else "" for rank in roles.generate]
-    run.dispatch = Dispatch(server, run.recorder, generating, in_order=run.config.preset == "sync")
+    in_order = run.config.preset == "sync"
+    run.dispatch = Dispatch(server, run.recorder, generating, in_order=in_order, listens=roles.listens)
     senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
     if roles.listens:
         run.entrance = Entrance(server, run.world.world_size, run.journal.live.note)
@@ -296,9 +297,9 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
         error = RankLost(f"no rank is left that generates: {lost}")
         error.stopped_by = lost.stopped_by
         return ledger.lose(error)
+    others = "Other ranks" if dispatch.generating else "Nodes that join within watchdog.stall_timeout_s"
     run.journal.warn(
-        f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. "
-        f"Other ranks play its {len(groups)} groups"
+        f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. {others} play its {len(groups)} groups"
     )
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import anyio
 import pytest
-from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.pace import Pace
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import ClaimState
+from asyncrl_bench.virtual_time import run_virtual
 
 K = 8
 

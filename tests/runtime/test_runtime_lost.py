@@ -26,7 +26,7 @@ from runtime_helpers import (
 )
 
 from asyncrl.cli import nodes
-from asyncrl.errors import RankLost
+from asyncrl.errors import RankLost, StallError
 
 LIMIT_S = 4.0
 DIES = Path(__file__).with_name("runtime_dies.py")
@@ -35,13 +35,13 @@ TELEMETRY = {"live": "plain", "trace": False, "report": False, "rollouts_per_ste
 
 @contextmanager
 def run_of(
-    folder: Path, tree: dict[str, Any], faults: Sequence[str], *, runs: Path | None = None
+    folder: Path, tree: dict[str, Any], faults: Sequence[str], *, runs: Path | None = None, **more: str
 ) -> Iterator[list[Process]]:
     """Rank 0 trains. `faults`: "MOMENT SIGNAL" of each rank that generates, or an empty text."""
     size = 1 + len(faults)
     tree = tree | {
-        "distributed": {"roles": {"train": 1, "generate": len(faults)}},
-        "watchdog": {"loop_timeout_s": LIMIT_S},
+        "distributed": {"roles": {"train": 1, "generate": len(faults)}} | tree.get("distributed", {}),
+        "watchdog": {"loop_timeout_s": LIMIT_S} | tree.get("watchdog", {}),
         "telemetry": TELEMETRY,
     }
     ranks = list[Process]()
@@ -50,7 +50,7 @@ def run_of(
             for rank, fault in enumerate(["", *faults]):
                 (place := folder / str(rank)).mkdir()
                 environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "WARM_WORKERS": ""}
-                environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
                 program = (str(DIES), *fault.split()) if fault else PROGRAM
                 arguments = str(write_yaml(place, tree)), f"run.dir={runs or folder}/runs"
                 ranks.append(Process(place, *arguments, program=program, **environ))
@@ -128,3 +128,31 @@ def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resume
     with run_of(tmp_path / "again", tree, [""], runs=tmp_path) as ranks:
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output[-3000:]
     check_trained_once(run, stopped_at + 4)
+
+
+@pytest.mark.slow
+def test_a_run_without_ranks_that_generate_waits_for_a_node_to_join(tmp_path: Path) -> None:
+    """Rank 1 is lost, and a node joins and is lost, too. No further node comes, so the run ends at the watchdog's limit."""
+    secret = {"ASYNCRL_SECRET": "the secret of these tests"}
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        tree = DRY | {
+            "train": DRY["train"] | {"max_steps": 1000},
+            "reward": {"functions": [f"{REWARDS}:short"], "timeout_s": 1.0},
+            "data": {"max_prompt_tokens": 64, "eval": f"{MODEL}:rows"},
+            "evaluate": {"every": 1, "samples": 1, "limit": 2},
+            "distributed": {"listen": address},
+            "watchdog": {"stall_timeout_s": 20.0, "interval_s": 1.0},
+        }
+        with run_of(tmp_path, tree, ["generates SIGKILL"], **secret) as (first, second):
+            first.wait_until(lambda: "Nodes that join within" in first.output, "the loss of rank 1")
+            steps = len(metrics_of(tmp_path / "runs/run"))
+            (place := tmp_path / "node").mkdir()
+            node = Process(place, address, program=(str(DIES), "sends", "SIGKILL", "join"), WARM_WORKERS="", **secret)
+            try:
+                assert (second.wait(), node.wait()) == (-signal.SIGKILL, -signal.SIGKILL), node.output
+            finally:
+                node.kill()
+            assert first.wait() == StallError.exit_code, first.output[-3000:]
+    assert "no rank is left that generates, and no node has joined (rank 2 has given no sign of life" in first.output
+    assert len(metrics_of(tmp_path / "runs/run")) > steps
