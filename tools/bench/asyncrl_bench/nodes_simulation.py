@@ -79,13 +79,16 @@ def table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     names += ["own groups", "training busy", "groups", "other ranks", "publish", "rank 0's load", "messages a group"]
     most = max(runs, key=lambda run: run["nodes"])
-    per_s = most["groups_per_s"] / most["load"] if most["load"] else 0.0
+    others = sum(count for kind, count in most["messages"].items() if kind != "watch")
     return [
         *markdown(names, rows, 3),
         "",
+        "The four columns behind `seats busy` are what free seats of the nodes wait for: a slot that training, or else the new "
+        "weights, must free; rank 0; the end of the node's own groups. Those behind `training busy`: what training ranks wait for.",
+        "",
         f"A message takes {1e6 * MESSAGE_S:.0f} us of rank 0's event loop. At {most['nodes']:,} nodes its load is "
-        f"{most['load']:.1%} with {most['groups_per_s']:,.0f} groups a second, so the loop is full at about {per_s:,.0f} "
-        "groups a second.",
+        f"{most['load']:.1%}. Without questions for states, whose rate is limited, a group takes {others:.0f} messages, so the "
+        f"loop is full at about {1 / others / MESSAGE_S:,.0f} groups a second.",
     ]
 
 
