@@ -96,7 +96,7 @@ class FirstRank:
             server = await stack.enter_async_context(LineServer(SECRET, silence_s=SILENCE_S, on_end=self.on_end))
             await stack.enter_async_context(Connections(server, 0, SECRET))
             own = Rank(self.books, 0, trains=True)
-            for handler in (self.next, self.assign, self.arrive, self.claim):
+            for handler in (self.next, self.assign, self.arrive, self.claim, self.ready):
                 server.on(handler.__name__, handler)
             server.on(KIND, own.arrivals.take)
             file.with_suffix(".new").write_text(server.address)
@@ -149,12 +149,17 @@ class FirstRank:
         return moved, ()
 
     async def claim(self, peer: str, header: Any, buffers: Any) -> Any:
-        """Answers when the rank may claim one of its groups."""
-        ready, seen = [Ticket(*each) for each in header[1]], self.books.changes.number
-        while (ticket := self.books.reservation.claim(ready, header[0])) is None:
-            seen = await self.books.changes.wait(seen)
+        """The group that has a place now. None after a change: by then the rank may have another group, so it must ask anew."""
+        books, seen = self.books.reservation, self.books.changes.number
+        if (ticket := books.claim([Ticket(*each) for each in header[1]], header[0])) is None:
+            await self.books.changes.wait(seen)
+            return None, ()
         self.books.changed()
         return ticket.group_id, ()
+
+    async def ready(self, peer: str, header: Any, buffers: Any) -> None:
+        """A training rank has one more group that it may claim."""
+        self.books.changed()
 
 
 async def other_rank(rank: int, trains: bool, file: Path, counted: Counted) -> None:
@@ -204,13 +209,15 @@ async def train(own: Rank, line: LineClient, lines: Connections, counted: Counte
     server = await lines.serve()
     server.on(KIND, take)
     line.on("committed", committed)
+    own.book.on_ready(lambda: line.post("ready"))
     await lines.announce(server)
     tasks.start_soon(own.arrivals.run)
     while True:
         seen = own.books.changes.number
         if ready := own.store.ready():
             group_id = (await line.ask("claim", [own.rank, [_plain(ticket) for ticket in ready]]))[0]
-            own.book.claim(next(ticket for ticket in ready if ticket.group_id == group_id))
+            if group_id is not None:
+                own.book.claim(next(ticket for ticket in ready if ticket.group_id == group_id))
         else:
             await own.books.changes.wait(seen)
 
