@@ -133,7 +133,7 @@ class Channel:
         """Read until the socket is empty: if the peer died before it had read all our data, uvloop calls this only once."""
         try:
             while not self._input_ended:
-                # If the peer closed without reading our data, the kernel reports a reset after its last bytes, then the end.
+                # If the peer closed without reading our data, the kernel reports a reset after the peer's bytes, then the end.
                 with contextlib.suppress(ConnectionResetError):
                     data = self._socket.recv(_CHUNK_BYTES)
                     self._received += data

@@ -99,7 +99,7 @@ class ChildProcess:
         if self._pidfd is not None:
             loop.add_reader(self._pidfd, self._on_end)
         else:
-            # macOS has no descriptor for a process: a thread waits, and ends with the process.
+            # macOS has no descriptor for a process: a thread waits for the child's end.
             loop.run_in_executor(None, self._popen.wait).add_done_callback(lambda _: self._on_end())
 
     @property

@@ -1,6 +1,6 @@
 """A deadline for the exit of a process. The exit code is the same with or without the deadline.
 
-After the program's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
+After a command's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
 loop waits for tasks and threads. A thread that a library forgot would keep the process and its devices for ever. A process that
 embeds asyncrl is never ended.
 """
@@ -100,7 +100,7 @@ def start_exit_deadline(
 
 def exit_blockers(before: Container[Any] = ()) -> dict[Any, str]:
     """Non-daemon threads and children of multiprocessing that keep this process from exiting, each with a description. Leaves out
-    the holders in `before`, the main thread and idle threads of pools."""
+    those in `before`, the main thread and idle threads of pools."""
     from .describe import describe_holder
 
     multiprocessing = sys.modules.get("multiprocessing")

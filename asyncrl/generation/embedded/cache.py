@@ -91,7 +91,7 @@ class KVCache:
         self.flat_values = [flat[layer, 1] for layer in range(shape.layers)]
 
     def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
-        """Change the shape where `rows` rows of `longest` positions do not fit it; they must fit `total_positions`.
+        """Change the shape if it has no room for `rows` rows of `longest` positions; these must fit `total_positions`.
 
         `usual`: a common length, at which rows start so that the shape seldom changes. `cached_n`: positions that the first rows
         hold. They are copied to their new places, the keys or values of one layer at a time.
@@ -152,7 +152,7 @@ class KVCache:
         self.resident_rows = first
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of row `source` into row `target`, all layers."""
+        """Copy the first `length` positions of row `source` into row `target`, in all layers."""
         if length and source != target:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
@@ -161,7 +161,7 @@ class KVCache:
         return self.data[:, :, row, :, :length].clone()
 
     def restore(self, saved: Tensor, row: int) -> None:
-        """A saved copy into the first positions of `row`, all layers."""
+        """Write the result of `save` into the first positions of `row`, in all layers."""
         self.data[:, :, row, :, : saved.shape[3]] = saved
 
 

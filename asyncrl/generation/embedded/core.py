@@ -34,7 +34,7 @@ from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
-# Rows of one product of the head. Without filters only their logits exist at the same time, [rows, V] in float32.
+# Rows for which the LM head computes logits at a time. If no sampling filter is set, no other logits [rows, V] are in memory.
 HEAD_ROWS = 128
 
 
@@ -194,7 +194,7 @@ class Core:
             position = columns.length[slots] - 1
             hidden, routes = self._hidden(slots, position)
             sampled = self._sample(hidden, slots)
-            # Not before the tokens: the device would be idle until the sampling is launched.
+            # After the sampling, because `numpy` waits for the device, which would be idle until the sampling is launched.
             if routes is not None and columns.routes is not None:
                 columns.routes[slots, position] = routes.numpy()
             stopped, ended = columns.append(slots, sampled, version)

@@ -26,9 +26,9 @@ from asyncrl.types import Int64Array
 
 from .cache import SPLIT_GAIN_BYTES, KVCache
 
-# Most bytes of float32 keys that one product with terms reads. Keys in bfloat16 are copied, and the copy must fit a CPU's caches.
+# One product with terms reads at most this many bytes of float32 keys. Keys in bfloat16 are copied; the copy must fit CPU caches.
 _BAND_BYTES = 8 << 20
-# The same on a GPU, and the bytes of padding for which a band is split: its dozen launches take as long as reading some 128 MiB.
+# The same on a GPU, and the bytes of padding for which a band is split: a band's dozen launches take as long as reading 128 MiB.
 _DEVICE_BANDS = 256 << 20, 128 << 20
 # For at least this many rows and at most this length, batched products took 0.65 to 0.9 of the time of torch's attention kernel.
 _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
@@ -83,7 +83,7 @@ class _RaggedRows:
     @staticmethod
     def make_layout(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
         """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2]: the index in the flat cache of each token [T],
-        bounds of the pieces among the tokens [n + 1], bounds of the rows in the flat cache [n + 1], positions read of each row [n].
+        bounds of the pieces among the tokens [n + 1], starts of rows in the flat cache and one end [n + 1], positions read [n].
         """
         row_start_n = row_n * cache.shape.positions
         piece_start_n = np.cumsum(length_n) - length_n

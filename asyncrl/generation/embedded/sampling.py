@@ -229,7 +229,7 @@ class Sampler:
     def _choose(
         self, logits_NV: Tensor, params: RowParams, unchanged: tuple[Tensor, Tensor] | None, count: int
     ) -> Tensor:
-        """`Drawn.values` for logits after changes and temperature. `count`: the most probable tokens of a row to sort."""
+        """`Drawn.values` for logits after changes and temperature. `count`: how many of a row's tokens to sort."""
         device, rows = logits_NV.device, logits_NV.shape[0]
         greedy, sort = params.temperature == 0, params.sorts
         probs_NV = self._probabilities(logits_NV)

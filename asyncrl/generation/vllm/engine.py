@@ -175,7 +175,7 @@ class VllmEngine(OwnedEngine):
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
         self._numbers = itertools.count()
-        # (slot, its new request, or None if it was aborted). The owner task appends; the lane applies them before its next step.
+        # (slot, its new request; None: it has ended or was aborted). The owner task appends; the lane's next step applies them.
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
         # Only the lane uses the following.
         self._core: Any = None
@@ -211,7 +211,7 @@ class VllmEngine(OwnedEngine):
         if self._recompute:
             self._core.forget_caches()
             return
-        # Start the prompts without a sampled token again.
+        # Start the requests again that have no sampled token.
         for name in [name for name, slot in self._slot_of_name.items() if not self._slots[slot].count]:
             self._core.abort([name])
             self._add_to_core(self._slot_of_name.pop(name))
@@ -283,7 +283,7 @@ class VllmEngine(OwnedEngine):
         return batches, prefilled, ended
 
     def _apply_changes(self) -> None:
-        """Add the new requests to the core, and abort those whose callers were cancelled."""
+        """Add the new requests to the core, and remove those that have ended or were aborted."""
         while self._changes:
             slot, running = self._changes.popleft()
             if running is not None:

@@ -24,9 +24,9 @@ _USE_OTHER = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are neighbours. The rows begin at
-    offset `source` of the buffer, `step` elements apart. More than one row: the columns that a process of a split engine has.
-    `source` None: padding."""
+    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are contiguous. Row 0 begins at
+    offset `source` of the buffer, each further row `step` elements later. More than one row: the columns that a process of a split
+    engine has. `source` None: padding."""
 
     target: int
     source: int | None

@@ -17,7 +17,7 @@ _MEMORY = Path("/dev/shm")
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
     """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
-    group behind. Folders of killed processes are removed before. Errors: OSError."""
+    group behind. First the folders of killed processes are removed. Errors: OSError."""
     before, root = tempfile.tempdir, tempfile.gettempdir()
     _remove_orphans(Path(root))
     folder, descriptor = _locked_folder(root)
@@ -31,7 +31,7 @@ def temporary_folder() -> Iterator[str]:
 
 
 def _locked_folder(root: str) -> tuple[str, int]:
-    """A new folder, and a descriptor with a lock. By the lock processes see that this process lives, in other containers too."""
+    """A new folder, and a descriptor with a lock. The lock shows other processes, also in other containers, that this one lives."""
     while True:
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
         # Another process may remove the folder before it is locked.

@@ -270,7 +270,7 @@ class _Loader(BaseModelLoader):
 
 @contextlib.contextmanager
 def loading(spec: ModelSpec) -> Iterator[type[_Loader]]:
-    """Inside the context vLLM creates the model of `spec` in this process, and loads its weights by the class that is returned.
+    """Inside the context vLLM creates the model of `spec` in this process, and loads its weights by the yielded class.
     Errors: ConfigError for an architecture that vLLM does not have."""
     loader = type("BufferLoader", (_Loader,), {"spec": spec})
     register_model_loader(_FORMAT)(loader)
@@ -333,8 +333,8 @@ def _inspect_here(architectures: Sequence[str]) -> None:
 
 
 def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits, processes: int = 1) -> VllmConfig:
-    """`processes`: of the engine. Errors: ConfigError for a model that vLLM computes with something else than its weights; vLLM's
-    own errors."""
+    """`processes`: how many the engine has. Errors: ConfigError for a model that vLLM does not compute from its weights alone;
+    vLLM's own errors."""
     config = _engine_arguments(folder, spec, limits, processes).create_engine_config()
     model = config.model_config
     other = (
@@ -380,18 +380,18 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits, processe
 
 
 def memory_share(spec: ModelSpec, limits: CoreLimits, total: int, processes: int = 1) -> float:
-    """The part of a GPU's `total` bytes that vLLM will use. vLLM refuses to start if that much is not free."""
+    """The fraction of a GPU's `total` bytes that vLLM will use. vLLM refuses to start if that much is not free."""
     return min(1.0, (spec.buffer.nbytes // processes + _cache_bytes(limits) + GPU_WORKSPACE) / total)
 
 
 def _blocks(limits: CoreLimits) -> int:
-    """So many that no admitted sequence is preempted. Each sequence may have a partly filled block, and vLLM reserves one."""
+    """Blocks enough to preempt no admitted sequence. Each sequence may fill one block partly, and vLLM reserves one block."""
     return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
 def _failure_message(error: Exception, limits: CoreLimits) -> str:
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else first_line(error)
-    # How vLLM's two builds begin the sentence.
+    # How the builds of vLLM for CPUs and for GPUs begin the message.
     scarce = text.partition(": ")[2].startswith(("Available memory on node", "Free memory on device"))
     if scarce or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return (

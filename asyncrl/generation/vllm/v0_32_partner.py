@@ -26,7 +26,7 @@ def serve(channel: Connection) -> Never:
     from . import v0_32, v0_32_split
 
     (description, fd, digest, copy_to), model_config, layout, device, options = channel.recv()
-    # As in `v0_32`: the number of the device.
+    # vLLM takes the number of the device from here, as in `v0_32`.
     options["vllm_config"].device_config.device = device
     torch.set_grad_enabled(False)
     if device.type == "cuda":

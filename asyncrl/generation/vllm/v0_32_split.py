@@ -49,8 +49,8 @@ ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an engine is split. `board`: as the worker reads it. `devices`: of the worker and of each partner. `copies`: whether that
-    process reads a copy of the board, because the board lies on another device."""
+    """How an engine is split. `board`: as the worker reads it. `devices`: of the worker and of each partner. `copies`: whether each
+    of these processes reads a copy of the board, because the board lies on another device."""
 
     board: Board
     devices: Sequence[torch.device]
@@ -226,16 +226,16 @@ class SplitExecutor(UniProcExecutor):
             watcher.join()
 
 
-def _unlink_memory(method: str) -> None:
-    """Remove the names of vLLM's shared memory, which a worker that is killed would leave behind. Every process has opened it."""
+def _unlink_memory(init_method: str) -> None:
+    """Remove the names of vLLM's shared memory, opened by all processes by now: a killed worker would leave the names behind."""
     buffer = get_tp_group().mq_broadcaster.buffer
     buffer.shared_memory.unlink()
     buffer.is_creator = False
-    remove_segments(Path(method).name)
+    remove_segments(Path(init_method).name)
 
 
 def sends_tokens(choose: ChooseTokens) -> ChooseTokens:
-    """`choose`, and the tokens are sent to the partners."""
+    """A function that calls `choose` and sends its tokens to the partners."""
 
     def choose_and_send(names: Sequence[str], logits_NV: Tensor) -> Tensor:
         tokens = choose(names, logits_NV).to("cpu", torch.int64)

@@ -6,10 +6,10 @@
 
 Guarantees
 * A request is answered once. The engine takes every answer that a worker sent before it died. The worker's other requests go to
-  another worker or to the worker's successor, with the same random keys. A successor starts with the current weights, but the
+  another worker or to the worker's successor, with the same seeds. A successor starts with the current weights, but the
   successor of a pinned worker starts with the pinned weights.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
-  While it starts, both limits are `watchdog.stage_timeout_s`; it is killed after `loop_timeout_s` without a message or work.
+  While it starts, both limits are `stage_timeout_s`, and it is also killed after `loop_timeout_s` of no message and no CPU time.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
   last lines of its output), wrong weights, and a first start that fails.
 """

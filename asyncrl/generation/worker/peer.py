@@ -58,7 +58,7 @@ class Peer:
         self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
-        """Send a request, or None to cancel it. Requests of one turn of the loop go out in one message, in order."""
+        """Send a request, or None to cancel it. Requests of one iteration of the event loop go out in one message, in order."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append((number, request))

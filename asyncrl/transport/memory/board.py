@@ -54,7 +54,7 @@ from .words import Words, fault
 _MAGIC = b"asyncrlB"
 _HEAD = struct.Struct("<8s16s")  # magic, 16 random bytes that identify the board
 _VERSIONS_AT = 64
-# A half has a multiple of this many bytes, so that each row of a copy is aligned.
+# Bytes: a half is padded to whole cache lines, as `Layout` pads each parameter in it.
 _HALF_MULTIPLE = 64
 _PAGE = 4096
 # Bytes: the alignment of a half in a slab, as torch's own allocator aligns its tensors.
@@ -242,8 +242,8 @@ class Board:
             expected = _memfd_bytes(elements * dtype.itemsize, slab_description is not None)
             if (size, head) != (expected, _HEAD.pack(_MAGIC, token)):
                 raise TransportError(
-                    f"descriptor {fd} is not the weight board of the description: it has {size:,} bytes and begins with "
-                    f"{head[:8]!r}, expected are {expected:,} bytes; pass the board's own `fd` with its `description`"
+                    f"descriptor {fd} is not the weight board of the description: it begins with {head[:8]!r} and has "
+                    f"{size:,} bytes, but the board has {expected:,}; pass the board's own `fd` with its `description`"
                 )
             slab = None if slab_description is None else SlabHalves.attach(slab_description)
             return cls(fd, elements, dtype, layout, token, False, slab, copy_to, one_copy)

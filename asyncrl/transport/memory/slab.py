@@ -185,7 +185,7 @@ class Slab:
         aligned = handle.offset % numpy_dtype(handle.dtype).itemsize == 0
         if not aligned or not 0 <= handle.offset <= handle.offset + handle.nbytes <= self.size:
             raise StaleHandle(
-                f"{handle.dtype} {list(handle.shape)} at byte {handle.offset} does not lie, aligned to its items, in the "
+                f"{handle.dtype} {list(handle.shape)} at byte {handle.offset} is not aligned to its items, or does not lie in the "
                 f"{self.size:,} bytes of slab {self.segment.name!r}; use handles of `Slab.handle`"
             )
         return handle

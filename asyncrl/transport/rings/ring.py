@@ -104,7 +104,7 @@ class RingMemory:
         latest, begun = int(sequences.max()), self.state[1]
         released = np.array(self.released.view)
         slots = np.arange(self.slots, dtype=np.uint64)
-        # A put stores its number in `state` first, in the record's slot next, and in the head last.
+        # A put stores its sequence ("number" in messages) in `state` first, in the record's slot next, and in the head last.
         if not head <= latest <= begun:
             return f"its head has number {head}, its latest record {latest}, and the latest put that began {begun}"
         for numbers in (sequences, released):

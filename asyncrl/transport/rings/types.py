@@ -31,14 +31,14 @@ class RingStatistics:
     duplicates: int = 0  # members that an earlier record had
     torn: int = 0  # records with damaged bytes
     half_written: int = 0  # records that a dead producer began but did not put
-    passed_over: int = 0  # ring positions that puts skipped: slots in use
+    passed_over: int = 0  # positions that puts skipped, as slots were in use
     replayed: int = 0  # found in rings of an earlier owner
     producers: int = 0  # attached now
     rings: int = 0
     deaths: int = 0  # producers that died without closing
     reclaimed: int = 0  # rings freed
     refused: int = 0  # producers refused
-    pauses: int = 0  # of 0.1 s in accepting producers: no free descriptor
+    pauses: int = 0  # times that `accept` found no free descriptor
     damaged: int = 0  # rings and segments renamed as damaged
 
 

@@ -85,7 +85,7 @@ class Call:
             raise
 
 
-# Most seconds of one wait. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
+# The longest wait in seconds. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
 SLICE_S = 10.0
 _LATE_S = 1.0
 
