@@ -150,8 +150,8 @@ class TrainStepError(AsyncrlError, RuntimeError):
 
 
 class LedgerError(AsyncrlError, RuntimeError):
-    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, the store of the ranks: the
-    store is lost, or was created with other limits."""
+    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, a setting
+    that differs between ranks."""
 
     exit_code = 9
 

@@ -3,7 +3,7 @@
     rollout pump --> Environment --> Engine          score pump --> Reward
     train pump   --> Ledger, Trainer                 publish pump --> WeightSink
 
-Each Protocol has at least two implementations, one of them for dry runs, and tests that all its implementations must pass.
+Engine, Trainer, Ledger and WeightSink have several implementations, some of them for dry runs.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Ledger(Protocol):
         ...
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """The training rank that gets this scored group of this rank. `tokens`: what a step forwards for the group."""
+        """The training rank that gets this scored group of this rank. `tokens`: how many tokens of the group a step forwards."""
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:

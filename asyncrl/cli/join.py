@@ -19,7 +19,7 @@ ASYNCRL_SECRET must be that of the run. The configuration comes from the run. Th
 same paths here, or at others that settings name. The model's weights come from the run. Ctrl-C and SIGTERM end this node, and
 the run goes on.
 A node may set: """
-# Settings that may have another value on a node: its devices, its processes, and the paths of what the run names.
+# Settings that a node may set: its devices, its processes, and its paths of the files and the code that the run's settings name.
 LOCAL = (
     "model.device", "threads", "generation.workers", "generation.threads", "generation.devices", "generation.tensor_parallel",
     "engine.max_sequences", "engine.kv_positions", "reward.workers", "model.path", "model.tokenizer", "data.train", "data.eval",

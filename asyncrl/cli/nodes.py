@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print one line per rank. Exit codes: 0, or 2 if there is no such run, or the run has a single rank."""
     parser = argparse.ArgumentParser(prog="asyncrl nodes", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory (`runs/NAME`, or NAME for short)")
-    parser.add_argument("--json", action="store_true", help="print the file of the run as it is")
+    parser.add_argument("--json", action="store_true", help="print the run's nodes.json as it is")
     options = parser.parse_args(list(arguments))
     name = Path(options.run)
     run = next((path for path in (name, "runs" / name) if (path / "config.yaml").exists()), None)

@@ -168,7 +168,7 @@ def make_ledger(run: OpenRun) -> Any:
 
 
 async def _open_gather(run: OpenRun) -> Gather:
-    """The collective runs on the trainer's lane: all ranks must run it and the trainer's collectives in one order."""
+    """The `Gather` of this rank. It runs on the trainer's lane, so all ranks run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if not world.trains or len(world.roles.train) == 1:
         return gather_alone
@@ -325,7 +325,7 @@ class OwnWeights:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
+        self.engine: WeightSink | None = None  # made later: its `version_source` reads `self.version`
 
     async def update_weights(self, version: int) -> None:
         self.version = version

@@ -55,7 +55,7 @@ class Decided:
     config: Config  # resolved
     world: World
     device: torch.device
-    lines: tuple[str, ...] = ()  # for the terminal: the dtype and its reason
+    lines: tuple[str, ...] = ()  # for the terminal: automatic choices and their reasons
     directory: RunDirectory | None = None  # None: no files are written
     # Objects of the program, used instead of those that the configuration names.
     rewards: Sequence[RewardSpec] = ()

@@ -101,7 +101,7 @@ class Trial:
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
         self._knows_batches = True
-        # Families of parameters to which text gives no gradient (frozen.py); known after `eager`.
+        # Families of parameters to which text gives no gradient (models/parameters/frozen.py); known after `eager`.
         self.families_without_gradient = frozenset[str]()
         self._random = np.random.default_rng(0)
         self._long_rows = long_rows
@@ -207,8 +207,8 @@ class Trial:
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logp_S = self._train(policy)
         sampled = self._sample(policy) if sampler else []
-        # The eager model needs half the time for a batch, but a class may mix the rows of a batch. So only rows alone can refuse a
-        # path. The plain path would mix the rows in the same way, so it is always compared with rows alone.
+        # The eager model needs half the time for a batch, but a class may mix the rows of a batch. So a path is
+        # refused only by a comparison with rows alone. The plain path would mix rows as well, so it always gets this comparison.
         if path.name != "plain" and (distance := self._distance(policy, logp_S, sampled, row_by_row=False)).agrees:
             return distance
         return self._distance(policy, logp_S, sampled, row_by_row=True)

@@ -40,7 +40,7 @@ from .directory import RunDirectory, unusable_message
 logger = logging.getLogger("asyncrl.runtime")
 
 HISTORY = 2_000  # most lines in Journal.history
-# Metrics that every line has. They are 0 in a step without such a wait.
+# Metrics that every line has. They are 0 in a step that measured no such time.
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")
 
 
@@ -67,7 +67,7 @@ class Journal:
         self._recorder = recorder
         # Notes of the start on why completions may not end. Later warnings name these reasons.
         self.missing_end_notes: list[str] = []
-        # Names of metrics about missing text for which a line was shown.
+        # Those metrics `text/*` that a note has named already: each counts a part of completions that rewards do not see.
         self._warned: set[str] = set()
         # Free bytes that rollouts must leave on the disk for the next checkpoint.
         self.reserve = 0
@@ -131,8 +131,8 @@ class Journal:
 
     @contextlib.contextmanager
     def _skip_on_error(self, target: str | Path) -> Iterator[None]:
-        """Warn and continue if `target` cannot be written. The partial file of a path is removed, since a checkpoint may need the
-        space: use it for a path outside of the event loop."""
+        """Warn and continue if `target` cannot be written. If `target` is a path, its partial file is removed, since a checkpoint
+        may need the space. This blocks, so with a path use it on another thread."""
         try:
             yield
         except OSError as error:
@@ -148,9 +148,9 @@ class Journal:
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
-            # Counts that came since the report's part was made belong to the next step.
+            # The COUNTED counts of this step are in `report.metrics`. Later ones stay in the recorder, for the next step.
             **self._recorder.drain(COUNTED),
-            # The report replaces metrics of the recorder: its mean reward is over trained groups, not over recently scored ones.
+            # These replace metrics of the recorder: their mean reward is over trained groups, not over recently scored ones.
             **report.metrics,
             **self._budget.step(window),
             "time/accounted": window.end - window.start,

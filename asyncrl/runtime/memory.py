@@ -98,7 +98,7 @@ def predicted(
         del parts["kv_cache"]
         parts |= _board_parts(config, parts)
         if config.distributed.sharding == "fsdp" or not (config.model.lora.rank or config.model.dtype == "bfloat16"):
-            # Only its own stripe.
+            # The board of each rank has only the rank's stripe.
             parts["weight_board"] //= ranks
     if sizes:
         parts["reward_models"] = sum(size.weights for size in sizes)
@@ -109,7 +109,7 @@ def predicted(
 def cut_model(
     config: Config, device: torch.device, world: World, placement: Placement | None = None, cards: Cards | None = None
 ) -> Cut:
-    """How `distributed.sharding: fsdp` cuts the model. By total memory, which is the same on all machines of one kind."""
+    """How `distributed.sharding: fsdp` cuts the model. Depends on total memory, which is equal on all machines of one kind."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
     # If a machine has one rank, or training ranks do not fill machines, no machine can hold a copy of its own.

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 _SHOWN_EVERY_S = 1.0
 # The kind of the message with which a rank that ends early says why, and the most time for sending it.
 ENDED, _TELL_S = "ended", 1.0
-# The run goes on without a rank that only generates, if the rank ends by one of these or by a signal: another rank may not fail.
+# The run goes on without a rank that only generates, if one of these or a signal ends it: other ranks need not fail by the same.
 _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 
@@ -308,7 +308,7 @@ class OpenRun:
             return await self.remote.leave()
         if self.dispatch is not None:
             await self.dispatch.wait_left([f"rank {rank}" for rank in range(1, self.world.world_size)])
-            # Groups that were on their way when both ends stopped.
+            # Groups that were between two ranks when sender and receiver stopped.
             for ticket in ledger.live_groups(everywhere=True):
                 await ledger.end(ticket, "dropped", "the run ended first")
         while self.line is not None:

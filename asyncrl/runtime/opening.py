@@ -187,7 +187,7 @@ async def _open_line(run: OpenRun) -> None:
         if ended["stalled"]:
             run.describe_waits()
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
-            # Only collectives end: this rank may be about to raise the error that ended the other one.
+            # Only collectives end: this rank may be about to raise the error that ended the other rank.
             world.lost.report(str(lost))
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)

@@ -1,4 +1,4 @@
-"""Decides where the engine runs: on the trainer's lane, or in workers. Decided once, before memory is estimated."""
+"""Decides where the engine runs, on the trainer's lane or in workers: before memory is estimated, and after a change of engine."""
 
 from __future__ import annotations
 

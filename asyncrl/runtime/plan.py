@@ -109,8 +109,8 @@ def _notes(lines: Sequence[str]) -> list[str]:
 
 
 def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
-    """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run. All ranks if they
-    have different roles."""
+    """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run. If ranks have
+    different roles, the ranks of all machines are listed."""
     ranks, nodes = world.local_world_size, assumed.nodes
     lines = [f"assumed: {nodes} machine(s) with {assumed.per_node} x {assumed.name}"]
     for rank in range(world.world_size if world.roles.differ else ranks):

@@ -37,13 +37,13 @@ RankState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The record of a rank that ended early."""
+    """The last version of a rank that ended early, and why the rank ended."""
 
     version: int
     stopped_by: str | None  # the name of a signal; None: the rank failed
 
 
-# A rank that ends early waits this long for the records of other ranks. A rank that is stuck in a collective writes no record.
+# A rank that ends early waits this long for the `Departure` of other ranks. A rank that is stuck in a collective sends none.
 LEAVE_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
 PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first
@@ -118,7 +118,7 @@ class Positions:
     async def leave(
         self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S
     ) -> dict[int, Departure]:
-        """Write that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
+        """Tell rank 0 that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
         Returns the departures of other ranks. From their versions a rank whose collective failed knows whether the other ranks
         finished the step."""
         header = [self._rank, version, stopped_by, wait_s]

@@ -286,7 +286,7 @@ class Checkpointer:
 
     async def _committed_elsewhere(self) -> list[Ticket]:
         ledger = self._ports.ledger
-        # The other rank committed the step before it wrote its departure. So the commit is visible here soon.
+        # The other rank committed the step before it sent its `Departure`. So the commit is visible here soon.
         with anyio.move_on_after(LEAVE_TIMEOUT_S):
             while ledger.statistics().turn <= ledger.turn:
                 seen = ledger.changes

@@ -7,7 +7,7 @@ for a group while the score pump waits for a reward: the cause is `reward`. The 
 
 1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late. These intervals name their lane.
 2. `start`: the run starts or ends, and nothing can run.
-3. `reward`: the reward functions run, and the other waits wait for their result.
+3. `reward`: the reward functions run, and the other waiting tasks need their result.
 4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.
 5. `environment`: an environment, a tool, a producer, or the program that embeds the Runtime must act next, and the engine
    has no request.

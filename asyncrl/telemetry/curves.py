@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 MOST_POINTS = 4_000  # of a curve: more than a screen has columns
-# Most curves. Limited because environments and producers may invent any number of metric names.
+# There are at most this many curves, because environments and producers may invent any number of metric names.
 MOST_NAMES = 1_000
 
 

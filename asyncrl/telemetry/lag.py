@@ -24,7 +24,7 @@ import anyio
 
 from .recorder import Recorder
 
-# A shorter lateness is not recorded, because the timer is not more exact.
+# A shorter lateness is not recorded as idle time, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
 # A block in the same place is reported again after this time.

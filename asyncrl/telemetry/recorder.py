@@ -26,7 +26,7 @@ from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# Most time until the records of another process arrive.
+# The longest time until the records of another process arrive.
 REMOTE_DELAY_S = 0.25
 # Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
 _USER_CODE = ("the environment", "the program", "hook ")
@@ -380,7 +380,7 @@ class Recorder:
         with self._lock:
             start, end = self._window_start, self.clock()
             busy, idle = self._busy, self._idle
-            # Intervals of other processes are delayed by `REMOTE_DELAY_S`, so some of them end in the next window.
+            # Intervals of other processes are shifted by `REMOTE_DELAY_S`, so some of them end in the next window.
             self._busy = [interval for interval in busy if interval.end > end]
             self._idle = [interval for interval in idle if interval.end > end]
             self._window_start = end
@@ -399,15 +399,15 @@ class Recorder:
         return Window(start, end, lanes, busy, idle)
 
     def add_remote_busy(self, lane: str, name: str, start: float, end: float) -> None:
-        """Add a closure that ran on a lane of another process. Times are on this clock. Because the call comes late, the interval
-        is stored `REMOTE_DELAY_S` later than it was; the trace event is not."""
+        """Add a closure that ran on a lane of another process. Times are on this clock. Because the call comes late, start and
+        end of the interval are shifted by `REMOTE_DELAY_S`, but not those of the trace event."""
         with self._lock:
             self._lane_end[lane] = end
             self._store(self._busy, Interval(name, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S))
         self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
 
     def add_remote_idle(self, lane: str, cause: str, start: float, end: float) -> None:
-        """Add idle time of a lane of another process, with the same delay."""
+        """Add idle time of a lane of another process, shifted as in `add_remote_busy`."""
         self._add_idle(cause, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S)
 
     # ---- private

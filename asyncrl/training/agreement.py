@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same masters still do. Their optimizer steps are equal to the last bit, so one other bit is a fault.
+"""Checks that ranks with copies of the same masters still have equal ones. Their optimizer steps are bitwise equal.
 
 Each rank sends a checksum of its masters with the metrics of a step, at its first step and then every `EVERY` steps. If checksums
 differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
@@ -20,7 +20,7 @@ EVERY = 10
 
 
 def bit_sum(values: Tensor) -> Tensor:
-    """The sum of the bits of float32 or float64 `values` as int64 numbers, modulo 2^64. One flipped bit always changes it."""
+    """A sum of the memory of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes it."""
     flat = values.detach().view(-1)
     if flat.dtype == torch.float64:
         return flat.view(torch.int64).sum()
@@ -47,7 +47,7 @@ def different_ranks(rows: Tensor, shards: int) -> list[int]:
     different = list[int]()
     for shard in range(shards):
         group = [tuple(row) for row in rows[shard::shards].tolist()]
-        # Of two that are equally frequent, the row of the first rank counts.
+        # If two rows are equally frequent, the row of the lower rank counts as usual.
         usual = Counter(group).most_common(1)[0][0]
         different += [shard + shards * copy for copy, row in enumerate(group) if row != usual]
     return sorted(different)

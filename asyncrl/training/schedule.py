@@ -9,7 +9,7 @@ from asyncrl.errors import ConfigError
 
 
 class Schedule:
-    """Linear warm-up from 0, then a constant, linear or cosine schedule. The last two would reach `min_lr_ratio` at k = total.
+    """Linear warm-up from 0, then constant, or linear or cosine decay, which would reach `min_lr_ratio` * peak at k = total.
 
         lr(k) = peak * k / warmup, then peak * decay((k - warmup) / (total - warmup))      k = 0, 1, ..., total - 1
 

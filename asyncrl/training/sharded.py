@@ -218,7 +218,7 @@ class ShardedTrainer(TorchTrainer):
         cut = self.sharded.parameters
         if cut.rank + cut.replica * cut.ranks != self.reducer.rank or self.reducer.world_size % cut.ranks:
             raise LifecycleError(
-                f"the model was cut for rank {cut.rank} of {cut.ranks}, torch's default process group, but this is rank "
+                f"the model was sharded for rank {cut.rank} of {cut.ranks} in torch's default process group, but this is rank "
                 f"{self.reducer.rank} of {self.reducer.world_size}; leave that process group before this run"
             )
 

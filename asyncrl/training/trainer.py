@@ -204,8 +204,8 @@ class TorchTrainer:
     def finish_train_step(self) -> StepResult:
         """Applies the step and closes it. The order of the work is at the top of this file.
 
-        A step without a scored token (all sequences truncated, with `mask_truncated`) gets a version but changes no weight: the
-        optimizer would only apply momentum and decay.
+        A step without a scored token (all sequences truncated, with `algorithm.mask.truncated`) gets a version but changes no
+        weight: the optimizer would only apply momentum and decay.
         Errors, all before a weight changes: TrainStepError if the step has no sequence. DataError on every rank if one rank has ids
         that the model lacks. DivergenceError if loss or gradient norm is not finite, or if `mismatch_gate` is exceeded.
         """
@@ -274,7 +274,7 @@ class TorchTrainer:
             else:
                 if self.reference is None:
                     raise ValueError("compute_logprobs: no reference weights; set needs_reference=True for the trainer")
-                # Without recorded routes: these belong to the policy's weights.
+                # Recorded routes are not replayed, because they belong to the policy's weights.
                 with using_weights(self.policy, self.reference):
                     logp_S, _ = self.forward(batch)
         return self._on_host(logp_S, batch)

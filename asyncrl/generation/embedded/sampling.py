@@ -257,7 +257,7 @@ class Sampler:
         check_N = prob_N
         if unchanged is not None:
             changed_R, unchanged_RV = unchanged
-            # A bias can choose a token that the model all but excludes. Its softmax would underflow to 0.
+            # A bias can choose a token whose probability without the bias underflows to 0. So the log-prob comes from logits.
             logit_R = unchanged_RV.gather(1, token_N[changed_R].unsqueeze(1)).squeeze(1)
             logp_R = logit_R.double() - unchanged_RV.logsumexp(-1).double()
             logp_N = logp_N.index_copy(0, changed_R, logp_R)

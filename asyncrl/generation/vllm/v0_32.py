@@ -140,7 +140,7 @@ class VllmCore:
         self._core = self._client.engine_core
         executor = self._core.model_executor
         runner = executor.driver_worker.worker.model_runner
-        # Without the wrapper that replays CUDA graphs.
+        # The model itself, without the wrapper that replays CUDA graphs.
         self.model: nn.Module = runner.get_model()
         runner.sampler = EngineSampler(runner, choose)
         self._scheduled: dict[str, int] = {}  # name of a request -> its tokens in the last step
@@ -173,7 +173,7 @@ class VllmCore:
         self._add(name, prompt, salt, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
 
     def add_replay(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Add a request whose first output has the log-probs of the prompt. It uses no cached prompt."""
+        """Add a request whose first output has the log-probs of the prompt. The request uses no cached prompt."""
         self._add(name, prompt, name, max_tokens=max_tokens, prompt_logprobs=0)
 
     def _add(self, name: str, prompt: Sequence[int], salt: str, **sampling: Any) -> None:
@@ -355,7 +355,7 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits, processe
     options: dict[str, Any] = {"enforce_eager": True}
     if spec.buffer.is_cuda:
         _, total = torch.cuda.mem_get_info(spec.buffer.device)
-        # vLLM's other kernels for experts rearrange the weights, one of them in place, where the addresses stay the same.
+        # vLLM's other kernels for experts rearrange the weights. One does so in place, which a check of addresses cannot find.
         options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total, processes)}
     if processes > 1:
         options |= {"tensor_parallel_size": processes, "distributed_executor_backend": SplitExecutor}

@@ -64,7 +64,7 @@ def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **argumen
 
 @contextlib.contextmanager
 def unbound_memory() -> Iterator[None]:
-    """Inside the context vLLM does not bind this process's memory to a NUMA node. It would choose the node of the first allowed
+    """Inside the context vLLM does not bind this process's memory to a NUMA node. vLLM would choose the node of the first allowed
     core, which is the same node for all workers of a machine."""
     name, library = "init_cpu_memory_env", torch.ops._C
     before = getattr(library, name)

@@ -86,7 +86,7 @@ class BoardTransfer(WeightTransferEngine[BoardSource, BoardVersion]):
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Without vLLM's wait for the device: the worker only launches the copies. Errors: TransportError if the board does not
+        """Leaves out vLLM's wait for the device: the worker only launches the copies. Errors: TransportError if the board does not
         hold the version."""
         self.receive_weights(self.parse_update_info(update_info))
 

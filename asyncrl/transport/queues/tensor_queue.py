@@ -15,7 +15,7 @@ An item is a mapping of names to numpy arrays. Rules beyond the contract of `que
 * The sender's process owns the slab. A receiver may attach later and then gets all earlier items. The queue has at most
   one receiving process. When that process closes its end or dies, `put` raises `anyio.BrokenResourceError`.
 * If the sending process dies before it closes its end, the receiver gets the remaining items and then
-  `anyio.BrokenResourceError`. (For records that must survive a death use `record_ring.py`.)
+  `anyio.BrokenResourceError`. (For records that must survive a death use `rings/record_ring.py`.)
 * `put` copies on the calling thread. Ten megabytes take a few milliseconds.
 
 `device_queue.py` has the same queue for tensors on a CUDA device, through CUDA IPC.
@@ -272,7 +272,7 @@ class Received(Mapping[str, Any]):
 
 
 class _ItemLife:
-    """Each array of an item refers to this object. Its finalizer releases the item."""
+    """Each array of an item refers to this object, whose finalizer releases the item."""
 
     __slots__ = ("__weakref__",)
 
