@@ -72,7 +72,6 @@ MESSAGES = {
     "ledger release": (2, 0, 2),
     "group": (2, 1, 3),
     "watch": (2, 0, 1),
-    "books": (0, 2, 3),
     "position": (1, 0, 3),
     "report": (2, 0, 3),
     "evaluate": (0, 2, 2),
@@ -176,7 +175,7 @@ class Job:
 
     def wrong(self, steps: int = STEPS) -> Iterator[str]:
         """Prompts that were trained twice or not at all, and versions whose bytes differ between ranks."""
-        counts, halves = Counter[int](), dict[tuple[int, int], set[str]]()
+        counts, halves = Counter[int](), dict[tuple[int, int, str], set[str]]()
         notes = [(*map(int, path.stem.split("_")[1:]), read_jsonl(path)) for path in self.folder.glob("notes_*.jsonl")]
         firsts = sorted({first for first, *_ in notes})
         for first, _rank, lines in notes:
@@ -184,7 +183,7 @@ class Job:
             last = min((other for other in firsts if other > first), default=steps)
             for line in lines:
                 if "sha" in line:
-                    halves.setdefault((first, line["version"]), set()).add(line["sha"])
+                    halves.setdefault((first, line["version"], line["sender"]), set()).add(line["sha"])
                 elif line["version"] <= last:
                     counts.update(line["groups"])
         if twice := sorted(group for group, count in counts.items() if count > 1):
@@ -222,9 +221,9 @@ def rank(*words: str) -> None:
 
 
 def take_notes(file: Path) -> None:
-    """Write the groups of each step that this rank has trained, and a hash of each half that was broadcast."""
+    """Write the groups of each step that this rank has trained, and a hash of each sender's stripe of the weights."""
     from asyncrl.runtime.opened import OpenRun
-    from asyncrl.weights.broadcast import Stripes
+    from asyncrl.weights.broadcast import Stripes, buckets
 
     broadcast, on_step = Stripes.broadcast, OpenRun._on_step
 
@@ -232,10 +231,17 @@ def take_notes(file: Path) -> None:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
-    def sending(self: Stripes, order: Any, half: Any) -> str | None:
-        failure = broadcast(self, order, half)
+    def sending(self: Stripes, order: Any, half: Any, read: Any = None, whole_bytes: int | None = None) -> str | None:
+        failure = broadcast(self, order, half, read, whole_bytes)
         if failure is None:
-            note(version=order.version, sha=hashlib.sha256(half.view(-1).numpy().tobytes()).hexdigest())
+            data = half.view(-1).numpy().view("uint8")
+            for sender, cut in zip(
+                order.senders, buckets(whole_bytes or data.nbytes, len(order.senders), 1 << 26), strict=True
+            ):
+                # A sender may have its stripe alone.
+                if sender == self._node or not whole_bytes:
+                    stripe = data if whole_bytes else data[cut[0][0] : cut[-1][1]]
+                    note(version=order.version, sender=sender, sha=hashlib.sha256(stripe.tobytes()).hexdigest())
         return failure
 
     def stepping(self: OpenRun, report: Any) -> None:
@@ -316,7 +322,8 @@ def meet(folder: Path, fault: str, moment: str, message: str) -> Iterator[str]:
         return
     goes_on = codes == [0, 0, 0]
     if not goes_on:
-        if 0 in codes and job.steps() < STEPS:
+        # Without rank 0 a rank may have ended that had no more to do.
+        if 0 in codes and victim and job.steps() < STEPS:
             yield f"some ranks ended with success: {dict(zip(others, codes, strict=True))}"
         for rank in others:
             # Rank 0 names the victim, and the others name one of them.
