@@ -222,10 +222,10 @@ def rank(*words: str) -> None:
 
 def take_notes(file: Path) -> None:
     """Write the groups of each step that this rank has trained, and a hash of each sender's stripe of the weights."""
-    from asyncrl.runtime.opened import OpenRun
+    from asyncrl.distributed.line_ledger import LineLedger
     from asyncrl.weights.broadcast import Stripes, buckets
 
-    broadcast, on_step = Stripes.broadcast, OpenRun._on_step
+    broadcast, commit = Stripes.broadcast, LineLedger.commit
 
     def note(**line: object) -> None:
         with file.open("a", encoding="utf-8") as lines:
@@ -244,11 +244,12 @@ def take_notes(file: Path) -> None:
                     note(version=order.version, sender=sender, sha=hashlib.sha256(stripe.tobytes()).hexdigest())
         return failure
 
-    def stepping(self: OpenRun, report: Any) -> None:
-        note(version=report.version, groups=[group.group_id for group in report.groups])
-        on_step(self, report)
+    async def committing(self: LineLedger) -> int:
+        # Before the commit: rank 0 may save this step, whatever happens to this rank from now on.
+        note(version=self._turn + 1, groups=list(self._open))
+        return await commit(self)
 
-    Stripes.broadcast, OpenRun._on_step = sending, stepping  # type: ignore[method-assign]
+    Stripes.broadcast, LineLedger.commit = sending, committing  # type: ignore[method-assign]
 
 
 def plant(fault: str, moment: str, message: str, number: str) -> None:
