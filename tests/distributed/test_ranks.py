@@ -77,7 +77,7 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
         with pytest.raises(LifecycleError, match="twice"):
             world.open(torch.device("cpu"))
         with pytest.raises(LifecycleError, match="more than one rank"):
-            _ = world.torch_store
+            _ = world.host
     world.close()
 
 
@@ -122,7 +122,7 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert flat.tolist() == [11.0] * 5, flat
     assert world.all_gather_bytes(b"%d" % world.rank) == [b"0", b"1"]
     assert world.all_gather_bytes(b"") == [b"", b""]
-    store = world.torch_store
+    store = world._rendezvous().store
     store.set(f"hello{world.rank}", "x")
     assert store.get(f"hello{1 - world.rank}") == b"x"
     # torch counts time in which the job was suspended, and the watchdog does not

@@ -22,6 +22,7 @@ WORDS = {
     "report": (1, 1),
     "check": (1, 1),
     "examples": (0, 1),
+    "join": (1, 1),
     "prompts": (1, 9),
     "--version": (0, 0),
 }
