@@ -35,16 +35,23 @@ _PREFIX = "asyncrl-secret-"
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RankInfo:
-    """The number of this rank, and the address of the launcher's store."""
+    """What torchrun's variables say about this rank."""
 
-    rank: int
-    ranks: int
-    one_machine: bool  # all ranks run on one machine
-    address: str  # MASTER_ADDR
-    port: int  # MASTER_PORT; 0 without a launcher
-    restart: int  # torchrun's count of restarts
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
+    restart: int = 0
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks run on one machine."""
+        return self.local_world_size == self.world_size
 
 
 @dataclass(slots=True)
@@ -104,7 +111,7 @@ def _lead(info: RankInfo, met: Rendezvous) -> None:
         file = _write_secret(met.secret)
     try:
         met.store.set("joined/0", "environment" if file is None else f"file {file}")
-        met.wait_for("joined", range(1, info.ranks))
+        met.wait_for("joined", range(1, info.world_size))
     finally:
         if file is not None:
             file.unlink(missing_ok=True)
@@ -127,8 +134,8 @@ def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
     if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         # OSError: MASTER_ADDR is no address of this machine. Then torch's rendezvous opens a store below, at every address.
         with contextlib.suppress(OSError):
-            return _listening_store(_own_address(info), info.port, timeout)
-    store, _, _ = next(dist.rendezvous("env://", info.rank, info.ranks, timeout=timeout))
+            return _listening_store(_own_address(info), info.master_port, timeout)
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     return store  # type: ignore[no-any-return]  # rendezvous is not typed
 
 
@@ -140,12 +147,12 @@ def advertised(address: str, reachable: str) -> str:
 def _own_address(info: RankInfo) -> str:
     """The address of MASTER_ADDR. Errors: PlatformError for a loopback address if there are several machines."""
     if info.one_machine:
-        return info.address
-    address = str(socket.getaddrinfo(info.address, None, type=socket.SOCK_STREAM)[0][4][0])
+        return info.master_addr
+    address = str(socket.getaddrinfo(info.master_addr, None, type=socket.SOCK_STREAM)[0][4][0])
     if address.startswith("127.") or address == "::1":
         raise PlatformError(
-            f"MASTER_ADDR={info.address} is {address}, which no other machine can reach; start torchrun with the address of this "
-            "machine in the network of the ranks"
+            f"MASTER_ADDR={info.master_addr} is {address}, which no other machine can reach; start torchrun with the address of "
+            "this machine in the network of the ranks"
         )
     return address
 

@@ -26,17 +26,9 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 @dataclass
-class World(Collectives):
+class World(RankInfo, Collectives):
     """The ranks of a run. `with world.open(device):` creates torch's process group, and its exit destroys the group."""
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
-    restart: int = 0
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     # Of a node that joined a run. It has the line to rank 0, is not opened, and counts as the single rank of its world.
     joined: Joined | None = None
@@ -146,7 +138,7 @@ class World(Collectives):
             return self
         World._owner = self
         try:
-            self._met = meet(self._rank_info(), timeout_s)
+            self._met = meet(self, timeout_s)
             self.notes += self._met.notes
             self._met.store.set_timeout(_NO_TIMEOUT)
             if self._closed:  # by another thread
@@ -171,10 +163,6 @@ class World(Collectives):
             # Ranks that only generate must make the group too.
             group = dist.new_group(list(self.roles.train), timeout=_NO_TIMEOUT)
             self._train = TrainingRanks(self, group) if self.trains else None
-
-    def _rank_info(self) -> RankInfo:
-        one_machine = self.local_world_size == self.world_size
-        return RankInfo(self.rank, self.world_size, one_machine, self.master_addr, self.master_port, self.restart)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group and torchrun's store. A second call does nothing. `failed`: see `leave`."""

@@ -19,7 +19,7 @@ import warm
 from ports import reserved_port
 
 from asyncrl.distributed import rendezvous
-from asyncrl.distributed.rendezvous import RankInfo, Rendezvous, meet
+from asyncrl.distributed.rendezvous import Rendezvous, meet
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError, PlatformError
 
@@ -244,7 +244,8 @@ def met(
 
     def rank_main(rank: int, port: int) -> None:
         try:
-            place = RankInfo(rank, ranks or len(given), one_machine, address, port, 0)
+            size = ranks or len(given)
+            place = World(rank, size, 0, size if one_machine else 1, address, port)
             results[rank] = meet(place, 3.0, environ=given[rank])
         except BaseException as error:
             results[rank] = error
@@ -263,9 +264,9 @@ def _port_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's rendezvous reads its address from the environment; both ranks are threads of this process."""
     real = rendezvous._launcher_store
 
-    def launchers_store(place: RankInfo, timeout: timedelta) -> dist.Store:
-        monkeypatch.setenv("MASTER_ADDR", place.address)
-        monkeypatch.setenv("MASTER_PORT", str(place.port))
+    def launchers_store(place: World, timeout: timedelta) -> dist.Store:
+        monkeypatch.setenv("MASTER_ADDR", place.master_addr)
+        monkeypatch.setenv("MASTER_PORT", str(place.master_port))
         return real(place, timeout)
 
     monkeypatch.setattr(rendezvous, "_launcher_store", launchers_store)
@@ -307,7 +308,7 @@ def test_ranks_of_several_machines_listen_at_the_launchers_address() -> None:
 
 
 def test_where_the_launchers_address_is_not_of_this_machine_rank_0_listens_everywhere() -> None:
-    place = RankInfo(0, 1, False, "192.0.2.1", 0, 0)
+    place = World(0, 1, 0, 0, "192.0.2.1", 0)
     found = Rendezvous(dist.HashStore(), SECRET, "", 1.0)
     rendezvous._lead(place, found)
     assert found.host == "0.0.0.0" and "listens on every interface" in found.notes[0]
@@ -328,12 +329,12 @@ def test_a_secret_that_is_not_set_for_every_rank_is_an_error(first: str | None, 
 def test_several_machines_need_a_secret() -> None:
     for rank in (0, 1):
         with pytest.raises(PlatformError, match=f"rank {rank} is on one of several .* is not set; set it to"):
-            meet(RankInfo(rank, 2, False, "127.0.0.1", 0, 0), 20.0, environ={})
+            meet(World(rank, 2), 20.0, environ={})
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
-        meet(RankInfo(0, 2, True, "127.0.0.1", 0, 0), 20.0, environ={"ASYNCRL_SECRET": "secret"})
+        meet(World(0, 2, 0, 2), 20.0, environ={"ASYNCRL_SECRET": "secret"})
 
 
 @pytest.mark.parametrize("kind", ["other name", "readable by others", "link", "absent"])
