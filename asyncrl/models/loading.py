@@ -1,9 +1,9 @@
 """Loads a policy from a Hugging Face directory, a hub id, a GGUF file, a function, or a config.json with random weights.
 
-A safetensors checkpoint in bfloat16 or float16 is mapped into memory and not copied. The policy casts its weights to float32 (the
-masters) on the device, one at a time, so a process needs little host memory beside the page cache, which all processes of a machine
-share. Other sources are loaded as float32 into host memory. `ModelConfig.dtype` is the dtype of the matrix products. A checkpoint
-that would load silently with wrong weights or settings is refused here, before training.
+A safetensors checkpoint in bfloat16 or float16 is mapped into memory and not copied. The policy casts its weights to the dtype of
+the masters on the device, one at a time, so a process needs little host memory beside the page cache, which all processes of a
+machine share. Other sources are loaded into host memory as float32, or as float64 if `ModelConfig.dtype`, the dtype of the matrix
+products, is float64. A checkpoint that would load silently with wrong weights or settings is refused here, before training.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function or None). The weights are in float32, or map the files in the narrower
-    dtype of the files. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function or None). The weights are in the dtype of the masters, in float32, or map
+    the files in the narrower dtype of the files. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
@@ -198,7 +198,11 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
             kind = f"({', '.join(type(item).__name__ for item in built)})"
         raise ConfigError(f"model.path: {config.path} returned {kind}; expected (transformers model, tokenizer)")
     module, tokenizer = built
-    return module.float(), tokenizer
+    wide = [(p, p.data) for p in module.parameters() if p.dtype == torch.float64 == _master_dtype(config)]
+    module.float()
+    for parameter, values in wide:
+        parameter.data = values
+    return module, tokenizer
 
 
 # (model on the meta device, tokenizer) of each builder that cannot be called on the meta device.
@@ -337,8 +341,12 @@ def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[P
         if (reason := _complete_float32(module)) is None:
             return module, report
         logger.info("model.path: the weights are read in float32: %s %s", type(module).__name__, reason)
-    module, report = kind.from_pretrained(path, dtype=torch.float32, **options)
+    module, report = kind.from_pretrained(path, dtype=_master_dtype(config), **options)
     return module, report
+
+
+def _master_dtype(config: ModelConfig) -> torch.dtype:
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def _dtype_in_files(path: str) -> torch.dtype | None:

@@ -319,7 +319,24 @@ def backwards(seed):
     return AutoTokenizer.from_pretrained(HERE), 3
 
 made = 3
+
+def double(seed):
+    return AutoModelForCausalLM.from_pretrained(HERE, dtype="float64"), AutoTokenizer.from_pretrained(HERE)
 """
+
+
+@pytest.mark.parametrize("source", ["", "/builders.py:double"], ids=["files", "function"])
+def test_masters_have_every_bit_of_float64_weights(directory: Path, source: str) -> None:
+    (directory / "builders.py").write_text(BUILDERS)
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(**SHAPE)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    module.save_pretrained(directory)
+    policy, _ = load_policy(ModelConfig(path=f"{directory}{source}", dtype="float64"))
+    masters = dict(policy.flat.named_masters())
+    assert all(torch.equal(masters[name], value) for name, value in module.named_parameters())
+    assert next(policy.module.buffers()).dtype == torch.float32  # rotary frequencies, as in every other run
 
 
 def test_a_function_that_loads_weights_is_described_too(directory: Path) -> None:
