@@ -62,7 +62,7 @@ class Journal:
         `lines`: show lines at the terminal, also without a directory.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
         `base`: see `Ports`."""
-        self._config = config
+        self._config, self._base = config, base
         self._directory = directory
         self._recorder = recorder
         # Notes of the start on why completions may not end. Later warnings name these reasons.
@@ -220,13 +220,13 @@ class Journal:
         if self._rollouts is None or self._config.telemetry.rollouts_per_step == 0:
             return
         writer, version = self._rollouts, report.version
-        trained_at = version - versions_per_batch(self._config)
+        # The batch may have been cut off, so its updates are counted from its first version.
+        trained_at = version - 1 - (version - 1 - self._base) % versions_per_batch(self._config)
         advantages = {
             (group_id, member): float(value)
             for group_id, values in report.advantages.items()
             for member, value in enumerate(values)
         }
-
         path = writer.path(version)
 
         def write() -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
-from asyncrl.config.resolve import row_limit, versions_per_batch
+from asyncrl.config.resolve import last_version, row_limit
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
@@ -45,7 +45,7 @@ from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_position
 from .opened import OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
-from .workers import open_generating, open_sender, open_workers, place_again
+from .workers import open_generating, open_sender, open_workers, take_engine
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
@@ -88,19 +88,19 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
         core = await lane.run(lambda: _load(run, cut), name="start/load")
     if decided.engine_is_auto:
         run.config, lines = avoid_plain_path(config, _policy(run).path.name)
-        if lines:
-            run.journal.live.note(lines[0])
-            placement = await place_again(run)
+        for line in lines:
+            run.journal.live.note(line)
+    chosen = run.config.generation.engine.encode()
+    first, *_ = await lane.run(lambda: world.train.all_gather_bytes(chosen), name="start/engine")
+    if world.generates:
+        placement = await take_engine(run, placement, first.decode())
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round
-    sends = world.roles.sends
     if not world.generates:
-        return trainer, Absent(), [await open_sender(run)] if sends else []
+        return trainer, Absent(), [await open_sender(run)] if world.roles.sends else []
     open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)
     engine, sink = await open_engine(positions)
-    if sends and not placement.workers:
-        return trainer, engine, [sink, await open_sender(run)]
     return trainer, engine, [sink]
 
 
@@ -142,7 +142,7 @@ def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
         run.verdict = check_run_model(config, module, device, run.stages.show)
         return run.verdict.path
 
-    policy, tokenizer, core = _build(config, run.world, device, choose, cut)
+    policy, tokenizer, core = _build(run, choose, cut)
     require_ids_fit(policy.module, tokenizer)
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
@@ -151,14 +151,12 @@ def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
     return core
 
 
-def _build(
-    config: Config, world: World, device: torch.device, choose: Choose, cut: Cut
-) -> tuple[PolicyModel, Any, TorchTrainer]:
-    rows = row_limit(config)
+def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, TorchTrainer]:
+    config, world, device, rows = run.config, run.world, run.decided.device, row_limit(run.config)
     options: dict[str, Any] = {
         "max_completion_length": config.rollout.max_tokens,
         "needs_reference": needs_reference(config.algorithm),
-        "updates_per_batch": versions_per_batch(config),
+        "total_steps": last_version(config, run.base),
         "mismatch_gate": config.algorithm.mismatch_gate,
     }
     if config.distributed.sharding == "fsdp":

@@ -87,10 +87,7 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     orders = LineOrders(cast(LineClient, run.line))
     with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
         run.model = model = await orders.model()
-    if model["engine"] != run.config.generation.engine:
-        run.config = with_values(run.config, {"generation.engine": model["engine"]})
-        print(f"asyncrl: rank {run.world.rank}: generation.engine: {model['engine']}, as on rank 0", flush=True)
-        placement = await place_again(run)
+    placement = await take_engine(run, placement, model["engine"])
     if (here := run.decided.device.type) != model["device"]:
         raise ConfigError(
             f"the weights of rank 0 are on {model['device']} and model.device is {here} on rank {run.world.rank}, so they cannot "
@@ -141,8 +138,13 @@ async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadL
     return stripes, lane
 
 
-async def place_again(run: OpenRun) -> Placement:
-    """The placement of this rank after a change of `generation.engine`."""
+async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placement:
+    """Generate with the engine of rank 0. Returns the placement of this rank with that engine."""
+    if engine != run.config.generation.engine:
+        run.config = with_values(run.config, {"generation.engine": engine})
+        print(f"asyncrl: rank {run.world.rank}: generation.engine: {engine}, as on rank 0", flush=True)
+    if engine == run.decided.config.generation.engine:
+        return placement
     config, device, world = run.config, run.decided.device, run.world
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     run.placed = placement.line

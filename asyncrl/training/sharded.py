@@ -178,7 +178,7 @@ class ShardedTrainer(TorchTrainer):
         *,
         max_completion_length: int,
         needs_reference: bool = False,
-        updates_per_batch: int = 1,
+        total_steps: int | None = None,
         mismatch_gate: float | Literal["auto"] | None = None,
         shards: int | None = None,
         keep: bool = False,
@@ -210,7 +210,7 @@ class ShardedTrainer(TorchTrainer):
             reducer,
             max_completion_length=max_completion_length,
             needs_reference=needs_reference,
-            updates_per_batch=updates_per_batch,
+            total_steps=total_steps,
             mismatch_gate=mismatch_gate,
             parameters=self.sharded.parameters,
         )

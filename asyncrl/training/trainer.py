@@ -88,13 +88,13 @@ class TorchTrainer:
         *,
         max_completion_length: int,
         needs_reference: bool = False,
-        updates_per_batch: int = 1,
+        total_steps: int | None = None,
         second_buffer: bool = False,
         mismatch_gate: float | Literal["auto"] | None = None,
         parameters: Parameters | None = None,
     ) -> None:
         """max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present
-        weights in the matmul dtype. updates_per_batch: optimizer steps for each of `train.max_steps`.
+        weights in the matmul dtype. total_steps: optimizer steps of the run, for the schedule; by default `train.max_steps`.
         mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto". second_buffer: allocate the gradient of a
         term with its own normaliser (second_buffer.py). parameters: the trained parameters; by default the policy's `flat`."""
         self.policy = policy
@@ -105,8 +105,7 @@ class TorchTrainer:
         self.max_completion_length = max_completion_length
         self.parameters: Parameters = parameters or policy.flat
         self.optimizer = FlatAdamW(self.parameters, config)
-        total = None if config.max_steps is None else config.max_steps * updates_per_batch
-        self.schedule = Schedule(config, total)
+        self.schedule = Schedule(config, total_steps or config.max_steps)
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
         self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing)

@@ -190,6 +190,7 @@ async def test_a_resume_within_a_batch_counts_ages_and_the_last_version_from_the
 
     base = REAL | {"data": {"max_prompt_tokens": 12}}
     settings = "train.max_steps=2", "preset=async", "rollout.max_staleness=0", "algorithm.updates_per_batch=2"
+    settings = *settings, "train.schedule=linear", "train.lr=0.003"
     with pytest.raises(ValueError, match="the second update"):
         async with Runtime(config_of(tmp_path, *settings, base=base)) as runtime:
             trainer, finish = runtime.built.ports.trainer, runtime.built.ports.trainer.finish_train_step
@@ -205,3 +206,6 @@ async def test_a_resume_within_a_batch_counts_ages_and_the_last_version_from_the
         assert runtime.version == 1
         await train_a_step(runtime)
     assert runtime.version == 3 == ServedTerms.of(runtime).steps
+    # Three optimizer steps: the rate falls to 0 in thirds.
+    assert metrics_of(tmp_path / "runs/run")[-1]["optim/lr"] == pytest.approx(0.001)
+    assert {row["step"]: row["trained_version"] for row in rollouts_of(tmp_path / "runs/run")} == {1: 0, 3: 1}

@@ -143,18 +143,27 @@ from asyncrl.main import main
 from asyncrl.runtime import placement
 
 versions.installed_version = lambda: "0.32.0"
-placement._reason_for_embedded = lambda config, device: None
+placement._reason_for_embedded = lambda config, device: {reason}
 sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_rank_0_leaves_vllm_for_a_model_on_the_plain_path_on_all_ranks(tmp_path: Path) -> None:
     """As on a card: `generation.engine: auto` is vLLM on each rank, until rank 0 has compared the paths of the model."""
-    (tmp_path / "rank.py").write_text(AS_WITH_VLLM)
+    (tmp_path / "rank.py").write_text(AS_WITH_VLLM.format(reason=None))
     tree = ASYNC | {"model": {"path": f"{MODEL}:build_stateful", "dtype": "float32"}}
     with start_two(tmp_path, with_roles(tree, 1, 1), (str(tmp_path / "rank.py"),), WARM_WORKERS="") as ranks:
         assert [rank.wait(150) for rank in ranks] == [0, 0], [rank.output[-3000:] for rank in ranks]
         assert "generation.engine: embedded (auto: the model runs on the plain path" in ranks[0].output
+        assert "rank 1: generation.engine: embedded, as on rank 0" in ranks[1].output
+
+
+def test_a_training_rank_that_generates_takes_the_engine_of_rank_0(tmp_path: Path) -> None:
+    """As if vLLM were installed on the machine of rank 1 alone."""
+    reason = "None if os.environ['RANK'] == '1' else 'not installed'"
+    (tmp_path / "rank.py").write_text("import os" + AS_WITH_VLLM.format(reason=reason))
+    with start_two(tmp_path, with_roles(ASYNC, [0, 1], [1]), (str(tmp_path / "rank.py"),), WARM_WORKERS="") as ranks:
+        assert [rank.wait(150) for rank in ranks] == [0, 0], [rank.output[-3000:] for rank in ranks]
         assert "rank 1: generation.engine: embedded, as on rank 0" in ranks[1].output
 
 
