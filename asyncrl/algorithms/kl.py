@@ -120,7 +120,7 @@ class Kl(Method):
     )
     reference_ahead: bool = setting(
         True,
-        "Compute a group's log-probs under the reference while its rewards are scored (reward.batch: group).",
+        "Compute a group's log-probs under the reference while its rewards are scored. Only with reward.batch: group.",
         flat="reference_ahead",
     )
 
@@ -171,8 +171,8 @@ class RewardPenalty:
     def __call__(self, batch: Microbatch, reference_logp_S: Float32Array) -> tuple[dict[tuple[int, int], float], float]:
         """`({(group id, member): coefficient x sum_t kl_t}, sum of kl_t over the microbatch)`, computed in float64.
 
-        The KL is from the sampler's log-probs, of any policy version. A token without a sampler log-prob (NaN) has a KL of 0. (TRL
-        uses the trainer's log-probs before the update.)
+        The KL is computed from the sampler's log-probs, whatever version sampled the token. A token without a sampler log-prob
+        (NaN) has a KL of 0. (TRL uses the trainer's log-probs before the update.)
         """
         import torch
 

@@ -35,7 +35,7 @@ _MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT = math.log(1e-8), 20.0
 class Surrogate:
     """The policy loss per token, before corrections and the sum over tokens.
 
-    Either the gradient reaches the ratio, or the loss is `-c A logp` with a detached coefficient c and the advantage A.
+    The gradient flows through the ratio, or in a loss `-c A logp` (c: a detached coefficient, A: the advantage) through logp.
     """
 
     loss_S: Tensor
@@ -53,7 +53,7 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # If the ratio is always 1, this loss equals the loss of this name, and its own settings have no effect.
+    # Name of the loss with the same gradient if the ratio is always 1. The settings of this loss then have no effect.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True
@@ -74,8 +74,8 @@ class LossMethod(Method):
         raise NotImplementedError
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
-        """The sum over the microbatch, which `normaliser` divides. By default the sum of all tokens, or for a normaliser of
-        sequences the sum of the means of the sequences."""
+        """The sum over the microbatch, which `normaliser` divides. By default the sum over all tokens, or with
+        `Normaliser.SEQUENCES` the sum over sequences of the mean over tokens."""
         if self.normaliser is Normaliser.SEQUENCES:
             return inputs.sequence_mean(loss_S).sum()
         return loss_S.sum()
@@ -244,8 +244,8 @@ class Gspo(SequenceClipped):
     epsilon_high 4e-4, because a sequence ratio changes far less than a token ratio.
     Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t` with `r_t = s_b = exp((1 / max(len_b, 1)) sum_t (logp_t - old_t))` for every
     token of sequence b. The gradient flows through the whole ratio. In TRL: loss `grpo` with
-    `importance_sampling_level="sequence"`. Clip metrics count sequences, not tokens. The loss streams, because a microbatch has
-    only complete sequences.
+    `importance_sampling_level="sequence"`. Clip metrics count sequences, not tokens. `rollout.streaming` is allowed, because a
+    microbatch has only complete sequences.
     """
 
     name: ClassVar[str] = "gspo"
@@ -257,8 +257,8 @@ class Luspo(SequenceClipped):
 
     Paper: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261), as in TRL.
     Formula: `sum_b sum_t l_t` with the sequence ratio of gspo. In TRL: loss `luspo` with
-    `importance_sampling_level="sequence"`. Clip metrics count sequences. The loss streams, because a microbatch has only complete
-    sequences.
+    `importance_sampling_level="sequence"`. Clip metrics count sequences. `rollout.streaming` is allowed, because a microbatch has
+    only complete sequences.
     """
 
     name: ClassVar[str] = "luspo"
@@ -274,8 +274,8 @@ class Bnpo(Clipped):
 
     Paper: Xiao et al., "BNPO" (arXiv:2506.02864). Only the aggregation of the paper is used, as in TRL.
     Formula: `(1 / max(tokens of the microbatch, 1)) sum_t l_t`.
-    The gradient depends on the sequences that share a microbatch (`train.tokens_per_microbatch`, the order of arrival). So this
-    loss does not stream. The same loss with one denominator for the step is `dapo`.
+    The gradient depends on the sequences that share a microbatch (`train.tokens_per_microbatch`, the order of arrival). So
+    `rollout.streaming` is refused. The same loss with one denominator for the step is `dapo`.
     """
 
     name: ClassVar[str] = "bnpo"
@@ -392,7 +392,7 @@ class Vespo(LossMethod):
     Each log-ratio is clamped to +-20. Each log-weight and the sum are clamped to [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos)
     where A >= 0, else (k_neg, lambda_neg). A phi that is not finite is replaced by 0, as in TRL. A NaN of the trainer still reaches
     the loss through logp.
-    The loss streams, because a microbatch has only complete sequences.
+    `rollout.streaming` is allowed, because a microbatch has only complete sequences.
     """
 
     name: ClassVar[str] = "vespo"

@@ -1,4 +1,4 @@
-"""The base class of losses and terms. It declares their settings, bounds and conflicts, and what a resume may not change.
+"""The base class of losses and terms. A subclass declares its settings with their bounds, its conflicts, and its fixed settings.
 
 A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring has the formula and the paper.
 `config/methods.py` makes everything else from these declarations: the schema of the configuration, `--help`, `asyncrl explain`, the

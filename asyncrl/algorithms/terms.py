@@ -4,7 +4,7 @@
     -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
 The KL term is not multiplied by a weight. The ratio multiplies the KL only with `bias_correction` (`kl.py`). Tokens that OPSM or
-the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have their own terms.
+the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have one term each.
 
 Shape legend: S scored tokens of a microbatch, B sequences of the microbatch, N scored tokens of a step. A is the advantage.
 """
@@ -148,7 +148,7 @@ def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> G
     """The group with masked completions: those that hit `max_tokens` (if `truncated`), or have more than `longest` sampled tokens.
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
-    The masked sequence counts in N as a sequence, and its tokens do not (TRL: `mask_truncated_completions`).
+    A masked sequence still counts as a sequence of the step. Its tokens do not count (TRL: `mask_truncated_completions`).
     """
     if not truncated and longest is None:
         return group

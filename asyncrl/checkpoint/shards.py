@@ -5,7 +5,7 @@ into the checkpoint.
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
     checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-No collective is used, because while a run stops some ranks may never join a collective. The replica must see one directory.
+No collective is used: while a run stops, some ranks may never join one. All ranks of the replica must share the run directory.
 A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
 """
 

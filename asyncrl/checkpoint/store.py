@@ -145,7 +145,7 @@ class CheckpointStore:
 
     async def save_in_thread(self, version: int, *writers: Writer) -> SaveResult:
         """Run `save` on a new thread. The writers must own their tensors (host copies), because training continues.
-        A cancelled caller still waits for the end of the write. An error of the write is raised before the cancellation."""
+        A cancelled caller still waits for the end of the write. An error of the write is raised instead of the cancellation."""
         return await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
@@ -166,13 +166,13 @@ class CheckpointStore:
         version = self.latest_version()
         return None if version is None else self.load(version)
 
-    def resume_advice(self, earlier: int | None) -> str:
-        """Tells a user how to resume although the checkpoint that `latest` names is damaged, or older.
-        `earlier`: the version of the newest intact checkpoint; None if there is none."""
-        if earlier is None:
+    def resume_advice(self, intact: int | None) -> str:
+        """Tells a user how to resume if `latest` names a damaged checkpoint, or still names the one before the newest.
+        `intact`: the version of the checkpoint to resume from; None if there is none."""
+        if intact is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
         link = shlex.quote(str(self.directory / LATEST))
-        return f"step_{earlier} is intact: run `ln -sfn step_{earlier} {link}`, then resume=true continues from it"
+        return f"step_{intact} is intact: run `ln -sfn step_{intact} {link}`, then resume=true continues from it"
 
     def _failure(self, action: str, version: int, error: Exception) -> CheckpointError:
         free = existing = ""

@@ -73,8 +73,8 @@ class Client(_ClientBase):
         members with the numbers `members`, in a group of `group_size`. `policy_version`: the version that sampled the
         tokens, by default the newest. `metadata`: JSON values for the group.
         Errors: RecordError for wrong trajectories; RecordTooLarge; RingFull after `timeout` seconds; RingDetached if the
-        run has ended. A push of the same trajectories then waits `timeout` seconds for the next run, which drops the
-        members that it already has.
+        run has ended. A later push of the same trajectories waits at most `timeout` seconds for the next run, which drops
+        the members that it already has.
         """
         self._producer.put(self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout)
 

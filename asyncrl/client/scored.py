@@ -1,4 +1,4 @@
-"""A scored trajectory of another program, and the record of a group of such trajectories."""
+"""A scored trajectory of a producer, and the record of a group of such trajectories."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The producer of a group, and the policy version that sampled the tokens according to the producer."""
+    """The producer of a group, and the policy version that sampled the group's tokens, as the producer states."""
 
     epoch: int
     policy_version: int

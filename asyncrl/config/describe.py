@@ -69,7 +69,7 @@ def help_text() -> str:
 
 
 def _heading(section: str) -> list[str]:
-    """A line in brackets that says when the section has an effect. No line if it always has."""
+    """At most one line, in brackets: when the settings of the section are refused, or what the term of the section does."""
     if section in SWITCHED:
         return [f"[{section}: refused if {SWITCHED[section].off_message.partition(';')[0]}]"]
     description = about(section.removeprefix("algorithm."))

@@ -27,7 +27,7 @@ from .text import parse_file, parse_value
 
 # Name, index of the shard, number of shards, and the hash that older versions of `datasets` append.
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?\.parquet")
-# Settings that may be a path or `file.py:name`. A setting in an item of a list of mappings is named like a key of the list.
+# Settings that may be a path or `file.py:name`. A key inside of a list has the name `LIST.KEY`.
 _NAMES = (
     "data.train data.eval model.path model.tokenizer hooks rollout.environment algorithm.loss algorithm.advantage "
     "reward.functions reward.functions.function reward.model reward.model.path"
@@ -68,8 +68,8 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name is an underscore.
     Values are YAML.
 
-    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings, the text is the value, unless
-    the text is quoted YAML, null or a YAML list. Errors: `ConfigError`.
+    `--a.b` without a value is true if the setting is a boolean. If the setting is a string or a list of strings, the text is the
+    value, unless the text is quoted YAML, null or a YAML list. Errors: `ConfigError`.
     """
     remaining = list(arguments)
     while remaining:
@@ -187,7 +187,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     """One pydantic error as message lines: one line, or one for each setting of an unknown section."""
     known, keys, value = knobs(schema), [str(part) for part in item["loc"]], item["input"]
-    # The first keys that are the name of a setting. Later keys are inside of its value.
+    # How many of the first keys form the name of a setting, or 0. Later keys are inside of its value.
     depth = next((n for n in range(1, len(keys) + 1) if ".".join(keys[:n]) in known), 0)
     name = ".".join(keys[:depth] if depth else keys)
     knob, source = known.get(name), _source_of(name, origin)

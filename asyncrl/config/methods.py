@@ -100,10 +100,10 @@ def about(section: str) -> str:
     """The line of `--help` about a section of methods. Empty for any other section."""
     losses = [name for name, loss in registry.LOSSES.items() if loss.section == section and loss.settings()]
     if losses:
-        return f"settings of loss {', '.join(losses)}; refused with another"
+        return f"settings of loss {', '.join(losses)}; refused with another loss"
     for name, estimator in registry.ADVANTAGES.items():
         if estimator.settings is not None and estimator.settings.section == section:
-            return f"settings of advantage {name}; refused with another"
+            return f"settings of advantage {name}; refused with another advantage"
     texts = [term.__doc__ or "" for term in registry.TERMS if term.section == section]
     return " ".join(texts[0].split()).rstrip(".") if texts else ""
 

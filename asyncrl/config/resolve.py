@@ -82,7 +82,7 @@ def resolve(
 ) -> Config:
     """The configuration with presets and derived values filled in. Every contradiction is refused.
 
-    `world_size`: trainer ranks. `generating`: ranks that generate; None: as many. `embedding`: the program passes prompts and
+    `world_size`: trainer ranks. `generating`: ranks that generate; None: `world_size`. `embedding`: the program passes prompts and
     rewards to the Runtime and decides when to end, so data, reward functions and a limit of steps may be missing. `submitted`: the
     program submits finished groups. `own_environment`: the program passes an environment object.
     Errors: `ConfigError`, one line per contradiction.

@@ -39,7 +39,7 @@ class LoraConfig(SettingsSection):
     )
     target_parameters: tuple[str, ...] = field(
         (),
-        "Parameters with adapters that are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
+        "Parameters that get adapters and are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
     dropout: float = field(0.0, "Must be 0, because sampler and trainer must compute the same values.", ge=0)
 
@@ -183,8 +183,8 @@ class AlgorithmBase(SettingsSection):
     )
     advantage: str = field(
         "grpo",
-        "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they need the whole step: "
-        f"{', '.join(name for name, estimator in ADVANTAGES.items() if estimator.needs_whole_step)}. "
+        "The advantage estimator, by name: `asyncrl explain NAME`. With streaming these are refused, because they need the whole "
+        f"step: {', '.join(name for name, estimator in ADVANTAGES.items() if estimator.needs_whole_step)}. "
         "Or `file.py:function`, an estimator of your own.",
         json_schema_extra={"enum": [*ADVANTAGES]},
     )
@@ -295,14 +295,14 @@ class RolesConfig(SettingsSection):
 
 class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
-    the embedded engine, of which each rank has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
+    the embedded engine. Each rank's engine has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
     gradient buffer, models with a module for each expert, and dry runs. On several machines the ranks of each machine hold a copy
     of the model together, if the copy fits. The ranks that hold a copy together with rank 0 must share the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
         "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds a part of them, which are gathered and summed once a step, or once a microbatch if memory is short. "
+        "each rank holds a part; weights are gathered and gradients summed once a step, or once a round if memory is short. "
         "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()
@@ -400,7 +400,7 @@ class RunConfig(SettingsSection):
     dir: LocalPath = field("runs", "The directory with the run directories.")
     overwrite: bool = field(
         False,
-        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed are kept. See "
+        "At a job's first start: rename an existing run directory and start a new run. Two renamed directories are kept. See "
         "`resume`.",
     )
 
@@ -496,7 +496,7 @@ def _schema_with(methods: tuple[type[Method], ...]) -> type[Config]:
         return Config
     own = {setting.dotted: setting for method in methods for setting in method.settings()}
     own_sections = {setting.section for setting in own.values()}
-    # A section that a built-in loss shares keeps its settings.
+    # If the user's loss uses the section of a built-in loss, the section keeps the built-in settings, too.
     shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in own_sections}
     sections = make_sections({**shared, **own}.values())
     fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}

@@ -219,7 +219,7 @@ class PromptSource:
     def check_all(self) -> dict[str, int]:
         """Tokenize every row, to raise before the run all errors of `next()`. Returns `statistics()` and `overlong_rows`.
 
-        Blocks until every row is tokenized: call this method in a worker thread, before the first `next()`.
+        Blocks until every row is tokenized. Call this method on another thread, before the first `next()`.
         """
         overlong = 0
         for index in range(len(self._rows)):

@@ -147,7 +147,7 @@ def digest(rows: PromptRows, column: str) -> int:
 
 
 def _check_shards(files: Sequence[Path], source: str) -> None:
-    """Errors: `DataError` if shards are missing, or of several shardings of one data set."""
+    """Errors: `DataError` if shards are missing, or belong to several shardings of one data set."""
     found: dict[tuple[str, int], list[int]] = {}
     for file in files:
         if shard := SHARD.fullmatch(file.name):
@@ -157,8 +157,8 @@ def _check_shards(files: Sequence[Path], source: str) -> None:
         if prefixes.count(prefix) > 1 or len(set(numbers)) < len(numbers):
             counts = ", ".join(f"-of-{other_count}" for other_prefix, other_count in found if other_prefix == prefix)
             raise DataError(
-                f"{source} has the files of several shardings of {prefix!r} ({counts}; {len(files)} files); remove those of "
-                "all but one"
+                f"{source} has the files of several shardings of {prefix!r} ({counts}; {len(files)} files); keep the "
+                "files of only one"
             )
         if missing := sorted({*range(count)} - {*numbers}):
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -11,8 +11,8 @@ Guarantees
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-Methods are for the thread of the event loop, and none awaits. Only `encode` and, before the first other call, `load` belong into
-a worker thread, because both are slow.
+Call the methods on the thread of the event loop. None awaits. `encode` and `load` are slow. Call `encode` on another thread, and
+`load` too, if no other method was called before.
 """
 
 from __future__ import annotations

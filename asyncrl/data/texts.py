@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-# So many of a prompt's last tokens are searched for the beginning of the assistant's turn.
+# The beginning of the assistant's turn is searched in this number of a prompt's last tokens.
 _TAIL_TOKENS = 512
 _THINKING_TAG = r"<(?:think|thinking|thought|reasoning)>"
 # Texts that no template writes.
@@ -85,8 +85,8 @@ def _behind_question(text: str, bare: str) -> str:
 class CompletionText:
     """Makes the text of a completion for rewards, rollouts and `Runtime.generate`. The options are those of `reward.text`.
 
-    By default the text has all sampled ids except a special token that ended the completion. The recorder counts, under `text/`,
-    the ids and texts that the options leave out besides that token.
+    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count
+    what else of the completion the text lacks.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def load_environment(
     missing = [p.name for p in parameters if _is_required(p) and p.name not in available]
     if missing:
         raise ConfigError(
-            f"environment {address!r} requires {', '.join(map(repr, missing))}; available are {', '.join(available)}"
+            f"environment {address!r} requires {', '.join(map(repr, missing))}; a run passes only {', '.join(available)}"
         )
     names = {p.name for p in parameters}
     arguments = {name: value for name, value in available.items() if takes_all or name in names}

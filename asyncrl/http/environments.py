@@ -1,4 +1,4 @@
-"""The environment servers of an HTTP door: their registration, their answers to `/status-env`, and the end of the run.
+"""The environment servers of an HTTP door: their registration, the door's answers to `/status-env`, and the end of the run.
 
 Atropos has no message for the end of a run. A server ends by itself once `current_step + queue_size * group_size // batch_size`
 exceeds its number of steps. It ends with a stack trace if its requests fail. So a door that closes goes on to answer
@@ -23,7 +23,7 @@ NO_END = 1 << 31
 # The `queue_size` that ends an environment server.
 OVER = 1 << 52
 LINGER_S = 2.0  # a server asks about ten times a second
-# One more registration removes the environment that was silent for longest.
+# One more registration removes a disconnected environment, or else the one that was silent for longest.
 MOST_ENVIRONMENTS = 1024
 FORGET_S = 3600.0  # of silence
 _MOST_NAME = 100  # characters

@@ -350,7 +350,7 @@ def _master_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def _dtype_in_files(path: str) -> torch.dtype | None:
-    """The dtype of all floating-point tensors in the safetensors files that transformers reads, if it is one narrower than float32.
+    """The dtype of the floating-point tensors in the safetensors files, if all have the same one and it is narrower than float32.
     Files that the hub's cache lacks are downloaded."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     found = [cached_file(path, "model.safetensors", **quiet)]

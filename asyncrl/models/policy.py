@@ -192,7 +192,7 @@ class PolicyModel:
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
     def loaded(self) -> Iterator[Tensor]:
-        """All that was read from files or drawn, in place, for a process that replaces it. `flat.refresh` must follow."""
+        """All tensors that were loaded or drawn at random, for a caller that overwrites them. `flat.refresh` must follow."""
         yield self.flat.master
         if self.lora is not None:
             yield from (self.weights.working, *self.lora.merge.base)

@@ -1,6 +1,6 @@
 """A reward model: a sequence classifier of transformers, or another torch module with one number for each text.
 
-    prompt, completion --its own chat template--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
+    prompt, completion --chat template of the model--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
 
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
   completion string an assistant message. Without one, prompt and completion are concatenated, with special tokens.

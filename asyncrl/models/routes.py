@@ -22,7 +22,7 @@ class Routes:
         self, layers: int, replayed_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
     ) -> None:
         """layers: number of layers with experts.
-        replayed_TLk: signed integers, the experts to choose out of `experts`. Where a row is -1, the router chooses.
+        replayed_TLk: signed integers, the experts to choose out of `experts`. Where all k numbers are -1, the router chooses.
         keep_logits: whether to keep the logits of the routers with their graph, for the load-balancing loss."""
         self._layers = layers
         self._replayed_TLk = replayed_TLk

@@ -28,8 +28,8 @@ MAX_NAME_LENGTH = 128  # characters of the name of a component
 HIGHEST_LOGPROB = 1e-4
 # Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
 MAX_NESTED = 64
-# A key of a trajectory's metadata. The advantage of such a member is set to 0, after its reward was used for the advantages of its
-# group. Its tokens are trained and counted. With this key a member needs no trained token.
+# A key of a trajectory's metadata. The advantage of a member with this key is set to 0, after its reward was used for the
+# advantages of its group. Its tokens are trained and counted. Such a member needs no trained token.
 SILENT = "set_advantage_to_zero"
 _DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
@@ -80,7 +80,7 @@ def check_trains(trajectory: Trajectory) -> None:
     """For groups of outside producers. Errors: DataError for a member without trained tokens and without `SILENT`."""
     if not trajectory.mask.any() and not trajectory.metadata.get(SILENT):
         raise DataError(
-            f"member {trajectory.member}: mask trains no token; mask the tokens that the policy sampled, or set "
+            f"member {trajectory.member}: mask trains no token; mark the tokens that the policy sampled as trained, or set "
             f"{SILENT} in the metadata if only the reward of this member is needed"
         )
 

@@ -55,6 +55,6 @@ def _refuse(flat: npt.NDArray[Any], layers: int, experts: int) -> None:
         (twice, "names an expert twice: give different experts"),
     ):
         if bad.any():
-            row, layer = divmod(int(bad.argmax()), layers)
-            raise DataError(f"row {row}, layer {layer}: the choice {flat[row * layers + layer].tolist()} {complaint}")
+            token, layer = divmod(index := int(bad.argmax()), layers)
+            raise DataError(f"token {token}, layer {layer}: the choice {flat[index].tolist()} {complaint}")
     raise AssertionError("check_routes found an error that _refuse does not find")

@@ -98,7 +98,7 @@ def _text_of(completion: Any) -> str:
 
 @dataclass(frozen=True)
 class _AdaptedFunction:
-    """A function of another form in TRL's form. Its signature does not show the columns that it needs, so `check` does."""
+    """A function of another form, adapted to TRL's form. Its signature does not show the columns that it needs, so `check` does."""
 
     call: Callable[..., Any]
     check: Callable[[Collection[str]], None]  # see `columns_check`

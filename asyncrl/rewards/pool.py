@@ -32,7 +32,7 @@ Guarantees
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
   process is killed (concurrency/guard.py). Opening kills processes of dead runs' rewards (concurrency/leftovers.py).
 
-Opened and closed in the same task, on the loop's thread.
+The task that opens the pool must also close it, on the loop's thread.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class RewardPool:
         # Callers of the same kind get workers in the order in which they asked.
         async with self._blocking_turn if call.alone else self._coroutine_turn:
             while True:
-                # Let the loop process ends of workers first, so that the call gets no dead worker.
+                # Yield first, so that the event loop notices workers that have died, and the call gets none of them.
                 await anyio.lowlevel.checkpoint()
                 if self._state is _PoolState.CLOSED:
                     raise LifecycleError("the reward pool was closed while a group waited for a worker")
@@ -425,8 +425,8 @@ class RewardPool:
                 return answer
             invalid = ", ".join(f"{value} for member {members[index]}" for index, value in answer.invalid)
             raise RewardError(
-                f"reward {function.name!r} failed (group {group_id}): it returned {invalid}; expected finite numbers or None (in "
-                "verl's form, or dictionaries with `score`)"
+                f"reward {function.name!r} failed (group {group_id}): it returned {invalid}; expected finite numbers or None (a "
+                "function in verl's form may also return dictionaries with `score`)"
             )
         except RewardError as error:
             if self._on_error == "fail" or self._broken is not None:
@@ -485,7 +485,7 @@ class RewardPool:
                     raise RewardCrash(crashed) from None
                 # After a crash, which any of the calls may have caused, send this call alone.
                 alone, was_resent = alone or not process.kill_reason, True
-                logger.warning("%s; it is asked again", process.kill_reason or crashed)
+                logger.warning("%s; the call is sent again", process.kill_reason or crashed)
 
     async def _answer(
         self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: RewardCall

@@ -79,8 +79,8 @@ def test_what_no_router_chooses_is_named_with_row_and_layer(choice: tuple[int, i
     routes[3, 2] = choice
     with pytest.raises(DataError) as error:
         check_routes(routes, 16)
-    assert str(error.value) == f"row 3, layer 2: the choice {list(choice)} {what}"
-    with pytest.raises(DataError, match="member 0: routed_experts: row 3, layer 2"):
+    assert str(error.value) == f"token 3, layer 2: the choice {list(choice)} {what}"
+    with pytest.raises(DataError, match="member 0: routed_experts: token 3, layer 2"):
         check_trajectory(replace(trajectory(0, 5), routed_experts=routes), Limits(routes=(3, 2, 16)))
 
 

@@ -51,7 +51,7 @@ async def test_one_that_does_not_end_takes_its_worker_along_and_the_others_are_a
         await until(lambda: at_work(rewards) == 1)
         deaf.cancel()
         other = tasks.create_task(components(rewards, str(gate), 2))
-        await until(lambda: "it is asked again" in caplog.text)
+        await until(lambda: "the call is sent again" in caplog.text)
         gate.touch()
     assert other.result() != before
     assert "and did not end when it was cancelled" in caplog.text
@@ -62,7 +62,7 @@ async def test_a_crash_names_who_was_there_and_fails_the_one_alone_that_crashes(
     async with pool("judges", timeout_s=20) as rewards, asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(components(rewards, str(gate), group)) for group in range(2)]
         await until(lambda: at_work(rewards) == 2)
-        gate_opens = tasks.create_task(until(lambda: caplog.text.count("it is asked again") == 3))
+        gate_opens = tasks.create_task(until(lambda: caplog.text.count("the call is sent again") == 3))
         gate_opens.add_done_callback(lambda _: gate.touch())
         with pytest.raises(
             RewardCrash, match=r"'judges' crashed .group 7.: .* exited with status 7 and is being replaced$"

@@ -114,8 +114,8 @@ async def test_verl_gets_the_text_of_a_conversation(file: str) -> None:
         ),
         ("compute_score", {}, "the columns of the data are: none"),
         ("needs_info", VERL, "needs the columns difficulty; the columns of the data are: ability, data_source, reward_m"),
-        ("odd", VERL, "it returned {'acc': 1.0} (dict) for member 0; expected finite numbers or None (in verl's form, or "
-         "dictionaries with `score`)"),
+        ("odd", VERL, "it returned {'acc': 1.0} (dict) for member 0; expected finite numbers or None (a function in "
+         "verl's form may also return dictionaries with `score`)"),
         ("data.score_answer", {"solution": "7"}, "reasoning-gym data set (question, answer, metadata); the columns of the "
          "data are: solution"),
     ],

@@ -141,7 +141,7 @@ async def test_groups_of_other_processes_need_their_routes(tmp_path: Path) -> No
     bad = {
         "member 0: routed_experts is missing, but this run replays": None,
         "member 0: routed_experts is int8 [3, 1, 2]; expected signed integers [3, 2, 2]": routes[:, :1],
-        "member 0: routed_experts: row 0, layer 0: the choice [3, 3] names an expert twice": np.full_like(routes, 3),
+        "member 0: routed_experts: token 0, layer 0: the choice [3, 3] names an expert twice": np.full_like(routes, 3),
     }
     async with (
         RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring,

@@ -61,7 +61,7 @@ class QueryBlock:
 class _LazyBin:
     """A bin of blocks. `build` computes its key indices at each use, because those of all bins would outgrow the inputs."""
 
-    # [6, R, 1] int64. The rows are prefix start, prefix length, start of the own tokens, low, first, end.
+    # [6, R, 1] int64. Six numbers of each block: prefix start, prefix length, start of the own tokens, low, first, end.
     members: Tensor
     length: int  # L
     width: int  # C
@@ -88,7 +88,7 @@ class _LazyBin:
 
 
 class GeneralAttention:
-    """Attention over a packed tree. In `rows` each packed token must be an own token of exactly one row (`Row`)."""
+    """Attention over packed trees. In `rows` each packed token must be an own token of exactly one row (`Row`)."""
 
     def __init__(self, rows: list[Row], window: int | None, heads: int, device: torch.device) -> None:
         self.window = window

@@ -4,9 +4,9 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 [Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
 the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
 
-A training tree without a window takes two calls. In the first call each token attends to its own row without the prefix. In the
-second call the suffix tokens of each tree attend to their prefix. Their two results are merged by the log-sum-exp.
-Backward gives the merged output and log-sum-exp to both calls, which makes both gradients exact (Liu et al., arXiv:2310.01889).
+A layer without a window takes two calls for all packed trees. In the first call each token attends to its own row without the
+prefix. In the second call the suffix tokens of each tree attend to their prefix. The log-sum-exp merges the two results. Backward
+gives the merged output and log-sum-exp to both calls, which makes both gradients exact (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its prefix.
 Gradients of keys that several rows share are summed in float32.
@@ -63,7 +63,7 @@ class Kernel(Protocol):
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        """Row n has `used_N[n]` keys, from `rows.keys.ends[n]` on. `used_N`: int32. The ends need not ascend. Returns [Q, H, D]."""
+        """For a cache: `rows.keys.ends[n]` is the index of row n's first key, `used_N[n]` (int32) the number of row n's keys."""
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
@@ -179,7 +179,7 @@ def ends_of(lengths: Sequence[int] | Int64Array, device: torch.device) -> Ends:
 
 
 class RaggedTree:
-    """A training tree, for a layer without a window. In `rows` each packed token must be an own token of exactly one row."""
+    """All packed trees, for a layer without a window. In `rows` each packed token must be an own token of exactly one row."""
 
     def __init__(self, kernel: Kernel, rows: list[Row], device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])
@@ -232,7 +232,7 @@ class RaggedTree:
 
 
 class RaggedWindow:
-    """A training tree, for a layer whose queries see `window` tokens. `rows`: as in `RaggedTree`."""
+    """All packed trees, for a layer whose queries see `window` tokens. `rows`: as in `RaggedTree`."""
 
     def __init__(self, kernel: Kernel, rows: list[Row], window: int, device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])

@@ -46,11 +46,11 @@ def fits(rows: list[Row], heads: int) -> bool:
 
 
 class RowAttention:
-    """In `rows` each packed token must be an own token of exactly one row."""
+    """Attention for short rows. In `rows` each packed token must be an own token of exactly one row."""
 
     def __init__(self, rows: list[Row], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # Rows without a prefix share no bin with other rows, because their prefixes would all be padding.
+        # Rows without a prefix share no bin with rows that have one, because their prefixes would all be padding.
         groups = share_out([row for row in rows if not row[1]], heads) + share_out(
             [row for row in rows if row[1]], heads
         )
@@ -58,7 +58,7 @@ class RowAttention:
         self._scores = sum(row_bin.scores for row_bin in self._bins)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D], and the weights of all rows, which backward needs."""
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D], and all attention weights, which backward needs."""
         out = torch.empty(query.shape, dtype=query.dtype)
         kv_heads = key.shape[1]
         kept = torch.empty(self._scores * query.shape[1], dtype=query.dtype)

@@ -151,7 +151,7 @@ class TreePlan(PlanWithRoutes):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> tuple[Tensor, Tensor]:
         """(output, saved): the output of `attend` without an autograd graph, and one tensor that `backward` needs. `saved` is
-        the log-sum-exp, the weights of short rows, or an empty tensor if `backward` computes the forward again."""
+        the log-sum-exp, the attention weights of short rows, or an empty tensor if `backward` computes the forward again."""
         self._check_count(query)
         terms = terms.simplified_for(self.longest)
         ragged = self._ragged_plan(query, terms)

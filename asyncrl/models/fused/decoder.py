@@ -7,7 +7,7 @@ Brackets: weights that are used as one matrix. Parentheses: norms of some models
 transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
 autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of both halves, q/k/v, the output of
 attention and gate/up. Its backward computes cheap values again, and adds weight gradients directly to the flat buffer. In a
-layer with experts the node ends after the norm before the experts. Sampling and training run the same code.
+layer with experts the node ends with the norm that precedes the experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
 recorded call of the model's own layer (tracing.py). Other models run through transformers, which is slower. Modules, weights
@@ -290,7 +290,7 @@ class _FusedLayer(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The attention half and the norm before the experts: [T, E] -> (residual stream [T, E], its norm [T, E])."""
+    """The attention half and the norm before the experts: [T, E] -> (residual stream [T, E], normalised stream [T, E])."""
 
     @staticmethod
     def forward(

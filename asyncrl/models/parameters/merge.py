@@ -38,7 +38,7 @@ def factors(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, 
 
 
 class Merge:
-    """Keeps W0 of every adapted weight. It never changes, so any thread may read it."""
+    """Keeps W0 of every adapted weight. A `Merge` never changes, so any thread may use it."""
 
     def __init__(self, places: Sequence[Place], rank: int, scale: float, weights: Tensor) -> None:
         """`weights`: all weights of the model, unmerged, in one buffer. `scale`: s."""
