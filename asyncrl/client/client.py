@@ -1,4 +1,4 @@
-"""Clients for programs that send groups to a run through its ring in shared memory. `Client` blocks, `AsyncClient` does not."""
+"""Clients for producers, which send groups to a run through its ring in shared memory. `Client` blocks, `AsyncClient` does not."""
 
 from __future__ import annotations
 

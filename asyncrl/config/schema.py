@@ -400,8 +400,8 @@ class RunConfig(SettingsSection):
     dir: LocalPath = field("runs", "The directory with the run directories.")
     overwrite: bool = field(
         False,
-        "At a job's first start: rename an existing run directory and start a new run. Two renamed directories are kept. See "
-        "`resume`.",
+        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed directories "
+        "are kept. See `resume`.",
     )
 
     @field_validator("name")

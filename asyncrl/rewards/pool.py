@@ -30,7 +30,7 @@ Guarantees
 * A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
   functions, and ends after its last call. One successor starts at a time.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
-  process is killed (concurrency/guard.py). Opening kills processes of dead runs' rewards (concurrency/leftovers.py).
+  process is killed (concurrency/guard.py). Opening the pool kills reward processes that dead runs left (concurrency/leftovers.py).
 
 The task that opens the pool must also close it, on the loop's thread.
 """

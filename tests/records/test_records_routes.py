@@ -103,7 +103,7 @@ def test_exactly_the_choices_of_routers_pass(rows: int, layers: int, k: int, ran
         return
     with pytest.raises(DataError) as error:
         check_routes(np.array(drawn, np.int8), 6)
-    assert any(str(error.value).startswith(f"row {row}, layer {layer}: ") for row, layer in bad)
+    assert any(str(error.value).startswith(f"token {row}, layer {layer}: ") for row, layer in bad)
 
 
 def test_good_routes_are_checked_without_being_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
