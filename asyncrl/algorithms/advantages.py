@@ -84,7 +84,7 @@ class Estimator:
         """Rewards of one group [G] -> advantages [G]. Errors: TypeError if the estimator needs the whole step."""
         if self.group is None:
             raise TypeError(
-                f"advantage {self.name!r} needs the rewards of the whole step; call `of_step` with all its groups"
+                f"advantage {self.name!r} needs the rewards of the whole step; call its method `of_step` with all groups"
             )
         return self.group(rewards_G)
 

@@ -68,7 +68,7 @@ def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str,
 class EpochOrder:
     """A permutation of `range(rows)` keyed by (seed, epoch): swap-or-not shuffle (Hoang, Morris, Rogaway, CRYPTO 2012).
 
-    Round i pairs x with `(k_i - x) mod n`. A keyed bit of the larger member of a pair decides whether the pair is swapped.
+    Round i pairs x with `(k_i - x) mod n`. A keyed bit of the larger number of a pair decides whether the pair is swapped.
     Each round is its own inverse, so all rounds together are a permutation for any n. 6 log2(n) rounds mix well.
     numpy's random streams are not used: they may change between versions, and a resumed run must find the same rows.
     """

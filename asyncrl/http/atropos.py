@@ -20,7 +20,7 @@ Guarantees
   too deep, too slow or too many are refused (4xx or 503), and connections leave the run enough descriptors.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
-trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer. `min_batch_allocation`
+requests of a trainer (`/register`, `/batch`, `/reset_data`) are refused: the run itself is the trainer. `min_batch_allocation`
 reserves nothing (and `/status-env` says so). `queue_size` counts groups that were accepted and are not trained yet, so Atropos'
 `max_batches_offpolicy` bounds their number. Shared memory (`asyncrl.client`) is the fast path into the same ring.
 

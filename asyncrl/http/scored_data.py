@@ -44,7 +44,7 @@ UNUSABLE = {
 
 def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
     """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError that names the member and
-    the fault. One faulty member refuses the group."""
+    the fault. A group with one faulty member is refused."""
     if not isinstance(item, Mapping):
         raise DataError(f"the group is {_describe(item)}; expected an object with tokens, masks and scores")
     for name, reason in UNUSABLE.items():

@@ -24,7 +24,7 @@ from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Names of arguments that are not columns. A column of the data with one of these names is refused if the function accepts it.
+# Names of arguments that are not columns. A data column of such a name is refused if the function has such an argument.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
 
 

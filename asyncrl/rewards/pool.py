@@ -417,7 +417,7 @@ class RewardPool:
     async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
-        """The answer. A failed call, and a member without a valid score, get the value that `on_error` names."""
+        """The answer. If `on_error` is not `fail`, its value replaces the scores of a failed call, and each invalid score."""
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)

@@ -3,7 +3,7 @@
 The process that is started here is the worker's guard (concurrency/guard.py), and the worker is its child. Before the guard ends it
 kills the worker and every process of the worker. The guard's exit status is the worker's.
 
-    {"id": n} + pickle            pool -> worker    load the functions, or call one (by cloudpickle)
+    {"id": n} + cloudpickle       pool -> worker    load the functions, or call one of them
     {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of that request; its reply follows when it has ended
     {"id": n, "grown": bytes, "answer": ..., "error": ...}
                                   worker -> pool    `answer` or `error`; `grown`: memory gained since the functions' first calls
@@ -97,7 +97,7 @@ class RewardWorker:
 
     @property
     def guard_was_killed(self) -> bool:
-        """Whether the guard, or the worker alone, was killed: the status is the same. Processes of the worker may be left."""
+        """Whether the guard was killed, so that processes of the worker may be left. Also True if only the worker was killed."""
         return self._child.exit_code == -signal.SIGKILL
 
     @property
