@@ -184,6 +184,6 @@ def _load_module(address: str, place: str) -> ModuleType:
 
 
 def _append_to_path(folder: str) -> None:
-    """Makes the other files of the folder importable. The folder comes last in the path, so that it hides no installed package."""
+    """Makes the files of the folder importable. The folder comes last in the path, so that it hides no installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -85,8 +85,8 @@ def _behind_question(text: str, bare: str) -> str:
 class CompletionText:
     """Makes the text of a completion for rewards, rollouts and `Runtime.generate`. The options are those of `reward.text`.
 
-    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count
-    what else of the completion the text lacks.
+    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count what
+    else the text lacks.
     """
 
     def __init__(

@@ -287,7 +287,7 @@ def _padding_token(module: nn.Module, tokenizer: Any) -> int | None:
 
 
 def _conversation(prompt: str | Messages, completion: str | Messages) -> Messages:
-    """The messages of prompt and completion. A final assistant message of the prompt is joined with the first of the completion."""
+    """The messages of prompt and completion. A final assistant message of the prompt is joined with the completion's first."""
     before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after: Messages = (
         [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)

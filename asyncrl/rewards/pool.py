@@ -20,7 +20,7 @@ Guarantees
 * After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
   instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
 * A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
-  of these calls is sent again once, to a worker that runs no other call meanwhile. So the one that crashes is found.
+  of these calls is sent again once, to a worker that runs no other call meanwhile. So the call that crashes is found.
 * A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times. Each try has a
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
@@ -340,7 +340,7 @@ class RewardPool:
             raise
 
     async def _acquire(self, call: RewardCall) -> RewardWorker:
-        """A worker with room for this call. Errors: LifecycleError where the pool is closed, RewardError where it is broken."""
+        """A worker with room for this call. Errors: LifecycleError if the pool is closed, RewardError if it is broken."""
         # Callers of the same kind get workers in the order in which they asked.
         async with self._blocking_turn if call.alone else self._coroutine_turn:
             while True:
@@ -386,7 +386,7 @@ class RewardPool:
         """The same trajectories, in order, with `components` and `reward` (the weighted sum of the components that apply).
 
         A reward that the environment gave is added to the sum. Without functions the trajectories are returned unchanged.
-        Errors: `RewardError` and its kinds where `on_error` is `fail`; `LifecycleError` where the pool is not open.
+        Errors: `RewardError` or a subclass if `on_error` is `fail`; `LifecycleError` if the pool is not open.
         """
         if self._state is not _PoolState.OPEN:
             raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")

@@ -1,4 +1,4 @@
-"""Flat parameters: all masters in one buffer, all gradients in another. The parameters of the modules are views of a buffer.
+"""Flat parameters: all master weights (masters) in one buffer, all gradients in another. Module parameters are views of a buffer.
 
 The master dtype is float32, or float64 if the matmul dtype is float64. The matmul dtype decides what the modules read:
 * Equal to the master dtype: parameters are views of the masters, and each `.grad` is a view of the gradient buffer, so autograd

@@ -222,7 +222,7 @@ def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.
 def _find_parameters(
     module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
 ) -> Iterator[Target]:
-    """Targets of `names` that are no layers. peft nests one wrapper per parameter of a module; that of the first is innermost."""
+    """Targets of `names` that are no layers. peft wraps a module once for each parameter; the first wrapper is innermost."""
     unreached, found = unreached_names(module), set[str]()
     for owner, part in module.named_modules():
         parameters: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
