@@ -145,7 +145,12 @@ class _End:
                 return
             while frames[-1].more:
                 frames.append(self._socket.recv(copy=False))
-            self._receive(frames)
+            try:
+                self._receive(frames)
+            except BaseException:
+                # zmq does not signal again for the messages that follow.
+                self._read_soon()
+                raise
         self._read_soon()
 
     def _read_soon(self) -> None:
@@ -303,6 +308,9 @@ class LineServer(_End):
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, head = bytes(frames[0].buffer), frames[1]
+        if identity.startswith(b"\0"):
+            # A connection that another one of the same client has replaced. Its messages are sent again.
+            return
         peer, message = identity.decode(), orjson.loads(head.buffer)
         operation, session = message[:2]
         if operation == HELLO:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import orjson
 import psutil
 import pytest
 import warm
@@ -391,6 +392,27 @@ async def test_a_message_that_is_lost_with_its_connection_is_handled_once_and_in
                     number += 20
             cutting.cancel()
     assert handled == {"rank 0": [*range(number)], "rank 1": [*range(number)]}
+
+
+async def test_old_messages_of_a_client_that_is_back_stop_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    """They were not read, because the server was stopped or busy. zmq gives their connection another name, in any bytes."""
+    async with two_ends() as (server, client):
+        hello = orjson.dumps((exchange.HELLO, "a session", 0, 0, "", {"protocol": 1, "again": False, "machine": ""}))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as old, context.socket(zmq.DEALER) as new:
+            for each in (old, new):
+                # Nothing here yields to the server.
+                each.linger, each.routing_id, each.curve_serverkey = 0, b"rank 2", server._server_keys[0]
+                each.curve_publickey, each.curve_secretkey = zmq.curve_keypair()
+                each.connect(server.address)
+                for _ in range(50):
+                    each.send(hello)
+                time.sleep(0.3)  # noqa: ASYNC251
+                if each is old:
+                    each.close()
+                    time.sleep(0.2)  # noqa: ASYNC251
+            await client.ask("echo")
+            await until(lambda: server.peers == ["rank 1", "rank 2"])
+    assert not caplog.text
 
 
 async def test_a_peer_that_was_given_up_cannot_come_back_unnoticed() -> None:
