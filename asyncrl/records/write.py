@@ -98,7 +98,7 @@ class Plan:
             elif size:
                 flat = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
                 out = flat.reshape(-1, *inner[: spec.inner]) if spec.inner else flat
-                np.concatenate(data, out=out, casting="equiv")  # an error if `data` changed after `plan`
+                np.concatenate(data, out=out, casting="equiv")  # raises if a dtype or shape changed after `plan`
             entries += (section, CODES[dtype], spec.axis, 0, 0, *inner, offset, size)
             offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:

@@ -5,8 +5,8 @@
 Every batch is one closure on the device's thread, so decoding and training can run between two batches. A batch holds texts of
 one call of `score`: the completions of a group, or a single one (`reward.batch`).
 
-With `reward.on_error: fail` a text that is too long or has no finite score ends the run. Otherwise the text gets the score that the
-setting names. If the model raises, this holds for all texts of the call. The metric `reward/{name}/errors` counts both cases.
+With `reward.on_error: fail` a text that is too long or has no finite score raises `RewardError`. Otherwise the setting names its
+score. If the model raises, this holds for all texts of the call. The metric `reward/{name}/errors` counts both cases.
 """
 
 from __future__ import annotations
