@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _CHECKED_ROWS = 20_000  # takes a fraction of a second
-# Source of prompts -> its rows and the names of their columns. The run uses these rows, so that no source is read twice.
+# Source of prompts -> its rows; source -> names of the columns. The run uses these rows, so that no source is read twice.
 _rows: dict[str, PromptRows] = {}
 _columns: dict[str, list[str]] = {}
 

@@ -64,7 +64,7 @@ class _State(Enum):
     CLOSED = "closed"
 
 
-# Fraction of the grace period in which a stopped run waits for collectives. Then it writes its checkpoint.
+# A stopped run waits for collectives during this fraction of the grace period. Then it writes its checkpoint.
 _COLLECTIVE_FRACTION = 0.25
 
 

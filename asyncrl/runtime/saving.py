@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # (name, work, *arguments)
-# Fraction of the grace period in which a stopped run waits for other ranks. The rest is for writing.
+# A stopped run waits for other ranks during this fraction of the grace period. The rest is for writing.
 _WAIT_FRACTION = 0.6
 # Bytes on disk for tokenizer, cursors and metrics, beside the tensors of a checkpoint.
 _MARGIN = 16 << 20
@@ -95,7 +95,7 @@ class SavedRun:
     def require_cursor(self, one: bool) -> None:
         """`one`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint's cursors do not fit."""
         prompts = self.checkpoint.run["prompts"]
-        # A checkpoint of one training rank fits both.
+        # A checkpoint of one training rank fits both kinds of run.
         if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one:
             return
         kinds = "one prompt cursor for each rank", "one prompt cursor for all ranks (distributed.roles)"

@@ -203,7 +203,7 @@ class ShardedTrainer(TorchTrainer):
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet
         self._all_finishing = False
-        self._broken = False  # a forward or backward did not end
+        self._broken = False  # an error ended a forward or backward
         super().__init__(
             policy,
             config,

@@ -45,7 +45,7 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """Every segment of this user, by name. It takes no lock that could disturb an owner, and skips links and folders."""
+    """Every segment of this user, by name. Takes no lock that could disturb an owner. Skips links and folders."""
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):

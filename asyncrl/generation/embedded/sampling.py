@@ -46,7 +46,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def _mix(state: UInt64Array) -> UInt64Array:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits. It makes good random bits of a counter."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits. It turns a counter into good random bits."""
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     return state ^ (state >> np.uint64(31))
