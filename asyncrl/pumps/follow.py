@@ -125,7 +125,9 @@ class Remote:
             "counts": counts,
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
-        await self._line.tell(REPORT, header)
+        # The end of the pumps cancels this task, and the counts are in no other report.
+        with anyio.CancelScope(shield=True):
+            await self._line.tell(REPORT, header)
 
     async def report_often(self) -> None:
         """Report until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""

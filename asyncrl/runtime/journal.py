@@ -241,8 +241,17 @@ class Journal:
         with self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")
 
-    async def write_pending(self) -> None:
-        """Write the lines of committed steps whose evaluation or checkpoint did not happen, because the run ended."""
+    async def hold(self, version: int, extra: Mapping[str, float]) -> None:
+        """Like `write`, but `write_pending` writes the line of a step that is not written yet."""
+        if version not in self._pending:
+            return await self.write(version, extra)
+        self._pending[version][1].update(extra)
+
+    async def write_pending(self, counts: Mapping[str, float]) -> None:
+        """Write the lines of committed steps that are not written yet, at the end of the run. `counts`: added to the last line."""
+        if self._pending:
+            _, metrics = self._pending[max(self._pending)]
+            metrics.update({name: metrics.get(name, 0.0) + value for name, value in counts.items()})
         for version in sorted(self._pending):
             await self.write(version, {})
 

@@ -35,7 +35,7 @@ from asyncrl.errors import (
     first_line,
 )
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import Follower, Remote
+from asyncrl.pumps.follow import GENERATED, Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
@@ -253,7 +253,9 @@ class OpenRun:
             await self._agree_on_time()
             await self.checkpointer.announce(version, self.graph.waiting_prompt)
             last = self.graph.is_last_version()
-            await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
+            # The last counts of ranks that only generate come with their last reports, at the end.
+            write = self.journal.hold if last and self.dispatch is not None else self.journal.write
+            await self.graph.evaluate(version, partial(write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
                 state = self.checkpointer.rank_state(self.graph.waiting_prompt)
                 await self.checkpointer.at_version(version, state, last, self._start_after_evaluations)
@@ -357,7 +359,7 @@ class OpenRun:
                         await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
                     await self.profiler.close(version)
-                    await self.journal.write_pending()
+                    await self.journal.write_pending(self.ports.recorder.take_counts(GENERATED))
                     logged_by_program = self.ports.recorder.take_counts(("own/",))
                     await self.journal.write(version, logged_means(logged_by_program))
                     for skipped in self.graph.evaluations.unfinished:

@@ -312,9 +312,12 @@ asyncio.run(main())
 
 
 def test_ranks_that_only_train_know_the_names_of_reward_functions(tmp_path: Path) -> None:
-    dry = with_roles(DRY, 1, 1) | {"telemetry": TELEMETRY}
+    dry = with_roles(DRY, 1, 1) | {"telemetry": TELEMETRY, "train": DRY["train"] | {"max_steps": 1}}
     with start_two(tmp_path, dry, ("-c", PARTIAL), WARM_WORKERS="") as ranks:
         assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.output[-3000:] for rank in ranks]
+    [line] = metrics_of(tmp_path / "runs/run")
+    # Rank 1 tells its tokens after the commit of the only step.
+    assert line["engine/tokens"] >= line["train/tokens"]
     folder = tmp_path / "another"
     folder.mkdir()
     with start_two(folder, dry | {"reward": f"{REWARDS}:another_name"}, WARM_WORKERS="") as ranks:
