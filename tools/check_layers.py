@@ -108,8 +108,8 @@ CEILINGS: dict[str, int] = {
     "telemetry": 2854,
     "training": 2271,
     "transport": 4583,
-    "weights": 907,
-    "tests": 56957,
+    "weights": 909,
+    "tests": 56981,
     "tools": 9094,
 }
 BENCHMARKS = "asyncrl_bench"

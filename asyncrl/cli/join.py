@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -42,8 +43,7 @@ def _join(address: str, *overrides: str) -> int:
     from asyncrl.distributed.joining import ask_to_join, require_secret
     from asyncrl.errors import ConfigError
 
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
+    if not (found := re.fullmatch(r"[^\s/]+:(\d{1,5})", address)) or not 0 < int(found[1]) < 1 << 16:
         raise ConfigError(
             f"asyncrl join: the address is {address!r}; expected HOST:PORT, as the first lines of the run show it"
         )

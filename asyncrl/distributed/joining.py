@@ -27,7 +27,7 @@ VARIABLE = "ASYNCRL_SECRET"
 MIN_LENGTH = 16  # characters of a secret
 JOIN = "run/join"
 # Names on the line of nodes that have no number yet begin with it.
-JOINING = "a node that joins, "
+JOINING = "joining node "
 
 
 @dataclass(frozen=True, slots=True)

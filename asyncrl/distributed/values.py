@@ -25,22 +25,20 @@ class Values:
         self._changed = asyncio.Event()
 
     async def answer(self, peer: str, request: Any, values: Sequence[Buffer]) -> Answer:
-        """[set, [key]] writes one value. [get, keys] waits for all keys. [check, keys] tells whether all exist. [delete, [key]]."""
+        """[set, [key]] writes one value. [get, keys] waits for all keys."""
         operation, keys = request
         if operation == "set":
             self._values[keys[0]] = bytes(values[0])
             self._changed.set()
             self._changed = asyncio.Event()
-        elif operation == "delete":
-            self._values.pop(keys[0], None)
-        elif operation == "get":
-            while not self._has(keys):
-                await self._changed.wait()
-            return None, [self._values[key] for key in keys]
-        return self._has(keys), ()
+            return None, ()
+        while not self._values.keys() >= {*keys}:
+            await self._changed.wait()
+        return None, [self._values[key] for key in keys]
 
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+    def keep(self, prefix: str) -> None:
+        """Delete all values with other keys."""
+        self._values = {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
 
 class LineStore(dist.Store):

@@ -158,7 +158,7 @@ def place(
     elif spare:
         reason = f"auto: {spare[0]} trains nothing"
     else:
-        reason = "auto: vLLM runs in workers" if vllm else "auto: distributed.roles is set"
+        reason = "auto: vLLM runs in workers" if vllm else "auto: distributed.roles or distributed.listen is set"
     names = ", ".join(dict.fromkeys(map(str, devices)))
     beside = f", {trainer_threads} for the trainer" if world.trains else ""
     line = (

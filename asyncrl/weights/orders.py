@@ -234,9 +234,9 @@ class ServedOrders:
         server.on("weights/model", self._on_model)
         server.on("weights/wrote", self._on_wrote)
         server.on("weights/next", self._on_next)
-        values = Values()
-        server.on("weights/store", values.answer)
-        self.store = LineStore(partial(values.answer, server.name))
+        self._values = Values()
+        server.on("weights/store", self._values.answer)
+        self.store = LineStore(partial(self._values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
         """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`describe_model`)."""
@@ -252,6 +252,8 @@ class ServedOrders:
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
+        # Nodes come and go as long as the run goes on, and each time all form new process groups.
+        self._values.keep(f"weights/{order.group}/")
         if node == self._server.name:
             return await self._run_own(order)
         failure: str | None = (await self._server.ask(node, "weights/broadcast", tuple(order)))[0]

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asyncrl import __version__
+from asyncrl.cli.join import main
 from asyncrl.distributed import joining
 from asyncrl.distributed.joining import Entrance, Joined, ask_to_join, listen_at
 from asyncrl.distributed.line import LineServer
@@ -83,3 +84,9 @@ async def test_an_address_where_rank_0_cannot_listen_is_refused_by_name() -> Non
             with pytest.raises(ConfigError, match=f"distributed.listen is {setting}, and rank 0 cannot listen there"):
                 await listen_at(server, setting)
             await server.aclose()
+
+
+@pytest.mark.parametrize("address", ["here", "a b:29600", "tcp://10.0.0.5:29600", "10.0.0.5:0", "10.0.0.5:99999"])
+def test_an_address_that_no_run_can_have_is_refused_by_name(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([address]) == 2
+    assert f"the address is {address!r}; expected HOST:PORT" in capsys.readouterr().err

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.distributed.line import LineServer
 from asyncrl.errors import DivergenceError, RankLost
 from asyncrl.weights.broadcast import Stripes, buckets
-from asyncrl.weights.orders import MOST_FAILURES, Order, Orders
+from asyncrl.weights.orders import MOST_FAILURES, Order, Orders, ServedOrders
 
 SENDERS = ("rank 0", "rank 1")
 
@@ -248,3 +250,18 @@ async def test_the_work_of_a_version_grows_with_the_receivers_and_not_with_their
             assert len(notified) <= 5, f"version {version}"
             notified.clear()
     assert nodes.versions() == [(version, sorted(names)) for version in range(3)]
+
+
+async def test_the_store_keeps_only_the_keys_of_the_newest_process_groups() -> None:
+    desk = ServedOrders(LineServer("a secret of the tests"), ["rank 0"], [], 5.0, lambda node, reason: None)
+
+    async def form(order: Order) -> None:
+        await asyncio.to_thread(desk.store.set, f"weights/{order.group}/rank 0/0", "an address")
+
+    desk.on_order(form)
+    for group in (1, 2, 2, 3):
+        await desk._ask("rank 0", Order(0, None, group, ["rank 0"], []))
+    assert await asyncio.to_thread(desk.store.get, "weights/3/rank 0/0") == b"an address"
+    for group in (1, 2):
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(desk.store.wait, [f"weights/{group}/rank 0/0"], timedelta(seconds=0.05))
