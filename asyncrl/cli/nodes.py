@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _row(node: Mapping[str, Any], written: float) -> tuple[str, ...]:
-    seen = "never" if node["seen"] is None else _ago(written - node["seen"])
+    seen = ("has left" if node["machine"] else "never") if node["seen"] is None else _ago(written - node["seen"])
     if node["lost"]:
         at = time.strftime("%H:%M:%S", time.localtime(node["seen"]))
         seen = f"lost at {at}: {node['lost']}"

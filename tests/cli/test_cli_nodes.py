@@ -45,6 +45,8 @@ def test_a_list_says_how_old_it_is(
             "tokens_per_s": 1234.5,
             "seen": written - 2,
         },
+        {**NODE, "rank": 2, "seen": None},
+        {**NODE, "rank": 3, "machine": None, "version": None, "seen": None},
     ]
     state = {"written": written, "every_s": 5.0, "ended": ended, "nodes": nodes}
     (tmp_path / "config.yaml").touch()
@@ -53,7 +55,9 @@ def test_a_list_says_how_old_it_is(
     assert capsys.readouterr().out == (
         "rank  machine  role       version  groups  tokens/s  last sign of life\n"
         "0     node-1   trains     7        -       -         now\n"
-        "1     -        generates  7        3       1,234     2 s ago\n" + said
+        "1     -        generates  7        3       1,234     2 s ago\n"
+        "2     node-1   trains     7        -       -         has left\n"
+        "3     -        trains     -        -       -         never\n" + said
     )
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == state
