@@ -16,6 +16,7 @@ All methods run on the lane, the thread that owns the device. Shape legend: B te
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,14 @@ class RewardModel:
         self.longest = config.max_tokens or _longest_text(module, tokenizer)
         self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
+
+    def digest(self) -> str:
+        """A fingerprint of weights, vocabulary and chat template. Equal files have the same fingerprint on every device."""
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [int(p.flatten().view(bits[p.itemsize]).sum(dtype=torch.int64)) for p in self.module.parameters()]
+        vocabulary = sorted(getattr(self._tokenizer, "get_vocab", dict)().items())
+        parts = sums, vocabulary, getattr(self._tokenizer, "chat_template", None)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
         """Token ids. Errors: RewardError for messages if there is no chat template, or if the template refuses the messages."""

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .gate import Verdict
 
 _SHOWN_EVERY_S = 1.0
+REWARD_MODELS = "reward models"
 # The kind of the message with which a rank that ends early says why, and the most time for sending it.
 ENDED, _TELL_S = "ended", 1.0
 # The run goes on without a rank that only generates, if one of these or a signal ends it: other ranks need not fail by the same.
@@ -98,6 +99,8 @@ class OpenRun:
     verdict: Verdict | None = None
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
+    # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
+    first_rewards: tuple[int, list[str]] | None = None
     placed: str = ""  # a sentence: device and threads of the engine
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line

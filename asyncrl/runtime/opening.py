@@ -29,7 +29,7 @@ from .decided import Decided, check_chosen, chosen_settings
 from .inputs import load_prompts
 from .journal import Journal
 from .nodes import Nodes
-from .opened import ENDED, OpenRun
+from .opened import ENDED, REWARD_MODELS, OpenRun
 from .performance import StepProfiler
 from .positions import Positions
 from .progress import Listeners, Stages, collections_between_steps
@@ -222,6 +222,7 @@ async def _open_line(run: OpenRun) -> None:
 
 
 async def _listen(run: OpenRun, server: LineServer) -> None:
+    server.on(REWARD_MODELS, partial(_first_rewards, run))
     world, listen = run.world, run.config.distributed.listen
     if listen is None:
         await server.open(world.host)
@@ -249,6 +250,11 @@ def _let_join(run: OpenRun) -> None:
         }  # fmt: skip
 
     run.entrance.open(describe)
+
+
+async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> Any:
+    run.first_rewards = run.first_rewards or header
+    return run.first_rewards, ()
 
 
 async def _agree(run: OpenRun, line: LineClient) -> None:

@@ -16,7 +16,9 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import last_version, row_limit
 from asyncrl.config.schema import Config
+from asyncrl.distributed.line import LineClient
 from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import (
     Choose,
@@ -42,7 +44,7 @@ from .absent import Absent
 from .gate import check_run_model
 from .inputs import measure_prompts
 from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_positions
-from .opened import OpenRun
+from .opened import REWARD_MODELS, OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
 from .workers import open_generating, open_sender, open_workers, take_engine
@@ -78,7 +80,9 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     positions = kv_positions(config, prompts)
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         if world.generates:
-            run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+            models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+            run.reward_models = models
+            await _compare_reward_models(run, models)
         if not world.trains:
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
@@ -132,6 +136,26 @@ def _policy(run: OpenRun) -> PolicyModel:
 def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:
     tokens, dtype, seed = batch_tokens(config), config.model.dtype, config.seed
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
+
+
+async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> None:
+    """Errors: ConfigError if a reward model is not that of the first rank that has loaded its own."""
+    if run.line is None or not models:
+        return
+    rank, found = (
+        run.world.rank,
+        await run.lanes[0].run(lambda: [model.digest() for model in models], name="start/digest"),
+    )
+    if isinstance(run.line, LineClient):
+        (first, expected), _ = await run.line.ask(REWARD_MODELS, [rank, found])
+    else:
+        first, expected = run.first_rewards = run.first_rewards or (rank, found)
+    for model, each, one, other in zip(models, run.config.reward.model, found, expected, strict=True):
+        if one != other:
+            raise ConfigError(
+                f"reward.model: {model.name!r} ({each.path}) has other weights, another vocabulary or another chat template on "
+                f"rank {rank} than on rank {first}; give all ranks the same files"
+            )
 
 
 def _load(run: OpenRun, cut: Cut) -> TorchTrainer:

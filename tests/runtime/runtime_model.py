@@ -31,6 +31,18 @@ def build_other(seed: int) -> tuple[Any, Any]:
     return build(seed + 1)
 
 
+def judge(seed: int) -> tuple[Any, Any]:
+    """A reward model, with other weights on each rank."""
+    import os
+
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    rank = int(os.environ["RANK"])
+    return seeded(
+        Qwen2ForSequenceClassification, Qwen2Config, rank, num_hidden_layers=1, num_labels=1
+    ), make_tokenizer()
+
+
 def build_wide(seed: int) -> tuple[Any, Any]:
     """The same with heads of the smallest size that vLLM's attention on CPUs takes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

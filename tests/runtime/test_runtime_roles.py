@@ -328,6 +328,18 @@ def test_ranks_that_only_train_know_the_names_of_reward_functions(tmp_path: Path
         assert expected in ranks[1].output
 
 
+@pytest.mark.parametrize("generate", [[0, 1], [1, 2]], ids=["rank 0 too", "not rank 0"])
+def test_ranks_with_unlike_reward_models_are_refused(tmp_path: Path, generate: list[int]) -> None:
+    tree = with_roles(ASYNC | {"reward": {"model": f"{MODEL}:judge"}}, [0, 1], generate)
+    with start_two(tmp_path, tree, size=generate[-1] + 1, WARM_WORKERS="") as ranks:
+        codes = [rank.wait(90) for rank in ranks]
+        one, other = generate
+        shown = "".join(ranks[rank].output for rank in generate)
+        assert ConfigError.exit_code in codes, shown
+        words = rf"'judge' .* has other weights, .* on\s+rank ({one}|{other}) than on rank ({one}|{other})"
+        assert re.search(words, shown), shown
+
+
 def test_the_command_of_the_page_about_many_nodes(tmp_path: Path) -> None:
     [block] = blocks("roles")
     launcher, *words = shlex.split(block.text)
