@@ -17,7 +17,7 @@
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
-    |  `- VersionAhead              a group claims a policy version that no step has reached (also ValueError)
+    |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
     |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)

@@ -39,7 +39,7 @@ class Absent:
 
 
 class TellVersions:
-    """The sink of a dry run with roles, which has no weights to send: rank 0 tells the other ranks each version."""
+    """The sink of a dry run with roles. There are no weights to send, so rank 0 tells the other ranks each version."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch

@@ -1,7 +1,7 @@
 """Compares a path's results on a probe with those of transformers' unmodified eager model.
 
     training    our forward and backward of a packed microbatch (ragged rows, shared prompts, a row past every window and original
-                context of the probe), against the eager model on each row alone
+                context of the probe), against the eager model
     sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version in between, against an eager forward over prompt and completion
 

@@ -36,27 +36,27 @@ def serve(channel: Connection) -> Never:
     if (wait := board.fetch(half)) is not None:
         wait()
     number, lock = options["rank"], threading.Lock()
-    worker = WorkerWrapperBase(number)
+    wrapper = WorkerWrapperBase(number)
     with v0_32.loading(v0_32.ModelSpec(model_config, layout, board.half(half))) as loader:
-        worker.init_worker([{}] * number + [options | {"is_driver_worker": False, "shared_worker_lock": lock}])
-        worker.init_device()
+        wrapper.init_worker([{}] * number + [options | {"is_driver_worker": False, "shared_worker_lock": lock}])
+        wrapper.init_device()
         try:
-            worker.load_model()
-            v0_32.require_supported(worker.get_model(), loader.parameters, device)
+            wrapper.load_model()
+            v0_32.require_supported(wrapper.get_model(), loader.parameters, device)
         except v0_32.FAILURES as error:
             # The worker raises this, or an error of its own, and then closes the channel.
             channel.send(error if isinstance(error, ConfigError) else RuntimeError(str(error)))
             channel.recv()
             raise
     current_platform.update_block_size_for_backend(options["vllm_config"])
-    runner = worker.worker.model_runner
+    runner = wrapper.worker.model_runner
     runner.sampler = v0_32.EngineSampler(runner, v0_32_split.receive_tokens)
     weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
-    worker.init_weight_transfer_engine({"board": board, "weights": weights, "fetches": copy_to is not None})
+    wrapper.init_weight_transfer_engine({"board": board, "weights": weights, "fetches": copy_to is not None})
     channel.send([piece for pieces, _ in weights for piece in pieces])
     while True:
         method, args, kwargs = channel.recv()
-        result = run_method(worker, method, args, kwargs)
+        result = run_method(wrapper, method, args, kwargs)
         if method not in v0_32_split.STEP:
             channel.send(result)
 

@@ -1,8 +1,8 @@
 """vLLM 0.32: records which experts each token was sent to, in the same blocks and slots as the token's keys and values.
 
 Each router of vLLM reports its choice to a callback; after the forward the choices are written to the slots of the tokens. So a
-cached prompt has the routes that its keys and values were computed with, whichever request computed them, and a reused block is
-written before it is read. (vLLM's own recording needs a model runner that these adapters do not use.)
+cached prompt has the routes with which its keys and values were computed, by whichever request. A reused block is written before
+it is read. (vLLM's own recording needs a model runner that these adapters do not use.)
 
 Shape legend: T tokens of a forward, k experts a token.
 """

@@ -202,7 +202,7 @@ class SplitExecutor(UniProcExecutor):
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **options: Any
     ) -> Any:
-        """Call a method of vLLM's worker in every process. Returns the worker's result in a step, else all results."""
+        """Call a method of vLLM's worker in every process. Returns this process's result in a step, else all results."""
         for channel in self._channels:
             # A partner that has ended: see `_watch`.
             with contextlib.suppress(BrokenPipeError):

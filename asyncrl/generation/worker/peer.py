@@ -1,4 +1,4 @@
-"""The parent's end of one worker process: what it was sent, what it reported, and how it ended."""
+"""The rank's end of one worker process: what it was sent, what it reported, and how it ended."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DeviceMemory:
         return None
 
     def writing(self) -> AbstractContextManager[Any]:
-        """The stream on which the owner writes: after earlier work of the current stream and before its later work."""
+        """The stream for the owner's writes, which run after earlier and before later work of the current stream."""
         return nullcontext()
 
     def record(self, slot: int, stream: Any) -> bytes:

@@ -2,7 +2,7 @@
 
     0     magic, version, bytes of data, run (16 random bytes, drawn at creation), time of creation in ns
     96    CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
-    128   secret (the owner's number, called tenure, and 44 random bits);  seal (1: the owner reads no more)
+    128   secret (tenure, which counts the owners, and 44 random bits);  seal (1: the owner reads no more)
     4096  data
 
 Guarantees

@@ -161,7 +161,7 @@ class TensorSender(_TensorEnd):
             raise anyio.BrokenResourceError
 
     def _process_messages(self) -> None:
-        """Process, without blocking, a new receiver, its releases and its end."""
+        """Accept a receiver, and read its releases and its end, without blocking."""
         if self._listener is not None:
             self._accept()
         if self._socket is None:
@@ -226,7 +226,7 @@ class TensorSender(_TensorEnd):
         return item_message(self.puts, handles)
 
     def on_message(self, message: bytes) -> None:
-        """Process the release of an item."""
+        """Free the block of an item that the receiver has released."""
         start = self._outstanding.pop(number_of(message), None)
         if start is not None:
             self.slab.free(start)
@@ -346,7 +346,7 @@ class TensorReceiver(_TensorEnd):
             self.release(self._unreleased.popleft())
 
     def _process_messages(self) -> None:
-        """Process the received messages, without blocking."""
+        """Read the sender's messages, without blocking."""
         messages, disconnected = self._socket.receive()
         for message in messages:
             if message[:1] == HELLO:
