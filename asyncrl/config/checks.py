@@ -486,9 +486,7 @@ def _check_roles(config: Config) -> Iterator[str]:
             f"door.ring is {config.door.ring}: other programs generate the groups, so no rank has to; leave {name} out"
         )
     if config.generation.placement == "shared":
-        yield prefix + (
-            "generation.placement is shared: then every engine runs in workers; use generation.placement=auto"
-        )
+        yield f"with {name} every engine runs in workers, but generation.placement is shared; use generation.placement=auto"
     if config.reroll.start_fraction < 1:
         yield prefix + (
             f"reroll.start_fraction is {config.reroll.start_fraction}: the rank with the prompt cursor does not see the rewards "

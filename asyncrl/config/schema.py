@@ -201,7 +201,7 @@ class AlgorithmBase(SettingsSection):
         1,
         "Parts of a batch, with an optimizer step each, in every pass. A part has whole groups, in the order of their prompts, "
         "and its loss is divided by the tokens or sequences of the part alone (verl: train_batch_size / ppo_mini_batch_size; TRL: "
-        "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups is dropped.",
+        "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups than parts is dropped.",
         ge=1,
     )
     router_replay: bool = field(

@@ -151,7 +151,7 @@ class RewardWorker:
         self._child.channel.send({"id": number, "cancel": True})
 
     async def reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to this request; after a cancellation call it again. Errors: `WorkerDiedError`."""
+        """Wait for the reply to this request. After a cancelled wait, wait again. Errors: `WorkerDiedError`."""
         await asyncio.wait([reply := self._replies[number]])
         del self._replies[number]
         if (message := reply.result()) is None:

@@ -83,7 +83,7 @@ def config(*overrides: str) -> Any:
     ("setting", "text"),
     [
         ("door.ring=name", "other programs generate the groups"),
-        ("generation.placement=shared", "then every engine runs in workers"),
+        ("generation.placement=shared", "every engine runs in workers"),
         ("reroll.start_fraction=0.5", "does not see the rewards"),
     ],
 )

@@ -166,7 +166,7 @@ class RecordRing:
         for link in list(self._links.values()):
             self._poll_ring(link)
         for link in self._links.values():
-            # A `put` that sees the seal may put its record into another ring, so this owner must not deliver it from this ring.
+            # No poll after this: a `put` that sees the seal stores its record again, for the next owner, and one copy may lie here.
             link.segment.seal()
             link.disconnect(self._loop)
         self._close_listener()
