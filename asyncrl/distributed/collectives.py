@@ -31,7 +31,7 @@ from ..errors import LifecycleError, RankLost
 # Timeout of a collective and of a call of the store. torch counts seconds in which the job was suspended, so a short timeout would
 # end a run that was only suspended. The watchdog and the line end a run that hangs.
 NO_TIMEOUT = timedelta(days=30)
-# Time between two looks at the reports while gloo waits. Gloo itself wakes the lane at the end of a collective.
+# Time between two looks at `LostRank.reason` while gloo waits. Gloo itself wakes the lane at the end of a collective.
 _LOOK_EVERY = timedelta(seconds=0.1)
 _PIECE_BYTES = 64 << 20
 # On nccl nothing wakes the lane, so it asks again after 3 % of the time that it has waited, within these bounds in seconds.
@@ -43,7 +43,7 @@ class LostRank:
     """Why the ranks of a run cannot go on together. `reason`: a sentence that names the lost rank; None while no rank is lost."""
 
     reason: str | None = None
-    # On nccl, after a report: no collective has a usable result any more.
+    # True after a report on nccl: no collective has a usable result any more.
     aborted: bool = False
 
     def report(self, reason: str) -> None:
@@ -74,7 +74,7 @@ def abort() -> None:
 class Collectives:
     """Collectives over the ranks of one process group. Errors: RankLost if another rank has ended or is lost."""
 
-    # The number of this rank among the ranks of the group, and their number.
+    # The number of this rank among the ranks of the group, and the number of ranks of the group.
     rank: int
     world_size: int
     # None: the default group, with all ranks of the world.
@@ -94,13 +94,13 @@ class Collectives:
         return self.reduce_gradients_(values)
 
     def reduce_gradients_(self, flat: torch.Tensor, group: Any = None) -> torch.Tensor:
-        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`. `group`: some of the ranks."""
+        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`. `group`: only over these ranks."""
         if self._has_other_ranks():
             self._run(lambda: dist.all_reduce(flat, group=group or self.group, async_op=True))
         return flat
 
     def broadcast_(self, values: torch.Tensor) -> torch.Tensor:
-        """Overwrite contiguous `values` with those of rank 0 of the world, which trains, in pieces of 64 MiB. Returns `values`."""
+        """Overwrite contiguous `values` with those of rank 0 of the world, in pieces of 64 MiB. Returns `values`."""
         if self._has_other_ranks():
             for piece in values.view(-1).view(torch.uint8).split(_PIECE_BYTES):
                 self._run(partial(dist.broadcast, piece, 0, group=self.group, async_op=True))
@@ -112,11 +112,11 @@ class Collectives:
         if not self._has_other_ranks():
             own.copy_(values)
         elif dist.get_backend(group) == "gloo":
-            # What gloo does itself, but that work cannot be watched.
+            # gloo's own reduce-scatter is an all-reduce, too, but its `Work` cannot be watched.
             self.reduce_gradients_(values, group)
             own.copy_(values.view(-1, own.numel())[dist.get_rank(group)])
         else:
-            # The second one is the name before torch 2.13.
+            # `reduce_scatter_tensor` is the name before torch 2.13.
             reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             self._run(lambda: reduce_scatter(own, values, group=group, async_op=True))
 
@@ -163,7 +163,7 @@ class Collectives:
                 # Raises at the timeout, too. An error of the collective is raised again below.
                 with contextlib.suppress(RuntimeError):
                     work.wait(_LOOK_EVERY)
-            # After a wait: a rank that ended may have finished its part before.
+            # Only after a wait: a rank that is lost may have finished its part of this collective before.
             if self.lost.reason is not None and not work.is_completed():
                 # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group or dist.group.WORLD))

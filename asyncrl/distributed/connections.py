@@ -27,7 +27,7 @@ class Connections:
         self._stack = AsyncExitStack()
         self._clients: dict[int, LineClient] = {}
         self._lock = anyio.Lock()
-        # Rank 0 knows the addresses of the training ranks.
+        # On rank 0: training rank -> address of its server.
         self._addresses: dict[int, str] = {}
         self._changed = anyio.Event()
         if isinstance(line, LineServer):

@@ -46,15 +46,15 @@ class Exchange:
     handlers: dict[str, Handler]
     transmit: Callable[[Sequence[Buffer]], None]
     down_since: float | None = None
-    error: RankLost | LifecycleError | None = None  # the exchange has ended
-    connection: int = -1  # descriptor of the server's connection
+    error: RankLost | LifecycleError | None = None  # why the exchange has ended
+    connection: int = -1  # on a server: descriptor of the newest connection
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _next: int = 0
     _window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WINDOW))
     _expected: int = 0  # number of the next message to handle
     _running: dict[int, asyncio.Task[tuple[bytes, Sequence[Buffer]]]] = field(default_factory=dict)
     _answers: dict[int, list[Buffer]] = field(default_factory=dict)  # whose receipt is not confirmed
-    _confirmed: int = 0
+    _confirmed: int = 0  # the peer has the answers to its messages below this number
 
     async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> Answer:
         number, sent = await self._post(ASK, kind, header, buffers)
@@ -74,7 +74,7 @@ class Exchange:
         try:
             return self.post(operation, kind, header, buffers, has_place=True)
         except BaseException:
-            # The next call that waits raises the error of the exchange, too.
+            # This wakes the next call that waits, which raises the error of the exchange, too.
             self._window.release()
             raise
 
@@ -87,7 +87,7 @@ class Exchange:
         number = self._next
         frames: list[Buffer] = [self._pack(operation, number, kind, header), *buffers]
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        # Nobody may wait for the answer any more when an error arrives.
+        # Without this, asyncio would log an error that arrives when nobody waits for the answer any more.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._next += 1
         sent = self._sent[number] = _Sent(frames, answer, has_place)
@@ -192,7 +192,7 @@ class Exchange:
 
 
 def _error_of(kind: str, text: str) -> AsyncrlError:
-    """The error of a handler, of the same class. WorkerDied has a constructor with other arguments."""
+    """The error of a handler, of the same class; AsyncrlError for WorkerDied, whose constructor takes other arguments."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, AsyncrlError) and found is not WorkerDied:
         return found(text)

@@ -15,7 +15,7 @@ on the lane. A rank without work runs a microbatch of weight 0 (training/sharded
     rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
     ranks may hold fewer rows, or none
 
-With `shards` below the number of ranks (HSDP), each run of W = `shards` ranks holds a whole model. Sums go over all ranks.
+With `shards` below the number of ranks (HSDP), W = `shards` consecutive ranks hold a whole model. Sums go over all ranks.
 
 Gradients of this rank's rows lie in one flat buffer. Its views are the `.grad` of the parameters, and FSDP2 adds into a
 `.grad` that exists. Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), section 3.
@@ -69,7 +69,7 @@ class ShardedParameters:
         `collectives`: of the ranks that train. `shards`: number of ranks that hold one copy of the model, a
         divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
 
-        A process group must be open, one for a single rank too. A collective. Errors: LifecycleError.
+        A collective. Errors: LifecycleError if no process group is open; a single rank needs one, too.
         """
         if not dist.is_initialized():
             raise LifecycleError(
@@ -222,8 +222,8 @@ def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
         return DeviceMesh.from_group(group, device)
     rank = dist.get_rank()
     # Ranks outside of `group`, which only generate, need not take part.
-    lines = [next(line for line in lines if rank in line) for lines in (grid.T.tolist(), grid.tolist())]
-    groups = [dist.new_group(line, use_local_synchronization=True, timeout=NO_TIMEOUT) for line in reversed(lines)]
+    own = [next(ranks for ranks in cut if rank in ranks) for cut in (grid.T.tolist(), grid.tolist())]
+    groups = [dist.new_group(ranks, use_local_synchronization=True, timeout=NO_TIMEOUT) for ranks in reversed(own)]
     return DeviceMesh.from_group(groups[::-1], device, mesh=grid, mesh_dim_names=("copy", "shard"))
 
 
@@ -261,7 +261,7 @@ def _shard(
     names: Mapping[int, str],
     collectives: Collectives,
 ) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
-    """Cut everything; per part the (name, module, attribute) of its parameters. The weights are those of rank 0."""
+    """Cut all parts. Returns each part with the (name, module, attribute) of its parameters. Rank 0 broadcasts the weights."""
     master = torch.float64 if compute == torch.float64 else torch.float32
     # Inputs are not cast, because some are temperatures. Gradients are summed in the master dtype.
     policy = MixedPrecisionPolicy(

@@ -26,13 +26,13 @@ from .line import SILENCE_S, LineClient, LineServer
 VARIABLE = "ASYNCRL_SECRET"
 MIN_LENGTH = 16  # characters of a secret
 JOIN = "run/join"
-# Names on the line of nodes that have no number yet begin with it.
+# On the line, the name of a node that has no number yet begins with this.
 JOINING = "joining node "
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What rank 0 has told a node that joins. `rank`: the number of the node. `base`: see `pumps.graph.Graph`. `version`: of the
+    """What rank 0 has told a node that joins. `rank`: the number of the node. `base`: see `pumps.pipeline.Ports`. `version`: of the
     weights. `config`: the resolved configuration of the run, in JSON types."""
 
     address: str
@@ -73,8 +73,8 @@ class Entrance:
 
 
 async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> Joined:
-    """Errors: RankLost if no run with this secret listens at `address` for `silence_s`; ConfigError for another version of asyncrl;
-    LifecycleError if the run is about to end."""
+    """Errors: RankLost if no run with this secret answers at `address` within `silence_s`; ConfigError for another version of
+    asyncrl; LifecycleError if the run is about to end."""
     async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
         node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
         told, _ = await line.ask(JOIN, node)

@@ -1,5 +1,5 @@
-"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. Rank 0 of
-several has one, and `line_ledger.py` asks it.
+"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. With several
+ranks rank 0 has one, and `line_ledger.py` asks it.
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
@@ -64,7 +64,7 @@ class LocalLedger:
 
     @classmethod
     def over(cls, books: Reservation) -> LocalLedger:
-        """A ledger for the ranks of `books`, whose methods take the number of a rank."""
+        """A ledger with these books. Callers pass the number of their rank to its methods."""
         ledger = cls(books.groups_per_step, books.max_staleness, books.late, books.turn)
         ledger._books = books
         return ledger
@@ -161,7 +161,7 @@ class LocalLedger:
         return self._books.arrive(ticket, sender, rank)
 
     def has(self, ticket: Ticket, rank: int) -> bool:
-        """Whether a group is at this rank, without a place. Rank 0 ends the groups of all ranks at the end of a run."""
+        """Whether the group is live and at this rank. Rank 0 has all groups, because it ends them all at the end of a run."""
         entry = self._books.entries.get(ticket.group_id)
         return entry is not None and entry.ticket == ticket and rank in (0, entry.rank) and not entry.claimed
 

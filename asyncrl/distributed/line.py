@@ -64,7 +64,7 @@ logger = logging.getLogger("asyncrl.distributed")
 class _End:
     """The socket of a server or client. For the thread of one event loop."""
 
-    # A server and a client have these.
+    # LineServer and LineClient define these.
     _links: Callable[[], Iterable[Exchange]]
     _receive: Callable[[list[zmq.Frame]], None]
     _on_event: Callable[[int, int], None]
@@ -81,7 +81,7 @@ class _End:
         self._events: deque[Any] = deque()
         self._read_again = False
         self._watch: asyncio.Task[None] | None = None
-        self._ended: dict[Exchange, asyncio.Task[None]] = {}  # whose handlers still run
+        self._ended: dict[Exchange, asyncio.Task[None]] = {}  # ended exchanges whose handlers still run
         self._closed = False
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -154,7 +154,7 @@ class _End:
         self._read_soon()
 
     def _read_soon(self) -> None:
-        """zmq signals once for several messages, and a call of `send` may take the signal."""
+        """Call `_read` soon: zmq signals once for several messages, and a call of `send` may take the signal."""
         if not self._read_again:
             self._read_again = True
             self._loop.call_soon(self._read)
@@ -223,7 +223,7 @@ class LineServer(_End):
         self.on_end = on_end
         self._session = secrets.token_hex(8)
         self._peers: dict[str, Exchange] = {}
-        self.machines: dict[str, str] = {}  # of clients, also of those that have ended
+        self.machines: dict[str, str] = {}  # client -> its machine, also if the client has ended
         self._connections: dict[int, str] = {}  # descriptor -> address of the peer, or "" until it is known
         self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
         self._refused: set[str] = set()
@@ -309,7 +309,7 @@ class LineServer(_End):
     def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, head = bytes(frames[0].buffer), frames[1]
         if identity.startswith(b"\0"):
-            # A connection that another one of the same client has replaced. Its messages are sent again.
+            # From a connection that the client has replaced by another one. The client sends these messages again.
             return
         peer, message = identity.decode(), orjson.loads(head.buffer)
         operation, session = message[:2]
@@ -324,7 +324,7 @@ class LineServer(_End):
             link.receive(message, [frame.buffer for frame in frames[2:]])
 
     def _on_hello(self, identity: bytes, connection: int, session: str, hello: dict[str, Any]) -> None:
-        # The events before this message belong to an earlier connection with the same descriptor.
+        # Earlier events may be those of an earlier connection with the same descriptor, so they are read first.
         self._read_events()
         peer = identity.decode()
         link = self._peers.get(peer)
@@ -360,9 +360,9 @@ class LineServer(_End):
             self._refusing = True
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._connections.pop(value, "")
-            # A connection that only broke in its handshake may be that of a rank.
+            # Warn only of a connection that was refused. A connection that broke may be that of a rank.
             refused, self._refusing = self._refusing, False
-            # A peer that is gone already may have said hello.
+            # Read the HELLO that the peer may have sent before it was gone.
             self._read()
             peer = self._greeted.pop(value, None)
             if peer is not None:
@@ -378,7 +378,7 @@ class LineServer(_End):
                     address,
                 )
         elif event == 0:
-            # Only now: every descriptor that is still in the table was open after its event.
+            # All events are read, so a descriptor that is still in the table has not been closed and used anew.
             for descriptor, address in self._connections.items():
                 if not address:
                     self._connections[descriptor] = _peer_address(descriptor)
@@ -515,7 +515,7 @@ class LineClient(_End):
             self._probe = self._loop.create_task(self._check_ended())
 
     async def _check_ended(self) -> None:
-        """A machine that refuses a connection is there, but its server has ended: no reason to wait for `silence_s`."""
+        """Lose the server without waiting for `silence_s` if its machine refuses a connection: then only the server has ended."""
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)

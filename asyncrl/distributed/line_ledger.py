@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "warmup", "by_rank")
 _EVERY_S = 1.0  # between two states of a rank that does not wait
-# Each rank that asks adds this time between two of its states. So these messages take a tenth of rank 0's event loop at most.
+# The pause between two states of a rank is this time for each rank that asks. So the states take at most a tenth of rank 0's loop.
 _BETWEEN_S = 0.001
 # [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
-# Answers to an operation end before that group: to find it takes longer than the operation.
+# The answer to an operation leaves that group out, because finding it takes longer than the operation.
 State: TypeAlias = Sequence[Any]
 
 
@@ -273,7 +273,7 @@ class LineLedger:
                         await self._wanted.wait()
                 state, _ = await line.ask("watch", [self._rank, self._changes.number])
                 self._set_state(state)
-                # The tasks that were woken leave.
+                # So that the woken tasks are no waiters any more.
                 await asyncio.sleep(0)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
@@ -426,7 +426,7 @@ class LineLedger:
     def _refresh(self) -> None:
         if self._stale and self._desk is not None:
             self._stale = False
-            # Another thread that asks for a text may find the books in the middle of a change.
+            # RuntimeError: another thread, which calls `describe`, found the books in the middle of a change.
             with contextlib.suppress(RuntimeError):
                 self._set_state(self._desk.state(self._rank))
 

@@ -140,7 +140,7 @@ def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
 
 
 def advertised(address: str, reachable: str) -> str:
-    """The address of a server for other machines. `reachable`: the address if it listens everywhere."""
+    """The address of a server for other machines. `reachable`: takes the place of 0.0.0.0."""
     return address.replace(_EVERYWHERE, reachable)
 
 

@@ -1,11 +1,11 @@
 """The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers add waiting and sharing.
 
 Words. `k` groups per step, `m` max_staleness, `v` the turn (steps committed so far), `a` the acknowledged turn: the
-oldest policy that any engine may still sample from (`a <= v`). `release(t)` sets a rank's turn to `t + 1`, and `a` is the
-least over the ranks. `c` places of the open step are claimed; `live(d)` is the number of live groups (admitted, not yet
-claimed) with deadline `<= d`. A group occupies a slot from its admission until the release of its step, or until it is
-dropped or failed. `held` counts the slots of committed steps that are not released. All ranks together have `s = (m + 1) k`
-slots.
+oldest policy that any engine may still sample from (`a <= v`). `release(t)` by a rank acknowledges
+`t + 1`, and `a` is the least over the ranks. `c` places of the open step are claimed; `live(d)` is the number of live
+groups (admitted, not yet claimed) with deadline `<= d`. A group occupies a slot from its admission until the release of
+its step, or until it is dropped or failed. `held` counts the slots of committed steps that are not released. All ranks
+together have `s = (m + 1) k` slots.
 
 Rule. A new group gets the deadline `a + m`. Its tokens are sampled by `a` or later, so a group that is trained at its
 deadline or before is at most `m` old *in tokens*, not merely in admissions. A ready group with deadline `d` gets a place
@@ -115,7 +115,7 @@ class Reservation:
     dropped: int = 0
     failed: int = 0
     slots: Slots = field(init=False)
-    # `open_turn`, and the last rank that has it: most calls then look at one rank.
+    # The last result of `open_turn`, and the last rank with that turn: most calls look only at this rank.
     _open_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that no transition looks at all entries.
@@ -143,7 +143,7 @@ class Reservation:
             self._count(entry, 1)
 
     def _count(self, entry: ReservedGroup, by: int) -> None:
-        """Add the group to the derived counts (1), or remove it (-1). Every change of an entry stands between -1 and 1."""
+        """Add the group to the derived counts (1), or remove it (-1). Change an entry only in `_changing`."""
         deadline, group_id = entry.ticket.deadline, entry.ticket.group_id
         tables = self._live, self._arrived.get(entry.rank if entry.rank == entry.trainer else -1)
         for table in () if entry.claimed else tables:
@@ -184,7 +184,7 @@ class Reservation:
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank], self._open_turn = turn, -1
-        # A rank that was lost when no other rank generated was left as one that may admit.
+        # If the last rank with an engine was lost, it still counts as one that may admit. That ends now.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -251,7 +251,7 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The live group with the earliest deadline: the open step waits for it. Of several, the one with the oldest change."""
+        """The live group with the earliest deadline: the open step waits for it. Of several, the one that changed first."""
         return next(iter(self._live[min(self._live)].values())) if self._live else None
 
     def due(self, rank: int) -> int | None:

@@ -37,7 +37,7 @@ class Values:
         return None, [self._values[key] for key in keys]
 
     def keep(self, prefix: str) -> None:
-        """Delete all values with other keys."""
+        """Delete the values whose keys do not begin with `prefix`."""
         self._values = {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
 

@@ -30,7 +30,7 @@ class World(RankInfo, Collectives):
     """The ranks of a run. `with world.open(device):` creates torch's process group, and its exit destroys the group."""
 
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
-    # Of a node that joined a run. It has the line to rank 0, is not opened, and counts as the single rank of its world.
+    # Set on a node that joined a run. `open` is not called there: the node is the only rank of its own world.
     joined: Joined | None = None
     ended_well: bool = False  # of such a node: rank 0 has ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
@@ -38,7 +38,7 @@ class World(RankInfo, Collectives):
     _met: Rendezvous | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
-    _train: Collectives | None = field(default=None, repr=False)  # set by `open` on training ranks, if others are there
+    _train: Collectives | None = field(default=None, repr=False)  # set by `open` unless all ranks train
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _owner: ClassVar[World | None] = None  # the World that created the process group
 

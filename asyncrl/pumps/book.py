@@ -50,7 +50,7 @@ class GroupBook:
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
         self.end_count = 0  # how often the callbacks of `on_end` were called
-        self.reasons: Counter[str] = Counter()  # "outcome: reason" -> ended groups
+        self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
         self.failed = 0
 
     def on_ready(self, callback: Callable[[], None]) -> None:

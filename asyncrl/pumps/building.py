@@ -64,7 +64,7 @@ class Building:
 
     async def microbatches(self, step: Step) -> list[Microbatch] | None:
         """The microbatches of the claimed groups that were not trained yet. If a batch takes several optimizer steps, the result is
-        None and `step.parts` has the microbatches. None without parts: this rank has nothing to train and no collective to join."""
+        None and `step.parts` has the microbatches. Also None if this rank has nothing to train and no collective to join."""
         ports, rows = self._ports, step.untrained()
         if not (rows or self._has_collectives):
             return None

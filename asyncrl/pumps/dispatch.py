@@ -34,7 +34,7 @@ Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
-_RECENT = 32  # groups of which `usual_s` is the mean, about
+_RECENT = 32  # `usual_s` is about the mean of so many groups
 
 
 class ServerLine(Protocol):
@@ -48,7 +48,7 @@ class ServerLine(Protocol):
 
 
 class Dispatch:
-    """See the module docstring. Register it before the first rank can connect; `start` follows when the cursor is restored."""
+    """See the module docstring. Create it before the first rank can connect; `start` follows when the cursor is restored."""
 
     def __init__(
         self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
@@ -212,7 +212,7 @@ class Dispatch:
         return scored
 
     async def tell_version(self, version: int) -> None:
-        """The weights have this version. Only for dry runs: others send the weights."""
+        """The weights have this version. Only for dry runs, which send no weights."""
         await self._tell(VERSION, {"version": version})
 
     async def tell_trained(self) -> None:

@@ -89,7 +89,7 @@ class EvaluatePump:
 
     async def run(self, version: int, pin: PinnedVersion | None = None) -> dict[str, float]:
         """Evaluate a version. With `pin` the pinned worker samples, and the engine may get later versions. Without `pin` the
-        engine samples, and the caller keeps its weights unchanged. Returns `eval/{name}/avg@k` and `eval/{name}/pass@k` with k
+        engine samples, and the caller must not change its weights. Returns `eval/{name}/avg@k` and `eval/{name}/pass@k` with k
         samples per prompt, the mean of each reward component, and the mean length in tokens. If episodes failed,
         `eval/{name}/missing` is their number; the other metrics leave failed episodes out."""
         samples, recorder = self._settings.samples, self._ports.recorder

@@ -30,7 +30,7 @@ from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
 
-# Prefixes of the counts that a rank that trains and generates reports.
+# Prefixes of the counts that `Remote.report` sends from a rank that trains and generates.
 GENERATED = ("engine/", "rollout/", "time/reward")
 
 

@@ -105,7 +105,7 @@ class Graph:
         self._evaluate = evaluate
         # Rank 0 alone decides when the other ranks evaluate.
         decides = evaluate if apart.remote is None else None
-        # The other ranks of a spread cannot pin a version.
+        # The other ranks that play a part of an evaluation cannot pin a version.
         pinning = ports.engine if spread is None else None
         self.evaluations = Evaluations(decides, pinning, self._publish.sync)
         self._follow = None
@@ -114,8 +114,8 @@ class Graph:
                 self._follow = FollowPump(ports, apart.remote, apart.follower)
             apart.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
-        self._finished = anyio.Event()  # set at the end of train and publish, or follow pump
-        self._generated = anyio.Event()  # set at the end of the rollout and score pumps
+        self._finished = anyio.Event()  # train and publish pumps, or follow pump, have ended
+        self._generated = anyio.Event()  # the rollout and score pumps have ended
         self._generation_scope = anyio.CancelScope()
         self._generation_pumps: anyio.CancelScope | None = None
         self._finish_callbacks: list[Callable[[], None]] = []
@@ -322,7 +322,7 @@ class Graph:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and
         the `last` version of a run the training waits for the evaluation. The training pumps end after all evaluations."""
         if self._apart.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
-            # Rank 0 can send the version to its evaluation only when every training rank has handed it over.
+            # The ranks that evaluate for rank 0 get the version only when every training rank has handed it over.
             await self._publish.sync()
         await self.evaluations.evaluate(
             version, report, last=last, beside=None if first or last else self._training_tasks

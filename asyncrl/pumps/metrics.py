@@ -205,7 +205,7 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
         values = [result.metrics[name] for result in results if name in result.metrics]
         reduction = reduction_of(name)
         if reduction == "sum":
-            # `*_tokens` are counts. The other metrics of this kind are means of an optimizer step, so their mean is taken.
+            # `*_tokens` are counts. The others with this reduction are means of an optimizer step, so their mean is taken.
             metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
         else:
             metrics[name] = min(values) if reduction == "min" else max(values)

@@ -17,9 +17,9 @@ import anyio
 
 # Groups of healthy ranks wait in the store for up to half a step, so a group that takes this much longer delays no step.
 SLACK = 1.25
-GAIN = 0.25  # of one group: single groups are longer than others
+GAIN = 0.25  # small, because one long group shows no slow rank
 LEAST = 0.5  # a rank with a lower limit pauses
-# Times the seconds of the group that was too slow. Doubled by each further such group.
+# A pause takes this many times as long as the group that was too slow. Each further such group doubles the factor.
 _FIRST_PAUSE, _LONGEST_PAUSE = 4.0, 64.0
 logger = logging.getLogger("asyncrl.pumps")
 

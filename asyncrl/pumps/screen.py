@@ -143,7 +143,7 @@ class Reroll:
             self._count("reroll/evicted", int(full))
 
     def on_step_commit(self, groups: Iterable[Group]) -> None:
-        """A step of these groups was committed: admit failed prompts again. Never waits."""
+        """A step of these groups was committed: some failed prompts that wait become the next prompts. Never waits."""
         for group in groups:
             self.on_group_end(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
@@ -158,5 +158,5 @@ class Reroll:
         be played again. Both are numbers of this rank; the caller adds up the numbers of all ranks."""
         if self._prompts is None:
             return {}
-        replayed = sum(attempt_of(group.group_id) > 0 for group in groups)
-        return {"reroll/groups": float(replayed), "reroll/waiting": float(self._prompts.failed_count)}
+        again = sum(attempt_of(group.group_id) > 0 for group in groups)
+        return {"reroll/groups": float(again), "reroll/waiting": float(self._prompts.failed_count)}

@@ -201,7 +201,7 @@ class TrainPump:
                     await self._train(step, step.parts[update % len(step.parts)])
                 # A rank without work in this step begins too, because the reduction needs every rank.
                 await self._begin(step)
-                # The error of a round does not name its group.
+                # The error of a round does not name the group that caused it, so all groups are blamed.
                 with blame_groups(step.group_ids):
                     while ports.round is not None and not await ports.round(True):
                         pass
@@ -259,13 +259,13 @@ class TrainPump:
         """Begin the ledger's next turn and clear the rows. Returns the groups, which stay valid without the rows."""
         ports = self._ports
         groups = tuple(copy_group(rows.group) if rows.leases else rows.group for rows in step.rows)
-        if step.begun:  # a later update of the same batch was cut off
+        if step.begun:  # a later optimizer step of the batch was cut off
             await ports.trainer.abort_train_step()
             step.begun = False
         await ports.ledger.commit()
         step.committed = True
         self._reroll.on_step_commit([rows.group for rows in step.rows])
-        # After the step, so that no step draws its own groups, and before their rows are cleared.
+        # Only now, so that no step draws its own groups from the buffer; later their rows are cleared.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
@@ -282,7 +282,7 @@ class TrainPump:
         self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """The result of the last pass over the batch. If the pass was interrupted: of its optimizer steps that were applied."""
+        """The result of the last pass over the batch. If the last pass was cut off: the result of the last optimizer steps."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
         if not done:  # the trainer raised after the step was applied

@@ -43,7 +43,7 @@ UNACKNOWLEDGED = 8
 MAX_BYTES = 1 << 30
 # More groups than any run has slots: the slots bound these queues.
 _MOST = 1 << 30
-# Ranks with metrics of their own. Each metric is a column of every step.
+# Only ranks below this number have metrics of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -169,7 +169,7 @@ class Departures:
                 ports.book.add(ticket)
                 await ports.book.end(ticket.group_id, "dropped", "did not travel")
         except BaseException:
-            # The end of this book drops the group, unless the ledger has moved it to the training rank meanwhile.
+            # `GroupBook.end_all` drops the group, unless the ledger has moved it to the training rank meanwhile.
             ports.book.add(ticket)
             raise
         finally:

@@ -78,7 +78,7 @@ class Stripes:
         whole_bytes: int | None = None,
     ) -> str | None:
         """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
-        `half[start:end]`. `whole_bytes`: of the half, if `half` is only this node's stripe. Returns a sentence if that failed."""
+        `half[start:end]`. `whole_bytes`: all bytes, if `half` is only this node's stripe. Returns a sentence at a failure."""
         place, root = "forming the process group", dist.BroadcastOptions()
         # Sender -> (what it is, the broadcast that runs, its memory).
         works: dict[str, tuple[str, Any, Tensor]] = {}
@@ -86,17 +86,17 @@ class Stripes:
             self._form(order)
             data = half.view(torch.uint8)
             cut = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
-            rows = dict(zip(order.senders, cut, strict=True))
-            first = rows[self._node][0][0] if whole_bytes else 0
-            for number in range(max(map(len, rows.values())) + 1):
+            buckets_of = dict(zip(order.senders, cut, strict=True))
+            first = buckets_of[self._node][0][0] if whole_bytes else 0
+            for number in range(max(map(len, cut)) + 1):
                 for sender, group in self._groups.items():
                     if sender in works:
                         place, work, _ = works.pop(sender)
                         self._wait(work)
-                    if number < len(rows[sender]):
+                    if number < len(buckets_of[sender]):
                         fault(f"weights.bucket.{number}")
-                        place = f"bucket {number + 1} of {len(rows[sender])} from {sender}"
-                        start, end = rows[sender][number]
+                        place = f"bucket {number + 1} of {len(buckets_of[sender])} from {sender}"
+                        start, end = buckets_of[sender][number]
                         piece = data[start - first : end - first]
                         if read is not None:
                             piece = read(start // half.itemsize, end // half.itemsize).view(torch.uint8)
@@ -159,7 +159,7 @@ class SendingNodes:
         whole_bytes: int | None = None,
     ) -> None:
         """`lane`: runs only broadcasts. `lora`: the adapters that are trained; `adapters` then has a buffer for each half.
-        `whole_bytes`: of all weights, if the board has only the stripe of this node."""
+        `whole_bytes`: size of all weights, if the board has only the stripe of this node."""
         self._whole_bytes = whole_bytes
         self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
         self._merge = None if lora is None else lora.merge
@@ -208,12 +208,12 @@ class WeightReceiver(BoardOwner):
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
         self._lora = lora
-        self._complete = set[int]()  # halves that have the weights without adapters
+        self._complete = set[int]()  # halves that have the layers without adapters, too
         if lora is not None:
             wide = torch.float64 if board.dtype == torch.float64 else torch.float32
             self._adapters = torch.empty(lora["elements"], dtype=wide, device=board.half(0).device)
         self._free: int | None = 0  # the half for the next version
-        self._returned = -1
+        self._returned = -1  # the last result of `next`
         desk.on_order(self._on_order)
 
     async def post_first(self) -> PostedVersion:
@@ -276,7 +276,7 @@ class AllReaders:
         self._readers = readers
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once this holds for each of them: see `BoardWorkers.update_weights`."""
+        """Returns once `BoardWorkers.update_weights` of each reader has returned."""
         async with plain_task_group() as tasks:
             for reader in self._readers:
                 spawn(tasks, "hand-over of weights", reader.update_weights, version, half, outputs)

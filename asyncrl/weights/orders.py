@@ -53,10 +53,10 @@ class Orders:
     ) -> None:
         """`receivers`: the first order waits for them. Others may come later, and no order waits while they start.
         `ask(node, order)` returns None, or a sentence if the node's part of the broadcast failed. `deadline_s`: of that part.
-        `on_lost(node, sentence)` is called for a receiver that takes no further part."""
+        `on_lost(node, sentence)` is called for a receiver that is given up."""
         self._written = dict.fromkeys(senders, -1)
         self._first, self._has = {*receivers}, dict.fromkeys(receivers, -1)
-        # A broadcast with a node that hangs fails on the other nodes after `deadline_s`. They answer before they count as lost.
+        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. They get the time to answer that.
         self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
@@ -90,7 +90,7 @@ class Orders:
         self._starting.discard(node)
         self._ready.add(node)
         self._lacking.discard(node)
-        # All who wait look at their condition, so only the last receiver of the next order wakes them.
+        # A wake makes every waiting task check its condition, so only the last receiver for the next order wakes them.
         if has < self._held and not any(has >= 0 or self._has[other] < 0 for other in self._lacking):
             self._notify()
         try:
@@ -103,7 +103,7 @@ class Orders:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
 
     def lose(self, node: str, reason: str) -> None:
-        """The node takes no further part, unless it calls `next` again. The loss of a sender ends `run`."""
+        """A receiver gets no further order, unless it calls `next` again. The loss of a sender ends `run`."""
         if node in self._written:
             self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
             self._notify()
@@ -217,7 +217,7 @@ class OrderDesk(Protocol):
 
 
 class ServedOrders:
-    """The `OrderDesk` of rank 0, which keeps the `Orders` and serves them to the other nodes. `run` must run meanwhile."""
+    """The `OrderDesk` of rank 0, which keeps the `Orders` and serves them to the other nodes. `orders.run` must run meanwhile."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class ServedOrders:
         self.store = LineStore(partial(self._values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
-        """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`describe_model`)."""
+        """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`LineOrders.model`)."""
         self._model.set_result(model)
 
     async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:
@@ -252,7 +252,7 @@ class ServedOrders:
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
-        # Nodes come and go as long as the run goes on, and each time all form new process groups.
+        # Each node that comes or goes makes new process groups. The keys of earlier ones are forgotten.
         self._values.keep(f"weights/{order.group}/")
         if node == self._server.name:
             return await self._run_own(order)
