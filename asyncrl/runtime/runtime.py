@@ -138,11 +138,12 @@ class Runtime:
                     _OPENING.release()
         except BaseException as error:
             self._state = _State.CLOSED
-            await self._unwind(error)
-            if self._stall is not None and isinstance(error, asyncio.CancelledError):
-                if self._task is not None:
-                    self._task.uncancel()
+            if self._stall is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
+                # Before the parts close: else an open task group raises the cancellation again, in place of the stall.
+                self._task.uncancel()
+                await self._unwind(self._stall)
                 raise self._stall from None
+            await self._unwind(error)
             raise
         return self
 

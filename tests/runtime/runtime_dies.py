@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.join import main as join
@@ -15,6 +17,7 @@ from asyncrl.main import main
 from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.follow import Remote
 from asyncrl.pumps.rollout import Episodes
+from asyncrl.runtime import opening
 from asyncrl.transport.memory import words
 
 
@@ -28,6 +31,12 @@ def before(owner: Any, name: str, when: Callable[..., bool], die: Callable[[], N
         return call(*arguments, **options)
 
     setattr(owner, name, patched)
+
+
+def wait_for_file() -> None:
+    Path("began").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
 
 
 def prepare(moment: str, number: int) -> None:
@@ -52,6 +61,8 @@ def prepare(moment: str, number: int) -> None:
     match moment:
         case "generates":
             before(Episodes, "play", lambda *_: True, die)
+        case "reads":  # goes on when a file is there
+            before(opening, "load_prompts", lambda *_: True, wait_for_file)
         case "idles":
             before(Remote, "next", lambda *_: True, die)
         case "evaluates":

@@ -92,6 +92,19 @@ def test_nodes_join_leave_and_die_while_a_run_of_one_rank_goes_on(tmp_path: Path
         assert "which does not know the secret of this run" in run.first.output
 
 
+def test_a_node_that_starts_when_the_run_ends_ends_well(tmp_path: Path) -> None:
+    tree = DRY | {"reward": f"{REWARDS}:short", "watchdog": {"interval_s": 0.1}, "telemetry": TELEMETRY}
+    with ExitStack() as stack:
+        run = JoinedRun(tmp_path, stack, tree | {"train": DRY["train"] | {"max_steps": 12}})
+        node = run.join("node", "reads SIGTERM")
+        node.wait_until((tmp_path / "node/began").exists, "the node to start")
+        run.go()
+        assert run.first.wait(60) == 0, run.first.output
+        (tmp_path / "node/go").touch()
+        assert node.wait(60) == 0, node.output
+        assert "the run has ended before this node generated" in node.output
+
+
 @pytest.mark.parametrize(
     ("secret", "address"), [("", "127.0.0.1:0"), ("short", "127.0.0.1:0"), ("long enough for a run", "here")]
 )
