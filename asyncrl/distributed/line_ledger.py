@@ -3,7 +3,7 @@
     rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
     other ranks      the same request, as a message "ledger" of the line
     the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
-                     change asks once a second, for its watchdog; with roles it does not ask, because rank 0 watches all groups
+                     change asks once a second, for its watchdog; with roles it never asks, because rank 0 watches all groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 

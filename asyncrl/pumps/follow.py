@@ -60,7 +60,7 @@ class Follower:
         self.version = -1  # the engine has no weights yet
 
     async def next(self) -> int:
-        """Like the method of `Versions`, which it calls."""
+        """Call `Versions.next`, and keep its result in `version`."""
         self.version = await self._versions.next()
         return self.version
 
@@ -114,7 +114,7 @@ class Remote:
         ports = self._ports
         samples: Mapping[str, Samples] = {}
         if ports.trains:
-            # The parts of the steps have the other counts.
+            # `StepPart.sums` has the other counts.
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
             counts, _, samples = ports.recorder.take_metrics()

@@ -30,7 +30,7 @@ MOST_FAILURES = 3  # broadcasts in a row in which no node was lost
 
 class Order(NamedTuple):
     """One broadcast, in JSON types. `group`: number of the process groups. `outputs`: see `PostedVersion`. `whole`: the receivers
-    have no weights yet, so they need all weights where others need only adapters."""
+    have no weights yet, so they need all weights, also with adapters."""
 
     version: int
     outputs: Sequence[float] | None
