@@ -34,7 +34,7 @@ Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
-_RECENT = 32  # `usual_s` is about the mean of so many groups
+_RECENT = 16  # `_mean_s` is about the mean of so many groups
 
 
 class ServerLine(Protocol):
@@ -68,8 +68,8 @@ class Dispatch:
         self._handed: dict[str, int] = {}
         self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
         self.reports: dict[str, Mapping[str, Any]] = {}  # the newest of each rank, from `Remote.report`
-        self._played = 0
-        self.usual_s = 0.0  # for `pace.py`
+        self._mean_s: dict[str, float] = {}  # rank -> how long its newest groups took, for `pace.py`
+        self._played = Counter[str]()
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
         line.on(REPORT, self._report)
@@ -107,17 +107,27 @@ class Dispatch:
         return self._prompts.prompt_for(self._handed[peer])
 
     async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
-        self._note(header["played_s"])
+        self._note(peer, header["played_s"])
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
-        shared = {"usual_s": self.usual_s, "generating": self.generating}
+        shared = {"usual_s": self._usual_s(peer), "generating": self.generating}
         return {"group": group, "digest": self._prompts.digest, **shared}, ()
 
-    def _note(self, played_s: Sequence[float]) -> None:
+    def _note(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
-            self._played += 1
-            self.usual_s += (seconds - self.usual_s) / min(self._played, _RECENT)
+            self._played[peer] += 1
+            mean_s = self._mean_s.get(peer, 0.0)
+            self._mean_s[peer] = mean_s + (seconds - mean_s) / min(self._played[peer], _RECENT)
+
+    def _usual_s(self, peer: str) -> float:
+        own = [self._mean_s[peer]] if peer in self._mean_s else []
+        return (sum(self._mean_s.values()) - sum(own)) / max(1, len(self._mean_s) - len(own))
+
+    @property
+    def usual_s(self) -> float:
+        """How long a group takes on the other ranks. 0: unknown."""
+        return self._usual_s("")
 
     async def _admitted(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self._handed.pop(peer, None)
@@ -125,7 +135,7 @@ class Dispatch:
 
     async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
         """The next prompt, for this rank."""
-        self._note(played_s)
+        self._note("", played_s)
         return await self._take("")
 
     async def admitted(self) -> None:
@@ -153,6 +163,7 @@ class Dispatch:
         self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
         self._left.add(peer)
+        self._mean_s.pop(peer, None)
         self._notify()
         if self._prompts is not None:
             self._prompts.requeue(again)

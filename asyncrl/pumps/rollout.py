@@ -51,7 +51,10 @@ logger = logging.getLogger("asyncrl.pumps")
 class Prompts(Protocol):
     """Where the rollout pump takes its prompts: the cursor of this rank, or that of rank 0 (`follow.Remote`)."""
 
-    usual_s: float  # how long a group takes on all ranks; 0: unknown
+    @property
+    def usual_s(self) -> float:
+        """How long a group takes on the other ranks. 0: unknown."""
+        ...
 
     @property
     def generating(self) -> int:

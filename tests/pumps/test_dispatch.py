@@ -99,13 +99,17 @@ async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
         assert (await ranks.remote(1).next(), cursor.exhausted) == (None, True)
 
 
-async def test_every_rank_learns_how_long_a_group_usually_takes() -> None:
-    async with connected(1, 2) as ranks:
+async def test_every_rank_learns_how_long_a_group_takes_on_the_other_ranks() -> None:
+    async with connected(1, 2, 3) as ranks:
         ranks.dispatch.start(source(), LocalLedger(4, 1))
-        one, two = ranks.remote(1), ranks.remote(2)
+        one, two, three = (ranks.remote(number) for number in (1, 2, 3))
         await one.next([2.0, 4.0])
-        await two.next([])
-        assert (one.usual_s, two.usual_s) == (3.0, 3.0)
+        await two.next([9.0])
+        await three.next([])
+        assert (one.usual_s, two.usual_s, three.usual_s) == (0.0, 3.0, 6.0)
+        ranks.dispatch.lose("rank 2", [])
+        await three.next([])
+        assert three.usual_s == 3.0
 
 
 async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,17 +26,28 @@ class Line:
 
 
 class Cluster:
-    """Ranks that generate, at these speeds. `wide`: an engine decodes all groups at the price of one; else one after the other."""
+    """Ranks that generate, at these speeds. `wide`: an engine decodes all groups at the price of one; else one after the other.
+    `sigma`: of the log-normal lengths of groups. `paced`: the ranks compare their groups."""
 
-    def __init__(self, speeds: list[float], *, wide: bool, staleness: int = 2, steps: int = 200) -> None:
-        self.speeds, self.wide, self.steps = speeds, wide, steps
-        self.ledger = LocalLedger(K, staleness)
+    def __init__(
+        self,
+        speeds: list[float],
+        *,
+        wide: bool,
+        staleness: int = 2,
+        steps: int = 200,
+        sigma: float = 0.3,
+        paced: bool = True,
+        seed: int = 7,
+    ) -> None:
+        self.speeds, self.wide, self.steps, self.sigma, self.paced, self.seed = speeds, wide, steps, sigma, paced, seed
+        groups = max(K, len(speeds))
+        self.ledger = LocalLedger(groups, staleness)
         self.dispatch = Dispatch(Line(), Recorder(max_events=0), [], in_order=False)  # type: ignore[arg-type]
-        most = -(-K * (staleness + 1) // len(speeds))
+        most = -(-groups * (staleness + 1) // len(speeds))
         self.paces = [Pace(most, lambda: self.ledger.statistics().admitted) for _ in speeds]
         self.ready: list[Any] = []
         self.groups = iter(range(1_000_000))
-        self.random = random.Random(7)
         self.played = Counter[int]()
         self.times: list[float] = []
         self.by_step: list[Counter[int]] = []
@@ -48,7 +58,9 @@ class Cluster:
         pace, engine = self.paces[rank], anyio.Lock()
 
         async def play(ticket: Any) -> None:
-            began, seconds = anyio.current_time(), math.exp(self.random.gauss(0.0, 0.3)) / self.speeds[rank]
+            # The same for each group of two clusters with the same seed.
+            length = random.Random(self.seed << 32 | ticket.group_id).lognormvariate(0.0, self.sigma)
+            began, seconds = anyio.current_time(), length / self.speeds[rank]
             if self.wide:
                 await anyio.sleep(seconds)
             else:
@@ -61,8 +73,8 @@ class Cluster:
 
         while True:
             await pace.begin()
-            self.dispatch._note(pace.take_played())
-            pace.usual_s = self.dispatch.usual_s
+            self.dispatch._note(str(rank), pace.take_played())
+            pace.usual_s = self.dispatch._usual_s(str(rank)) * self.paced
             tasks.start_soon(play, await self.ledger.admit(next(self.groups)))
 
     async def train(self) -> None:
@@ -109,9 +121,10 @@ def test_a_step_with_a_rank_five_times_slower_takes_what_the_sum_of_the_speeds_g
     assert min(equal.share(rank, 100) for rank in range(3)) > 0.31
 
 
+@pytest.mark.parametrize("sigma", [0.3, 0.8])
 @pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
-def test_a_rank_that_was_slow_for_a_while_plays_its_share_again(wide: bool) -> None:
-    cluster = Cluster([1, 1, 0.2], wide=wide, steps=500)
+def test_a_rank_that_was_slow_for_a_while_plays_its_share_again(wide: bool, sigma: float) -> None:
+    cluster = Cluster([1, 1, 0.2], wide=wide, steps=500, sigma=sigma)
 
     def recover(cluster: Cluster) -> None:
         if len(cluster.times) == 100:
@@ -120,6 +133,31 @@ def test_a_rank_that_was_slow_for_a_while_plays_its_share_again(wide: bool) -> N
     cluster.on_step = recover
     run_virtual(cluster.run)
     assert cluster.share(2, 50, 100) < 0.12 and cluster.share(2, 450) > 0.3
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
+@pytest.mark.parametrize("sigma", [0.8, 1.2])
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_long_groups_slow_no_rank_if_all_ranks_are_equal(
+    ranks: int, sigma: float, wide: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    paced, free = (Cluster([1.0] * ranks, wide=wide, sigma=sigma, paced=paced) for paced in (True, False))
+    assert run_virtual(paced.run) < 1.03 * run_virtual(free.run)
+    # From the start on.
+    assert paced.times[20] < 1.03 * free.times[20] and "pauses" not in caplog.text
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
+def test_a_slow_rank_costs_its_share_if_lengths_vary(wide: bool, staleness: int) -> None:
+    equal, slowed = (
+        [
+            run_virtual(Cluster(speeds, wide=wide, staleness=staleness, sigma=0.8, seed=seed, steps=300).run)
+            for seed in range(3)
+        ]
+        for speeds in ([1.0, 1.0, 1.0], [1.0, 1.0, 0.2])
+    )
+    assert sum(slowed) < 1.2 * sum(equal) * 3 / 2.2
 
 
 async def wait_begun(pace: Pace) -> float:
@@ -133,7 +171,7 @@ def test_a_pause_ends_when_no_rank_admits_groups() -> None:
 
     async def main() -> tuple[float, float]:
         pace = Pace(1, lambda: admitted[0])
-        pace.usual_s, waits = 1.0, []
+        pace.usual_s, pace.limit, waits = 1.0, 1.0, []
         for others in (True, False):
             await pace.begin()
             pace.end(1000.0)
