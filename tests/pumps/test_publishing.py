@@ -355,7 +355,7 @@ class Rank0(OwnPrompts):
 
 
 def rank_0(house: House) -> Apart:
-    return Apart(dispatch=Rank0(house.prompts))  # type: ignore[arg-type]  # what the graph uses of it
+    return Apart(dispatch=Rank0(house.prompts, 1))  # type: ignore[arg-type]  # what the graph uses of it
 
 
 def test_an_evaluation_by_several_ranks_pins_no_version_and_the_next_step_waits() -> None:
