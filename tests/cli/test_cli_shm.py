@@ -99,7 +99,7 @@ def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys:
     path = Path(f"/dev/shm/asyncrl.{name}")
     path.write_bytes(b"x" * 10)
     found = entry(name, capsys)
-    assert found is not None and "no segment of asyncrl" in str(found["problem"])
+    assert found is not None and "no whole segment of asyncrl" in str(found["problem"])
     assert main(["shm", "clear", name]) == 0
     assert not path.exists()
 
