@@ -308,17 +308,26 @@ async def moved_while_they_run(made: Opened, seed: int) -> tuple[int, list[Gener
     return moving.result(), requests, await asyncio.gather(*tasks)
 
 
+async def mixed_while_they_run(made: Opened, seed: int) -> tuple[int, int, list[GenerationRequest], list[Generation]]:
+    """(last version, next version, requests, answers): some answers have tokens of both versions. On a busy machine the workers may
+    have nothing to do just when they move, so there are several attempts."""
+    for attempt in range(6):
+        old = made.policy.version
+        version, requests, answers = await moved_while_they_run(made, seed + 100 * attempt)
+        if any(answer.versions[0] == old and answer.versions[-1] == version for answer in answers):
+            return old, version, requests, answers
+    raise AssertionError("in no attempt were requests under way while the workers moved")
+
+
 def test_a_version_that_comes_while_they_run_is_on_the_tokens(held: Held) -> None:
     async def test(made: Opened) -> None:
-        old = made.policy.version
-        version, _, running = await moved_while_they_run(made, seed=1)
+        old, version, _, running = await mixed_while_they_run(made, seed=1)
         late = many(4, first=90)
         answers = await generate_all(made.engine, late)
         assert_same(answers, await made.expected(late))
         assert all((answer.versions == version).all() for answer in answers)
         moved = [answer.versions for answer in running]
         assert all((np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, version} for versions in moved)
-        assert any(versions[0] == old and versions[-1] == version for versions in moved)
 
     held.run(test)
 
@@ -378,9 +387,8 @@ async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_p
     """`kv_after_update: recompute`: each token after the move is what the new weights say of the whole sequence."""
     before = left()
     async with opened(tmp_path, 1, "recompute") as made:
-        version, requests, answers = await moved_while_they_run(made, seed=3)
-        mixed = [n for n, answer in enumerate(answers) if answer.versions[0] == 0 and answer.versions[-1] == version]
-        assert mixed
+        old, version, requests, answers = await mixed_while_they_run(made, seed=3)
+        mixed = [n for n, answer in enumerate(answers) if answer.versions[0] == old and answer.versions[-1] == version]
 
         def check() -> None:
             plain = load_plain(made.policy)
