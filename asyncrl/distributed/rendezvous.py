@@ -70,7 +70,7 @@ class Rendezvous:
         return self.store.get(f"{key}/{rank}").decode()
 
     def wait_for(self, key: str, ranks: Sequence[int]) -> None:
-        """Block until these ranks have set the key. Errors: RuntimeError after the timeout."""
+        """Block until these ranks have set the key. Errors: RuntimeError after the timeout, in which no suspended time counts."""
         deadline = awake.now() + self.timeout_s
         while not self.store.check([f"{key}/{rank}" for rank in ranks]):
             if awake.now() >= deadline:
