@@ -69,6 +69,9 @@ def marked(mark):
     """A process in a session of its own with this mark in its environment."""
     process = subprocess.Popen(["sleep", "600"], env={**os.environ, leftovers.MARK: mark}, start_new_session=True)
     try:
+        # Popen returns before the kernel has given the new program its environment.
+        while not Path(f"/proc/{process.pid}/environ").read_bytes():
+            os.sched_yield()
         yield process
     finally:
         process.kill()

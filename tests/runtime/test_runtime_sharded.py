@@ -190,13 +190,23 @@ def test_two_ranks_whose_directory_is_lost_leave_a_checkpoint(tmp_path: Path, wh
     assert not list(place.parent.glob("run.rank_*"))
 
 
+# Scores the first step, and so runs before the first checkpoint.
+BLOCKING_REWARD = """
+from pathlib import Path
+
+def reward(completions, **columns):
+    place = Path(__file__).parent / "runs/run/checkpoints"
+    place.mkdir(exist_ok=True)
+    (place / "shards").write_text("no folder")
+    return [float(len(set(text))) for text in completions]
+"""
+
+
 def test_a_part_that_cannot_be_written_fails_the_checkpoint_at_once(tmp_path: Path) -> None:
     """Rank 0 waited 300 s for it."""
-    tree = SHARDED | FAST | {"checkpoint": {"every": 2}}
-    place = tmp_path / "runs/run"
+    tree = SHARDED | FAST | {"checkpoint": {"every": 2}, "reward": f"{tmp_path}/rewards.py:reward"}
+    (tmp_path / "rewards.py").write_text(BLOCKING_REWARD)
     with start_two(tmp_path, tree) as ranks:
-        ranks[0].wait_until(lines_at_least(place, 1), "first step", 300)
-        (place / "checkpoints/shards").write_text("no folder")
         assert ranks[1].wait(200) == ranks[0].wait(200) != 0
     assert "rank 1 could not write its part of version 2" in ranks[0].output
     assert "version 2 was not saved: rank 1: rank 1 could not" in ranks[0].output
