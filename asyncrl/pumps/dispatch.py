@@ -69,6 +69,7 @@ class Dispatch:
         self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
         self.reports: dict[str, Mapping[str, Any]] = {}  # the newest of each rank, from `Remote.report`
         self._mean_s: dict[str, float] = {}  # rank -> how long its newest groups took, for `pace.py`
+        self._sum_s = 0.0  # of `_mean_s`
         self._played = Counter[str]()
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
@@ -117,12 +118,13 @@ class Dispatch:
     def _note(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
             self._played[peer] += 1
-            mean_s = self._mean_s.get(peer, 0.0)
-            self._mean_s[peer] = mean_s + (seconds - mean_s) / min(self._played[peer], _RECENT)
+            change_s = (seconds - self._mean_s.get(peer, 0.0)) / min(self._played[peer], _RECENT)
+            self._mean_s[peer] = self._mean_s.get(peer, 0.0) + change_s
+            self._sum_s += change_s
 
     def _usual_s(self, peer: str) -> float:
-        own = [self._mean_s[peer]] if peer in self._mean_s else []
-        return (sum(self._mean_s.values()) - sum(own)) / max(1, len(self._mean_s) - len(own))
+        others = len(self._mean_s) - (peer in self._mean_s)
+        return (self._sum_s - self._mean_s.get(peer, 0.0)) / others if others else 0.0
 
     @property
     def usual_s(self) -> float:
@@ -163,7 +165,7 @@ class Dispatch:
         self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
         self._left.add(peer)
-        self._mean_s.pop(peer, None)
+        self._sum_s -= self._mean_s.pop(peer, 0.0)
         self._notify()
         if self._prompts is not None:
             self._prompts.requeue(again)
