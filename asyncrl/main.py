@@ -296,8 +296,8 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
         if door.http_port is None or world.local_rank != 0:
             await serve(runtime, ring)
             return
+        from asyncrl.atropos.door import serve as serve_http
         from asyncrl.http.access import Address
-        from asyncrl.http.atropos import serve as serve_http
 
         at = Address(door.http_host, door.http_port, door.http_key, door.http_names)
         async with anyio.create_task_group() as tasks:

@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 
 from asyncrl import Runtime, load_config
+from asyncrl.atropos.door import serve
 from asyncrl.http.access import Address
-from asyncrl.http.atropos import serve
 from asyncrl.transport.rings.record_ring import RecordRing
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")

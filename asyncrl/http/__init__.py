@@ -1,4 +1,4 @@
-"""HTTP servers that take groups for a run, in the protocol of another project. Needs the extra `[http]`.
+"""The HTTP server of a run's doors, and the checks of its requests. Needs the extra `[http]`.
 
-Start reading in `atropos.py`.
+Start reading in `server.py`.
 """

@@ -27,8 +27,8 @@ from asyncrl.transport.rings.types import RingSettings
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
+from asyncrl.atropos.door import AtroposDoor, serve  # noqa: E402
 from asyncrl.http.access import Address  # noqa: E402
-from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
 
 RING = RingSettings(size=1 << 20, slots=16, ring_bytes=1 << 16)
 ENVIRONMENT = ROOT / "examples" / "atropos_env.py"

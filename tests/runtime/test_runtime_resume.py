@@ -23,9 +23,9 @@ from runtime_helpers import (
     write_yaml,
 )
 
+from asyncrl.atropos.door import ServedTerms
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.http.atropos import ServedTerms
 from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.types import LedgerStatistics, StepResult
 

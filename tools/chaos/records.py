@@ -38,10 +38,10 @@ from commands import ROOT, left_in_shared_memory
 from transport_records import draft_of
 
 from asyncrl import Runtime
+from asyncrl.atropos.door import AtroposDoor, serve
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError, LifecycleError, RecordError, RingDetached, RingFull, VersionAhead
 from asyncrl.http.access import Address
-from asyncrl.http.atropos import AtroposDoor, serve
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.records.write import plan
 from asyncrl.runtime.door import DoorStatistics

@@ -16,12 +16,12 @@ import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
-from http_helpers import Set, group, opened  # noqa: E402
+from atropos_helpers import Set, group, opened  # noqa: E402
 
+from asyncrl.atropos.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
+from asyncrl.atropos.groups import MAX_BODIES, MAX_BODY_BYTES, MAX_GROUPS, MAX_MEMBERS, MAX_OBJECTS, decompress  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.http.access import Access, Address, Refused  # noqa: E402
-from asyncrl.http.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
-from asyncrl.http.groups import MAX_BODIES, MAX_BODY_BYTES, MAX_GROUPS, MAX_MEMBERS, MAX_OBJECTS, decompress  # noqa: E402
 from asyncrl.http.server import MOST_CONNECTIONS, PAUSE_S, most_connections  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
@@ -207,7 +207,7 @@ async def never_end(s: Set, held: contextlib.AsyncExitStack, count: int, sent: b
 async def test_bodies_that_are_too_large_together_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(name) as s, contextlib.AsyncExitStack() as held:
         size = len(json.dumps(group(7)))
-        monkeypatch.setattr("asyncrl.http.groups.MAX_HELD_BYTES", size + 50)
+        monkeypatch.setattr("asyncrl.atropos.groups.MAX_HELD_BYTES", size + 50)
         await never_end(s, held, 1, head_of(s, "/scored_data", "Content-Length: 9000") + b" " * 51)
         while s.door.groups._held_bytes < 51:
             await anyio.lowlevel.checkpoint()
@@ -312,7 +312,7 @@ def test_three_quarters_of_the_descriptors_are_the_runs() -> None:
 
 def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("asyncrl.http.environments.awake.now", lambda: now[0])
+    monkeypatch.setattr("asyncrl.atropos.environments.awake.now", lambda: now[0])
     known = Environments()
     for number in range(MOST_ENVIRONMENTS + 10):
         now[0] += 1
@@ -342,7 +342,7 @@ async def test_a_large_group_is_taken_and_its_first_members_are_the_example(name
 
 async def test_requests_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fourth is not read into groups while three wait."""
-    monkeypatch.setattr("asyncrl.http.groups.MAX_BODIES", 3)
+    monkeypatch.setattr("asyncrl.atropos.groups.MAX_BODIES", 3)
     async with opened(name, wait_s=0.5) as s, anyio.create_task_group() as tasks:
         for _ in range(2):
             assert (await s.post("/scored_data", group(7)))[0] == 200
@@ -360,7 +360,7 @@ def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off(
 ) -> None:
     body = gzip.compress(b"x" * 100)
     for sent, most, code in ((body, 100, 200), (body, 99, 413), (body[:-4], 100, 400), (body[:-9], 100, 400)):
-        monkeypatch.setattr("asyncrl.http.groups.MAX_BODY_BYTES", most)
+        monkeypatch.setattr("asyncrl.atropos.groups.MAX_BODY_BYTES", most)
         if code == 200:
             assert decompress(sent, "gzip") == b"x" * 100
             continue

@@ -19,11 +19,11 @@ from asyncrl.errors import ConfigError, LifecycleError
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
-from http_helpers import TERMS, group, opened  # noqa: E402
+from atropos_helpers import TERMS, group, opened  # noqa: E402
 
+from asyncrl.atropos.door import AtroposDoor  # noqa: E402
+from asyncrl.atropos.groups import RankRings  # noqa: E402
 from asyncrl.http.access import Address  # noqa: E402
-from asyncrl.http.atropos import AtroposDoor  # noqa: E402
-from asyncrl.http.groups import RankRings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,7 +162,7 @@ async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_po
 
 
 async def test_an_environment_that_died_does_not_hold_up_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.http.environments.LINGER_S", 0.05)
+    monkeypatch.setattr("asyncrl.atropos.environments.LINGER_S", 0.05)
     async with opened(name) as s:
         await s.post("/register-env", {"desired_name": "maths"})
         await s.get("/status-env", {"env_id": 0})
@@ -251,7 +251,7 @@ async def test_a_taken_port_is_a_clear_error(name: str) -> None:
 
 
 def test_without_aiohttp_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['aiohttp'] = None\nimport asyncrl.http.scored_data\nimport asyncrl.http.atropos"
+    code = "import sys; sys.modules['aiohttp'] = None\nimport asyncrl.atropos.scored_data\nimport asyncrl.atropos.door"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = warm.run([sys.executable, "-c", code], env=environment, timeout=60)
     assert done.returncode == 1 and "pip install -e '.[http]'" in done.stderr

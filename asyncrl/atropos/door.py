@@ -41,13 +41,13 @@ import orjson
 from asyncrl.client import AsyncClient
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.resolve import last_version
+from asyncrl.http.access import Address
+from asyncrl.http.server import Handler, HttpServer, receive, reply, web
 from asyncrl.records.check import Limits
 from asyncrl.runtime import door as ring_door
 
-from .access import Address
 from .environments import NO_END, Environments
 from .groups import GroupReceiver, RankRings
-from .server import Handler, HttpServer, receive, reply, web
 
 # Most bytes of a body without groups.
 MOST_FIELDS_BYTES = 1 << 16

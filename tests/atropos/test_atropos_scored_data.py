@@ -12,10 +12,10 @@ import pytest
 from transport_records import written
 
 from asyncrl.algorithms.registry import build_advantage
+from asyncrl.atropos.scored_data import read_group
 from asyncrl.client.scored import Sender, group_draft
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DataError
-from asyncrl.http.scored_data import read_group
 from asyncrl.pumps.building import RewardReader
 from asyncrl.records.check import SILENT, Limits
 from asyncrl.records.read import read

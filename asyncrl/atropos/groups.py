@@ -15,11 +15,11 @@ import orjson
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.concurrency.offload import offload
 from asyncrl.errors import DataError, RecordError, RecordTooLarge, TransportError
+from asyncrl.http.access import Refused
+from asyncrl.http.server import receive, reply, web
 from asyncrl.records.check import Limits
 
-from .access import Refused
 from .scored_data import read_group
-from .server import receive, reply, web
 
 # Bytes of one body after decompression. A group of 64 x 32,768 tokens has about 70 MB.
 MAX_BODY_BYTES = 1 << 27

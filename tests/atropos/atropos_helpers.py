@@ -13,10 +13,10 @@ import aiohttp
 import anyio
 from transport_records import drop
 
+from asyncrl.atropos.door import AtroposDoor, ServedTerms
+from asyncrl.atropos.groups import RankRings
 from asyncrl.client import AsyncClient
 from asyncrl.http.access import Address
-from asyncrl.http.atropos import AtroposDoor, ServedTerms
-from asyncrl.http.groups import RankRings
 from asyncrl.records.check import Limits
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
