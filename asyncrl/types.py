@@ -132,12 +132,18 @@ class Trajectory:
     """The tokens of one episode. Per-token columns are aligned to `tokens`. Log-probs are 0 where `mask` is False.
 
     `reward` is None before scoring. A component that does not apply is None in `components`.
+
+    An episode whose texts branch (sub-agents, a rewritten history) is a tree. `tokens` is then cut into segments, and `branches`
+    says which token each segment follows. A token that several texts share is there once, with its mask, log-probs and version.
+    The path of a token is the text that the model read to predict the token, and the token itself. Without `branches` all tokens
+    are one text.
     """
 
     group_id: int
     member: int
     group_size: int
-    prompt_length: int  # the first P tokens, shared by the whole group
+    # The first P tokens, shared by the whole group. They lie in the first segment.
+    prompt_length: int
     tokens: Int32Array  # [L]
     # [L] True where the policy sampled the token and the loss may train it.
     mask: BoolArray
@@ -153,6 +159,51 @@ class Trajectory:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # [L, layers, k] experts that the sampler chose for each token; None: not recorded.
     routed_experts: RoutesArray | None = None
+    # [n, 2] rows (start, after), starts ascending: a segment begins at token `start`, and follows token `after` < start. -1: the
+    # segment begins a text of its own. Its first token is then not sampled. The first segment begins at token 0 and has no row.
+    branches: Int32Array | None = None
+    # [t] the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
+    turns: Int32Array | None = None
+    # [t] the reward of each reply. `reward` is the reward of the episode: what it has beyond their sum belongs to the last reply.
+    turn_rewards: tuple[float, ...] | None = None
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(start, end, after) of each segment: its tokens, and the token that it follows (-1: none)."""
+        rows = [] if self.branches is None else self.branches.tolist()
+        starts, after = [0, *(start for start, _ in rows)], [-1, *(after for _, after in rows)]
+        return list(zip(starts, [*starts[1:], int(self.tokens.size)], after, strict=True))
+
+    def positions(self) -> Int64Array:
+        """[L] the number of tokens before each token on its path."""
+        positions = np.arange(self.tokens.size, dtype=np.int64)
+        for start, end, after in self.segments()[1:]:
+            positions[start:end] += (positions[after] + 1 if after >= 0 else 0) - start
+        return positions
+
+    def path(self, token: int) -> Int64Array:
+        """The indices of the tokens on the path of `token`, in order. `path(-1)` is the path of the last token."""
+        end, parts = token % self.tokens.size + 1, []
+        for start, _, after in reversed(self.segments()):
+            if start < end:
+                parts.append(np.arange(start, end, dtype=np.int64))
+                end = after + 1
+        return np.concatenate(parts[::-1])
+
+    @property
+    def longest_path(self) -> int:
+        """Tokens of the longest text that the model read. Without branches this is the number of tokens."""
+        return int(self.tokens.size) if self.branches is None else int(self.positions().max()) + 1
+
+    @property
+    def completion_ids(self) -> Int32Array:
+        """The path of the last token without its prompt. If the path does not begin with the first prompt, its prompt ends before
+        its first sampled token."""
+        if self.branches is None:
+            return self.tokens[self.prompt_length :]
+        path, sampled = self.path(-1), np.flatnonzero(self.mask[self.path(-1)])
+        shared = path.size > self.prompt_length and path[self.prompt_length - 1] == self.prompt_length - 1
+        prompt = self.prompt_length if shared else int(sampled[0]) if sampled.size else path.size
+        return self.tokens[path[prompt:]]
 
     @property
     def oldest_version(self) -> int:
@@ -168,7 +219,7 @@ class Trajectory:
 
     @property
     def completion_length(self) -> int:
-        """Number of tokens after the prompt, with mask True or False."""
+        """Number of distinct tokens after the prompt, in all branches, with mask True or False."""
         return int(self.tokens.size) - self.prompt_length
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DataError, RecordError
 from ..records.check import check_json, check_temperature
 from ..records.layout import Section
-from ..records.trajectories import component_sections, json_bytes, reward_number
+from ..records.trajectories import component_sections, json_bytes, reward_number, tree_sections
 from ..records.write import Draft
 
 _FINISH_REASONS = {"stop": 1, "length": 2, "abort": 3}
@@ -55,6 +55,12 @@ class Scored:
     components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
     messages: Any = ""  # JSON: the completion as text or messages
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON
+    # [n, 2] rows (start, after): the segment of tokens that begins at `start` follows token `after`; -1: none. None: one text.
+    branches: Any = None
+    # [t] the first sampled token of each reply. None: all sampled tokens are one reply.
+    turns: Any = None
+    # [t] the reward of each reply. What `reward` has beyond their sum belongs to the last reply.
+    turn_rewards: Any = None
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
@@ -92,6 +98,7 @@ def group_draft(
         Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
         Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
         **component_sections([row.components for row in rows]),
+        **tree_sections(rows),
     }
     for position, row in enumerate(rows):
         _check(position, row)

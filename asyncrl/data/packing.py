@@ -121,6 +121,8 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
         )
     rows = []
     for index, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):
+        if trajectory.branches is not None:
+            raise DataError(f"group {group.group_id}, member {trajectory.member}: branches cannot be packed yet")
         scored = np.flatnonzero(trajectory.mask)
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(

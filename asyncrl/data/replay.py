@@ -148,6 +148,7 @@ def encode(stored: Sequence[Stored]) -> dict[str, Any]:
             for t in rows
         ],
         "columns": columns,
+        "trees": [_pack_tree(t) for t in rows],
         "routes": [None if t.routed_experts is None else _pack(t.routed_experts) for t in rows],
     }
 
@@ -171,6 +172,8 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
                 arrays: dict[str, Any] = {name: column[tokens].copy() for name, column in columns.items()}
                 # Buffers of old checkpoints have no routes.
                 arrays["routed_experts"] = _unpack(state["routes"][row]) if "routes" in state else None
+                # Buffers of old checkpoints have no trees.
+                arrays |= _unpack_tree(state["trees"][row]) if "trees" in state else {}
                 trajectories.append(_trajectory(group_id, member, size, state["members"][row], arrays))
                 row += 1
             first = trajectories[0]
@@ -192,6 +195,19 @@ def _unpack(packed: Sequence[Any] | None) -> RoutesArray | None:
         return None
     dtype, shape, text = packed
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape).copy()
+
+
+def _pack_tree(t: Trajectory) -> list[Any]:
+    return [None if array is None else array.tolist() for array in (t.branches, t.turns)] + [t.turn_rewards]
+
+
+def _unpack_tree(packed: Sequence[Any]) -> dict[str, Any]:
+    branches, turns, rewards = packed
+    return {
+        "branches": None if branches is None else np.array(branches, np.int32).reshape(-1, 2),
+        "turns": None if turns is None else np.array(turns, np.int32),
+        "turn_rewards": None if rewards is None else tuple(rewards),
+    }
 
 
 def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], arrays: dict[str, Any]) -> Trajectory:

@@ -352,8 +352,11 @@ class Stash(Generic[C]):
 
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
     """Whether two trajectories of one member are equal, bit for bit (so NaN equals NaN)."""
-    scalars = [(t.prompt_length, float(t.temperature).hex(), _hex(t.reward), str(t.finish_reason)) for t in (a, b)]
-    columns = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions", "routed_experts")
+    scalars = [
+        (t.prompt_length, str(t.finish_reason), *map(_hex, (t.temperature, t.reward, *(t.turn_rewards or ()))))
+        for t in (a, b)
+    ]
+    columns = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions", "routed_experts", "branches", "turns")
     return scalars[0] == scalars[1] and all(_bits(getattr(a, name)) == _bits(getattr(b, name)) for name in columns)
 
 

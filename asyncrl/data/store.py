@@ -40,6 +40,8 @@ TOKEN_DTYPES = {
     "sampled_logprobs": np.float32,
     "versions": np.int32,
 }
+# Arrays that a trajectory may lack, with a shape of their own.
+OPTIONAL = ("routed_experts", "branches", "turns")
 # Names of columns. Shapes: G members of the group, s scored tokens of a member.
 # [G] float or None: final rewards.
 REWARDS = "rewards"
@@ -301,16 +303,17 @@ def copy_group(group: Group) -> Group:
 
 def copy_arrays(trajectory: Trajectory) -> dict[str, Any]:
     """Copies of the arrays of a trajectory, by field name."""
-    columns = {name: getattr(trajectory, name).copy() for name in TOKEN_DTYPES}
-    routes = trajectory.routed_experts
-    return columns if routes is None else columns | {"routed_experts": routes.copy()}
+    arrays = {name: getattr(trajectory, name) for name in (*TOKEN_DTYPES, *OPTIONAL)}
+    return {name: array.copy() for name, array in arrays.items() if array is not None}
 
 
 def nbytes(trajectory: Trajectory) -> int:
     """Bytes of the arrays of a trajectory."""
     t = trajectory
-    routes = 0 if t.routed_experts is None else t.routed_experts.nbytes
-    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes + routes
+    optional = sum(0 if array is None else array.nbytes for array in (t.routed_experts, t.branches, t.turns))
+    return (
+        t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes + optional
+    )
 
 
 def _release(leases: Sequence[Lease]) -> None:
@@ -322,7 +325,7 @@ def _release(leases: Sequence[Lease]) -> None:
 
 
 def _same_arrays(a: Trajectory, b: Trajectory) -> bool:
-    return all(getattr(a, name) is getattr(b, name) for name in (*TOKEN_DTYPES, "routed_experts"))
+    return all(getattr(a, name) is getattr(b, name) for name in (*TOKEN_DTYPES, *OPTIONAL))
 
 
 def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory:
@@ -338,9 +341,10 @@ def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory
         if copy or array.dtype != dtype:
             columns[name] = np.array(array, dtype=dtype)
             columns[name].flags.writeable = False
-    if copy and trajectory.routed_experts is not None:
-        columns["routed_experts"] = trajectory.routed_experts.copy()
-        columns["routed_experts"].flags.writeable = False
+    for name in OPTIONAL if copy else ():
+        if (array := getattr(trajectory, name)) is not None:
+            columns[name] = array.copy()
+            columns[name].flags.writeable = False
     return replace(trajectory, **columns) if columns else trajectory
 
 

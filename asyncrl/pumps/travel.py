@@ -91,6 +91,9 @@ def encode_group(group: Group, epoch: int) -> bytearray:
             components=t.components,
             messages=t.completion,
             metadata=t.metadata,
+            branches=t.branches,
+            turns=t.turns,
+            turn_rewards=t.turn_rewards,
         )
         for t in group.trajectories
     ]

@@ -41,7 +41,8 @@ _MAX_INT32 = 2**31 - 1
 class Limits:
     """Limits of a run for a trajectory. None means no limit."""
 
-    longest: int | None = None  # tokens of one trajectory
+    longest: int | None = None  # tokens of one path of a trajectory
+    whole: int | None = None  # tokens of all branches of a trajectory
     vocabulary: int | None = None  # token ids must be smaller
     # (layers, experts per token, experts), if the run replays routes. None: the trajectory must have no routes.
     routes: tuple[int, int, int] | None = None
@@ -53,7 +54,10 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
     for name, kind in _DTYPE_KINDS.items():
         _check_column(getattr(t, name), kind, t.tokens, f"{label}: {name}")
     _check_tokens(t, limits, label)
+    _check_branches(t, label)
+    _check_lengths(t, limits, label)
     _check_mask(t, label)
+    _check_turns(t, label)
     check_temperature(t.temperature, label)
     for name in ("logprobs", "sampled_logprobs"):
         _check_logprobs(getattr(t, name), t.mask, f"{label}: {name}")
@@ -137,18 +141,76 @@ def _check_column(column: Any, kind: str, tokens: Any, where: str) -> None:
 
 
 def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
-    size = t.tokens.size
-    longest = size if limits.longest is None else limits.longest
-    if not 0 < size <= longest:
-        allowed = "1 or more" if limits.longest is None else f"1 to {limits.longest}"
-        raise DataError(
-            f"{label}: tokens has {size} entries; this run takes {allowed} (data.max_prompt_tokens + rollout.max_tokens)"
-        )
+    if not t.tokens.size:
+        raise DataError(f"{label}: tokens is empty; a trajectory has 1 token or more")
     low, high = int(t.tokens.min()), int(t.tokens.max())
     if low < 0 or high > _MAX_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
         ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
         bad = low if low < 0 else high
         raise DataError(f"{label}: tokens holds {bad}; the model's ids are {ids}; use the tokenizer of the model")
+
+
+def _check_lengths(t: Trajectory, limits: Limits, label: str) -> None:
+    if limits.longest is not None and t.longest_path > limits.longest:
+        raise DataError(
+            f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.longest} (data.max_prompt_tokens + "
+            "rollout.max_tokens)"
+        )
+    if limits.whole is not None and t.tokens.size > limits.whole:
+        raise DataError(
+            f"{label}: all branches have {t.tokens.size} tokens; this run takes 1 to {limits.whole} "
+            "(train.tokens_per_microbatch)"
+        )
+
+
+def _check_branches(t: Trajectory, label: str) -> None:
+    rows, size = t.branches, t.tokens.size
+    if rows is None:
+        return
+    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "iu" or rows.ndim != 2 or rows.shape[1] != 2:
+        found = f"{rows.dtype} of shape {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__
+        raise DataError(
+            f"{label}: branches is {found}; expected integers [n, 2]: start of a segment, token that it follows"
+        )
+    starts, after = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
+    bad = (np.diff(starts, prepend=0) <= 0) | (starts >= size) | (after < -1) | (after >= starts)
+    if bad.any():
+        index = int(bad.argmax())
+        raise DataError(
+            f"{label}: branches[{index}] is (start {starts[index]}, after {after[index]}) for {size} tokens; expected ascending "
+            f"starts from 1 to {size - 1}, each with a token before it (-1: the segment begins a text of its own)"
+        )
+    orphans = t.mask[starts] & (after < 0)
+    if orphans.any():
+        start = starts[orphans.argmax()]
+        raise DataError(
+            f"{label}: mask[{start}] trains the first token of a text, which no token predicts; set its mask to false"
+        )
+
+
+def _check_turns(t: Trajectory, label: str) -> None:
+    turns, rewards, size = t.turns, t.turn_rewards, t.tokens.size
+    if turns is not None:
+        _check_column(turns, "iu", turns, f"{label}: turns")
+        indices = turns.astype(np.int64)
+        good = indices.size and indices[0] >= 0 and indices[-1] < size and (np.diff(indices) > 0).all()
+        if not good or not t.mask[indices].all() or t.mask[: indices[0]].any():
+            raise DataError(
+                f"{label}: turns is {turns.tolist()} for {size} tokens; expected the first sampled token of each reply, ascending, "
+                "from the first token with mask true on"
+            )
+    if rewards is None:
+        return
+    count = 1 if turns is None else turns.size
+    if not isinstance(rewards, tuple) or len(rewards) != count:
+        raise DataError(
+            f"{label}: turn_rewards is {rewards!r:.80}; expected a tuple of {count} numbers, one for each reply"
+        )
+    for index, reward in enumerate(rewards):
+        if not (_is_number(reward) and abs(reward) <= MAX_REWARD):  # also for NaN
+            raise DataError(
+                f"{label}: turn_rewards[{index}] is {reward}; expected a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}"
+            )
 
 
 def _check_mask(t: Trajectory, label: str) -> None:
@@ -162,6 +224,11 @@ def _check_mask(t: Trajectory, label: str) -> None:
         raise DataError(
             f"{label}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens behind the "
             "prompt can be trained: set the mask of the prompt to false"
+        )
+    if t.branches is not None and t.branches.size and t.branches[0, 0] < t.prompt_length:
+        raise DataError(
+            f"{label}: branches[0] begins at token {t.branches[0, 0]}, within the prompt (prompt_length is {t.prompt_length}); "
+            "the first segment holds the whole prompt"
         )
 
 

@@ -65,7 +65,7 @@ class Axis(IntEnum):
 
 
 class Section(IntEnum):
-    """The section ids of version 1; `SPECS` has their contents. 0 is never used. 20 to 16,383 are for later versions of the
+    """The section ids of version 1; `SPECS` has their contents. 0 is never used. 23 to 16,383 are for later versions of the
     schema, 16,384 to 32,767 for experiments, and 32,768 to 65,535 for the user's own byte strings."""
 
     LENGTHS = 1
@@ -87,6 +87,9 @@ class Section(IntEnum):
     MESSAGES = 17
     METADATA = 18
     GROUP_METADATA = 19
+    BRANCHES = 20
+    TURNS = 21
+    TURN_REWARDS = 22
 
 
 USER_SECTIONS = range(0x8000, 0x10000)
@@ -114,10 +117,11 @@ class Spec:
     axis: Axis
     dtypes: tuple[np.dtype[Any], ...]
     inner: int = 0  # number of dimensions after the first
+    needed: bool = False  # a reader must know the section
 
 
-def _spec(axis: Axis, *dtypes: str, inner: int = 0) -> Spec:
-    return Spec(axis, tuple(np.dtype(d) for d in dtypes), inner)
+def _spec(axis: Axis, *dtypes: str, inner: int = 0, needed: bool = False) -> Spec:
+    return Spec(axis, tuple(np.dtype(d) for d in dtypes), inner, needed)
 
 
 SPECS: MappingProxyType[int, Spec] = MappingProxyType(
@@ -143,6 +147,11 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.MESSAGES: _spec(Axis.ROW_BYTES, "<u1"),  # JSON: a string or a list of messages
         Section.METADATA: _spec(Axis.ROW_BYTES, "<u1"),  # JSON object
         Section.GROUP_METADATA: _spec(Axis.BYTES, "<u1"),  # JSON object
+        # Of each member an i4 array [m, 2], see types.Trajectory; empty: one line. A reader that does not know the section would
+        # train branches as one text, so it must refuse the record.
+        Section.BRANCHES: _spec(Axis.ROW_BYTES, "<u1", needed=True),
+        Section.TURNS: _spec(Axis.ROW_BYTES, "<u1"),  # i4 [t]; empty: one reply
+        Section.TURN_REWARDS: _spec(Axis.ROW_BYTES, "<u1"),  # f8 [t]; empty: none
     }
 )
 

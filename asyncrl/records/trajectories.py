@@ -17,6 +17,7 @@ from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
 from .read import Record
+from .write import conform
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
 # As integers, because look-ups with enum members as keys are slow.
@@ -25,6 +26,12 @@ _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSI
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
 _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
+# Fields of a trajectory with a length of their own -> section, dtype, inner dimensions.
+_TREE: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
+    "branches": (Section.BRANCHES, np.dtype("<i4"), (2,)),
+    "turns": (Section.TURNS, np.dtype("<i4"), ()),
+    "turn_rewards": (Section.TURN_REWARDS, np.dtype("<f8"), ()),
+}
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
 # Dtypes of the routes of old writers -> signed dtypes that hold them.
@@ -64,6 +71,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
         "components": _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
         "metadata": _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
         "routed_experts": _routes(record, copy) if _ROUTED_EXPERTS in arrays else [None] * n,
+        **{name: _tree_column(record, name) for name, (section, *_) in _TREE.items() if section in strings},
     }
     return [
         Trajectory(group_id=group, group_size=record.group_size, **dict(zip(columns, row, strict=True)))
@@ -112,6 +120,33 @@ def _routes(record: Record, copy: bool) -> list[Any]:
     dtype: Any = _SIGNED.get(array.dtype, array.dtype)
     parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
     return [np.array(part, dtype) if copy else np.asarray(part, dtype) for part in parts]
+
+
+def _tree_column(record: Record, name: str) -> list[Any]:
+    section, dtype, inner = _TREE[name]
+    values: list[Any] = []
+    for raw in [record.row_bytes(section, position) or b"" for position in range(record.size)]:
+        if len(raw) % (dtype.itemsize * math.prod(inner)):
+            raise RecordError(
+                f"section {section.name}: {len(raw)} bytes are no whole number of rows {list(inner)} {dtype}"
+            )
+        array = np.frombuffer(raw, dtype).reshape(-1, *inner)
+        values.append(None if not raw else tuple(array.tolist()) if name == "turn_rewards" else array)
+    return values
+
+
+def tree_sections(members: Sequence[Any]) -> dict[int, Any]:
+    """The sections for `branches`, `turns` and `turn_rewards` of these members, by section id; none if no member has the field."""
+    sections: dict[int, Any] = {}
+    for name, (section, dtype, inner) in _TREE.items():
+        column = [getattr(member, name) for member in members]
+        if any(values is not None and len(values) for values in column):
+            arrays = [conform([] if values is None else values, dtype, section) for values in column]
+            if any(array.size and array.shape[1:] != inner for array in arrays):
+                shapes = [array.shape for array in arrays]
+                raise RecordError(f"{name} must have the shape {['n', *inner]} in all trajectories; found {shapes}")
+            sections[section] = [array.tobytes() for array in arrays]
+    return sections
 
 
 def _rewards(array: Any) -> list[float | None]:

@@ -25,6 +25,7 @@ from .layout import (
     ENTRY,
     HEADER,
     MAGIC,
+    NEEDED,
     SPECS,
     USER_SECTIONS,
     VERSION,
@@ -99,7 +100,7 @@ class Plan:
                 flat = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
                 out = flat.reshape(-1, *inner[: spec.inner]) if spec.inner else flat
                 np.concatenate(data, out=out, casting="equiv")  # raises if a dtype or shape changed after `plan`
-            entries += (section, CODES[dtype], spec.axis, 0, 0, *inner, offset, size)
+            entries += (section, CODES[dtype], spec.axis, NEEDED * spec.needed, 0, *inner, offset, size)
             offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:
                 fault("section")

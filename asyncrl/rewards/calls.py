@@ -67,7 +67,7 @@ def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation
     arguments: dict[str, list[Any]] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
-    arguments["completion_ids"] = [t.tokens[t.prompt_length :].tolist() for t in trajectories]
+    arguments["completion_ids"] = [t.completion_ids.tolist() for t in trajectories]
     arguments["generation_prompt"] = [generation_prompt] * len(trajectories)
     return arguments
 

@@ -100,6 +100,13 @@ def row(
         "trained_tokens": int(trajectory.mask.sum()),
         "finish_reason": str(trajectory.finish_reason),
     }
+    if trajectory.turns is not None:
+        line["turns"] = int(trajectory.turns.size)
+    if trajectory.branches is not None:
+        line["branches"] = len(trajectory.branches)
+        line["longest_path"] = trajectory.longest_path
+    if trajectory.turn_rewards is not None:
+        line["turn_rewards"] = list(trajectory.turn_rewards)
     if advantages is not None:
         line["advantage"] = advantages.get((trajectory.group_id, trajectory.member))
     if trajectory.metadata:
