@@ -14,6 +14,7 @@
     |  `- RewardCrash
     |- GenerationError          7   the engine cannot serve a request
     |  |- EngineClosed
+    |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
@@ -125,6 +126,10 @@ class GenerationError(AsyncrlError):
     """The engine cannot serve a request, or more rollouts failed than the settings allow."""
 
     exit_code = 7
+
+
+class EpisodeLimit(GenerationError):
+    """A request exceeds `rollout.max_turns` or `rollout.max_context`. The episode is trained on what it sampled before."""
 
 
 class EngineClosed(GenerationError):

@@ -12,13 +12,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .types import (
+    ChatAnswer,
     ClaimState,
     Float32Array,
     Generation,
     GenerationRequest,
+    Int32Array,
     LedgerStatistics,
     Microbatch,
     Prompt,
+    SamplingParams,
     StepResult,
     Ticket,
     Trajectory,
@@ -44,6 +47,49 @@ class Engine(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """The requests that are `running` and `waiting`, the `tokens` sampled so far, `decode_steps`, and others."""
+        ...
+
+
+class AgentSession(Protocol):
+    """The requests of one episode (environments/session.py), for the endpoint. Every request is recorded as tokens."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of requests that set nothing else."""
+        ...
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids [P] of a text without control tokens."""
+        ...
+
+    def decode(self, ids: Int32Array) -> str:
+        """The text of token ids, with control tokens."""
+        ...
+
+    async def sample(
+        self,
+        prompt_ids: Int32Array | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        line: str = "",
+        retry: bool = False,
+    ) -> Generation:
+        """Sample a reply to the tokens [P]. A repeated request samples another reply. `retry`: the caller did not get the reply to
+        an equal request, so it gets that reply if there is one. `line`: a parallel branch, with random numbers of its own.
+
+        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
+        ...
+
+    async def chat(
+        self,
+        messages: Any,
+        tools: Any = None,
+        sampling: SamplingParams | None = None,
+        *,
+        line: str = "",
+        retry: bool = False,
+    ) -> ChatAnswer:
+        """The reply to messages in OpenAI's form. Errors: those of `sample`, and `DataError` for malformed messages and tools."""
         ...
 
 

@@ -98,6 +98,8 @@ class GenerationRequest:
     priority: int = 0
     # Id of the group of this request. With `preset: sync` the id determines the worker.
     group: int | None = None
+    # Id of the conversation that this request continues. Its requests go to one worker.
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,15 @@ class Generation:
     # [P + C, layers, k], prompt included. -1 for the last token, which went through no layer.
     routed_experts: RoutesArray | None = None
     stop: str | None = None  # the stop string that ended the completion
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A reply to an agent: a message in OpenAI's form (arguments of tool calls are JSON texts), and its tokens."""
+
+    message: dict[str, Any]
+    generation: Generation
+    prompt_ids: Int32Array  # [P]
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,16 +89,16 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
     "algorithms": 2050,
-    "asyncrl": 1287,
+    "asyncrl": 1355,
     "atropos": 900,
     "checkpoint": 732,
     "cli": 808,
     "client": 311,
     "concurrency": 2235,
     "config": 2776,
-    "data": 2849,
+    "data": 2860,
     "distributed": 3444,
-    "environments": 130,
+    "environments": 1000,
     "generation": 5600,
     "http": 370,
     "models": 7620,
@@ -110,7 +110,7 @@ CEILINGS: dict[str, int] = {
     "training": 2271,
     "transport": 4583,
     "weights": 909,
-    "tests": 57349,
+    "tests": 57700,
     "tools": 9100,
 }
 BENCHMARKS = "asyncrl_bench"

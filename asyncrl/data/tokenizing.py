@@ -101,6 +101,7 @@ class PromptEncoder:
         self._printed_content: tuple[bool, bool] | None = None
         self._openings: set[str] | None = None  # of `_find_openings`
         self._leading_ids: list[int] | None = None  # the tokenizer adds these before a text
+        self._hidden: dict[str, int] = {}  # text of a control token -> its number in rendered texts
 
     @property
     def warnings(self) -> list[str]:
@@ -129,7 +130,9 @@ class PromptEncoder:
         if isinstance(prompt, str) and self._is_plain(prompt):
             ids = self._encode_raw(prompt)
         else:
-            ids = self._encode_messages(self._messages(prompt), self._arguments(columns))
+            text = self.render(self.messages(prompt), self._arguments(columns))
+            self.notes["control"] += _OPEN in text
+            ids = self.tokenize(text)
         if len(ids) == 0:
             raise DataError("the prompt has no tokens; expected at least one")
         return np.asarray(ids, dtype=np.int32)
@@ -197,7 +200,7 @@ class PromptEncoder:
             self._leading_ids = full[: starts[0]] if starts else []
         return ids if ids[: len(self._leading_ids)] == self._leading_ids else self._leading_ids + ids
 
-    def _messages(self, prompt: str | Messages) -> Messages:
+    def messages(self, prompt: str | Messages) -> Messages:
         """The messages for the template. `data.system_prompt` is added if the first message is no system message."""
         config = self.config
         if isinstance(prompt, str):
@@ -282,9 +285,9 @@ class PromptEncoder:
             # Errors of jinja, and of raise_exception() in the template.
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
-    def _encode_messages(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation. Control tokens in messages and arguments are numbers while the template is rendered."""
-        hidden: list[str] = []
+    def render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
+        """The text of a conversation up to the first sampled token, for `tokenize`. Control tokens in messages and arguments are
+        numbers in this text. Errors: `DataError` if the template refuses the conversation."""
 
         def hide(value: Any, control: re.Pattern[str]) -> Any:
             if isinstance(value, str):
@@ -294,19 +297,22 @@ class PromptEncoder:
             return [hide(item, control) for item in value] if isinstance(value, (list, tuple)) else value
 
         def hide_match(match: re.Match[str]) -> str:
-            hidden.append(match.group(0))
-            return f"{_OPEN}{len(hidden) - 1}{_CLOSE}"
+            return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
 
         if self.config.control_tokens == "template":
             # A message of the assistant may hold tokens such as <think>, which the model is trained to write.
             messages = [hide(message, self._controls(message["role"] != "assistant")) for message in messages]
             arguments = hide(arguments, self._controls(user=True))
-        text = self._render_calls(messages, arguments)
+        return self._render_calls(messages, arguments)
+
+    def tokenize(self, text: str, *, inside: bool = False) -> list[int]:
+        """Token ids of a text of `render`, or of a part of it. `inside`: other tokens precede the text."""
         pieces = re.split(f"{_OPEN}(\\d+){_CLOSE}", text)
         # With one group in the pattern, every second piece is a number.
-        pieces[1::2] = [hidden[int(number)] for number in pieces[1::2]]
-        self.notes["control"] += bool(hidden)
-        return _encode_pieces(self._tokenizer, pieces)
+        hidden = [*self._hidden]
+        texts = [hidden[int(n)] if int(n) < len(hidden) else f"{_OPEN}{n}{_CLOSE}" for n in pieces[1::2]]
+        pieces[1::2] = texts
+        return _encode_pieces(self._tokenizer, pieces, inside)
 
     def _render_calls(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         """Render with the arguments of tool calls as mappings. If the template fails, retry with arguments as JSON texts."""
@@ -445,19 +451,20 @@ def _template_of(tokenizer: Any) -> str:
     return " ".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
 
-def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[int]:
+def _encode_pieces(tokenizer: Any, pieces: Sequence[str], inside: bool = False) -> list[int]:
     """Token ids of [text, control token, text, ...]. The text of a control token is encoded as plain text."""
     ids: list[int] = []
     for number, piece in enumerate(pieces):
         if not piece:
             continue
+        behind = inside or bool(ids)
         if number % 2 == 0:
-            ids += _encode_inside(tokenizer, piece, bool(ids))
+            ids += _encode_inside(tokenizer, piece, behind)
             continue
-        piece_ids = _encode_inside(tokenizer, piece, bool(ids), split_special_tokens=True)
+        piece_ids = _encode_inside(tokenizer, piece, behind, split_special_tokens=True)
         # `split_special_tokens` does not split an added token that is not special, so its first character is encoded alone.
         if tokenizer.convert_tokens_to_ids(piece) in piece_ids:
-            piece_ids = _encode_inside(tokenizer, piece[:1], bool(ids)) + _encode_inside(tokenizer, piece[1:], True)
+            piece_ids = _encode_inside(tokenizer, piece[:1], behind) + _encode_inside(tokenizer, piece[1:], True)
         ids += piece_ids
     return ids
 

@@ -194,7 +194,7 @@ def anonymous_bytes() -> int:
     return (int(resident) - int(shared)) * _PAGE
 
 
-class Session:
+class SocketSession:
     """The functions of a worker and their calls. `loop` runs coroutines; it is stopped while another function runs."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
@@ -339,7 +339,7 @@ def main(descriptor: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
     # Without `lossy_output` a print would fail once nobody reads the output any more.
     with asyncio.Runner() as runner, sock, lossy_output():
-        Session(sock, runner.get_loop()).serve()
+        SocketSession(sock, runner.get_loop()).serve()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Reads the tool calls in a reply. A call that cannot be read remains text.
+
+| models | format |
+|---|---|
+| Hermes, Qwen, SmolLM3 | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| Qwen3.5, Qwen3-Coder | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` |
+| GLM | `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
+| MiniMax | `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` |
+| Llama 3 | the whole reply is `{"name": ..., "parameters": {...}}`, perhaps behind `<\\|python_tag\\|>` |
+| Mistral | `[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}` |
+| DeepSeek V3 and V3.1, Kimi K2 | special tokens around name and arguments |
+| gpt-oss | channels `analysis`, `commentary to=functions.NAME`, `final` |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_VALUE = r"\s*(.*?)\s*"
+_BLOCK = re.compile(rf"<tool_call>{_VALUE}</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(rf"(?:<function={_VALUE}>|<invoke name=\"{_VALUE}\">)(.*)</(?:function|invoke)>", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter(?:=| name=\")(.*?)\"?>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    re.DOTALL,
+)
+_INVOKE = re.compile(r"<invoke name=.*?</invoke>", re.DOTALL)
+_DEEPSEEK = re.compile(
+    rf"<\uff5ctool\u2581call\u2581begin\uff5c>(?:function<\uff5ctool\u2581sep\uff5c>)?{_VALUE}(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n){_VALUE}(?:\n```)?<\uff5ctool\u2581call\u2581end\uff5c>",
+    re.DOTALL,
+)
+_KIMI = re.compile(
+    rf"<\|tool_call_begin\|>(?:functions\.)?{_VALUE}(?::\d+)?\s*<\|tool_call_argument_begin\|>{_VALUE}<\|tool_call_end\|>",
+    re.DOTALL,
+)
+_MISTRAL = re.compile(
+    r"\[TOOL_CALLS\]\s*(?:([\w.-]+)(?:\[ARGS\])?\s*)?([\[{].*?[\]}])\s*(?=\[TOOL_CALLS\]|\Z)", re.DOTALL
+)
+_CHANNEL = re.compile(
+    r"(?:<\|start\|>assistant)?(?: to=functions\.([\w.-]+))?<\|channel\|>(\w+)(?: to=functions\.([\w.-]+))?"
+    r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+# Around calls that were read.
+_WRAPPERS = re.compile(
+    r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?minimax:tool_call>|<\|python_tag\|>"
+)
+# The beginning of a call that was not read.
+_BEGUN = re.compile(
+    r"<tool_call>|<invoke name=|\[TOOL_CALLS\]|<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
+)
+Call = tuple[str, str]
+
+
+def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], int]:
+    """(reasoning of channels, content, calls as (name, JSON of the arguments), number of calls that could not be read)."""
+    if "<|channel|>" in text:
+        return _channels(text)
+    calls: list[Call] = []
+
+    def take(read: Any) -> Any:
+        def replace(match: re.Match[str]) -> str:
+            found = read(match)
+            if not found:
+                return match[0]
+            calls.extend(found)
+            return ""
+
+        return replace
+
+    content = text
+    # In a reply the calls of one format stand in their order.
+    for pattern, read in (
+        (_BLOCK, lambda match: _from_block(match[1], tools)),
+        (_INVOKE, lambda match: _from_block(match[0], tools)),
+        (_MISTRAL, lambda match: _named(match[1], match[2]) if match[1] else _from_json(match[2])),
+        (_DEEPSEEK, lambda match: _named(match[1], match[2])),
+        (_KIMI, lambda match: _named(match[1], match[2])),
+    ):
+        content = pattern.sub(take(read), content)
+    if not calls and (bare := content.strip().removeprefix("<|python_tag|>").strip()).startswith("{"):
+        names = {_name_of(tool) for tool in tools}
+        found = [call for part in _values(bare) for call in _from_json(part)]
+        if found and all(name in names for name, _ in found):
+            calls, content = found, ""
+    if calls:
+        content = _WRAPPERS.sub("", content)
+    return "", content, calls, len(_BEGUN.findall(content))
+
+
+def _channels(text: str) -> tuple[str, str, list[Call], int]:
+    thoughts: list[str] = []
+    contents: list[str] = []
+    calls: list[Call] = []
+    garbage = 0
+    for message in _CHANNEL.finditer(text):
+        name = message[1] or message[3]
+        if name:
+            found = _named(name, message[4])
+            calls += found
+            garbage += not found
+            contents += [] if found else [message[0]]
+        else:
+            (thoughts if message[2] == "analysis" else contents).append(message[4])
+    return "\n".join(thoughts).strip(), "".join(contents), calls, garbage
+
+
+def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
+    """Calls of a block of JSON, or with arguments in tags."""
+    if body.startswith(("{", "[")):
+        return _from_json(body)
+    function = _FUNCTION.fullmatch(body.strip())
+    name = (function[1] or function[2]) if function else body.partition("<arg_key>")[0].strip()
+    if not re.fullmatch(r"[\w.-]+", name or ""):
+        return []
+    schema: Any = next((tool for tool in tools if _name_of(tool) == name), {})
+    types = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
+    arguments = {}
+    for match in _PARAMETER.finditer(function[3] if function else body):
+        key, value = (match[1], match[2]) if match[1] is not None else (match[3].strip(), match[4])
+        is_text = (types.get(key) or {}).get("type") == "string" if isinstance(types.get(key), Mapping) else False
+        arguments[key] = value if is_text else _decoded(value, value)
+    return [(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _from_json(text: Any) -> list[Call]:
+    value = _decoded(text, None) if isinstance(text, str) else text
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        call = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return []
+        arguments = call.get("arguments", call.get("parameters", {}))
+        found = _named(
+            call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+        if not found:
+            return []
+        calls += found
+    return calls
+
+
+def _named(name: str, arguments: str) -> list[Call]:
+    decoded = _decoded(arguments or "{}", None)
+    is_call = isinstance(decoded, dict) and bool(name)
+    return [(name, json.dumps(decoded, ensure_ascii=False))] if is_call else []
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The JSON values in a text that `;` or spaces separate. Nothing if the text has more."""
+    values, start = [], 0
+    decoder = json.JSONDecoder()
+    while start < len(text):
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            return
+        values.append(value)
+        start = end + len(re.match(r"[\s;]*", text[end:])[0])  # type: ignore[index]  # matches the empty text
+    yield from values
+
+
+def _decoded(text: str, default: Any) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return default
+
+
+def _name_of(tool: Any) -> str:
+    return str((tool.get("function") or tool).get("name")) if isinstance(tool, Mapping) else ""

@@ -1,0 +1,296 @@
+"""Conversations as token ids, and sampled ids as messages. Made once for a run, from its tokenizer and its chat template.
+
+    first request   messages ── template ──▶ text ──▶ ids
+    next request    ids of the last request ‖ its sampled ids ‖ ids of the template's text for the new messages alone
+    reply           sampled ids ──▶ text ──▶ content, reasoning_content, tool_calls
+
+The text for new messages is a difference: the template renders the whole conversation with a mark in place of the reply, and the
+text behind the mark is what follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
+earlier messages differently now, `Chat.extend` returns None, and the whole conversation is rendered.
+Only the template writes control tokens: `data/tokenizing.py` spells out those of messages and tools.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.texts import CompletionText, decode, special_ids
+from asyncrl.data.tokenizing import PromptEncoder, check_prompt, check_unicode, encode_text, without_nulls
+from asyncrl.errors import DataError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import FinishReason, Generation, Int32Array, Messages
+
+from .calls import read_calls
+
+# Marks in place of a reply's content and reasoning. They are for private use, so no template writes them.
+_CONTENT, _REASONING = "\ue002", "\ue003"
+_EMPTY_THINKING = re.compile(r"\s*<(think|thinking)>\s*</\1>\s*")
+_THINKING = re.compile(r"\s*<(think|thinking)>(.*?)(?:</\1>|\Z)(.*)", re.DOTALL)
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+logger = logging.getLogger("asyncrl.environments")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One request of a conversation and its reply."""
+
+    messages: Messages  # of the request, as `normalise` returns them
+    tools: list[Any]
+    prompt_ids: Int32Array  # [P] up to the first token of the reply
+    # Ends with the reply's last token. A reply that was continued is one reply.
+    generation: Generation
+    reply: dict[str, Any]
+
+
+class Chat:
+    """The chat template of a run. Methods compute for up to milliseconds and do not wait."""
+
+    def __init__(self, tokenizer: Any, config: DataConfig | None = None, *, recorder: Recorder | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._config = config or DataConfig()
+        self._encoder = PromptEncoder(tokenizer, self._config)
+        arguments = self._config.chat_template_kwargs
+        self._text = CompletionText(tokenizer, stop=False, arguments=arguments)
+        self._special = special_ids(tokenizer)
+        self._recorder = recorder
+        self._logged: set[str] = set()
+        words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", None) or "")))
+        self._has_tools, self._has_calls = "tools" in words, "tool_calls" in words
+        self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids [P] of a text without control tokens."""
+        return np.array(encode_text(self.tokenizer, text), np.int32)
+
+    def decode(self, ids: Int32Array) -> str:
+        """The text of token ids, with control tokens."""
+        return decode(self.tokenizer, ids.tolist())
+
+    def render(self, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array:
+        """Token ids [P] of a conversation of `normalise`, up to the first sampled token.
+
+        If the last message is the assistant's, the reply continues it. Errors: `DataError`."""
+        return np.array(self._encoder.tokenize(self._render(messages, tools)), np.int32)
+
+    def extend(self, last: Recorded, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
+        """Token ids [P] of a conversation that begins with `last`: its tokens, then the new messages.
+
+        `messages`: all of them. None: the template writes the beginning differently now. Errors: `DataError`."""
+        ids, begun = last.generation.token_ids, len(last.messages) + 1
+        ended = self._ended(last.generation)
+        if begun == len(messages):
+            # The reply goes on, so the token that ended it is left out.
+            return np.concatenate([last.prompt_ids, ids[: ids.size - ended]]).astype(np.int32)
+        before = self._render(last.messages, last.tools)
+        for marked in self._marked(last.reply, ended):
+            try:
+                text = self._render([*messages[: begun - 1], marked, *messages[begun:]], tools)
+            except DataError:
+                # Some templates want the calls before the results of tools, and others print a reply of calls alone.
+                continue
+            marks = re.findall(f"[{_CONTENT}{_REASONING}]", text)
+            if not marks or len(marks) != len(set(marks)) or (marked["content"] and _CONTENT not in marks):
+                continue
+            if "reasoning_content" in marked and _REASONING not in marks:
+                return None
+            start = text.index(marks[0])
+            if not text[:start].startswith(before) and not (
+                before.startswith(text[:start]) and _EMPTY_THINKING.fullmatch(before[start:])
+            ):
+                return None
+            # A reply that was cut off within its reasoning gets the text that the template writes behind the reasoning.
+            cut = (
+                not ended and marks[0] == _REASONING and not last.reply["content"] and not last.reply.get("tool_calls")
+            )
+            behind = text.partition(marks[0] if cut else marks[-1])[2].replace(_CONTENT, "")
+            if ended:
+                behind = self._behind_end(behind, int(ids[-1]))
+            tail = self._encoder.tokenize(behind, inside=True)
+            return np.concatenate([last.prompt_ids, ids, np.array(tail, np.int32)]).astype(np.int32)
+        return None
+
+    def parse(
+        self, prompt_ids: Int32Array, generation: Generation, tools: Sequence[Any] = (), *, call_id: str = "call"
+    ) -> dict[str, Any]:
+        """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
+
+        A call that cannot be read remains in `content`, and is counted. Without `tools` no calls are read."""
+        text = self._text(generation)
+        opening = self._text.opening(prompt_ids) if self._reasoning_key or "<think" in self._text.turn.opening else ""
+        message: dict[str, Any] = {"role": "assistant"}
+        whole = opening + text if re.search(r"<(think|thinking)>\s*\Z", opening) else text
+        if thought := _THINKING.fullmatch(whole):
+            message["reasoning_content"], text = thought[2].strip(), thought[3]
+        calls: list[tuple[str, str]] = []
+        if tools:
+            thinking, text, calls, garbage = read_calls(text, tools)
+            if thinking:
+                message["reasoning_content"] = thinking
+            if garbage and self._recorder is not None:
+                self._recorder.count("rollout/unreadable_calls", garbage)
+        message["content"] = text.strip() if calls or thought else text
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"{call_id}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for number, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
+    def count_fork(self, cause: str) -> None:
+        """Count a conversation whose beginning is rendered again, and log the first of each cause: messages, tools or template."""
+        if self._recorder is not None:
+            self._recorder.count(f"rollout/forks/{cause}")
+        if cause not in self._logged:
+            self._logged.add(cause)
+            logger.warning("a conversation is rendered again from its beginning: %s", _FORKS[cause])
+
+    def _ended(self, generation: Generation) -> bool:
+        """Whether the last token of the reply is the token that ended it."""
+        ids = generation.token_ids
+        stopped = generation.finish_reason is FinishReason.STOP and generation.stop is None
+        return bool(stopped and ids.size and int(ids[-1]) in self._special)
+
+    def _behind_end(self, text: str, end: int) -> str:
+        """The text behind the token `end`, or behind the first control token if the template ends replies differently."""
+        for token in (self.tokenizer.convert_ids_to_tokens(end), None):
+            texts = [token] if token else [self.tokenizer.convert_ids_to_tokens(each) for each in self._special]
+            found = re.search("|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)), text)
+            if found is not None:
+                return text[found.end() :]
+        return text
+
+    def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
+        """The reply with marks, in the forms that templates accept. The text behind the marks has the calls only if `ended`."""
+        marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
+        if reply.get("reasoning_content"):
+            marked["reasoning_content"] = _REASONING
+        calls = {"tool_calls": reply.get("tool_calls")}
+        if not calls["tool_calls"] or not ended:
+            return [marked]
+        # Some templates refuse calls with both content and reasoning, or print a reply of calls alone without its content.
+        thought = [{**marked, "content": "", **calls}] if "reasoning_content" in marked else []
+        return [{**marked, **calls}, *thought, marked]
+
+    def _render(self, messages: Messages, tools: Sequence[Any]) -> str:
+        messages = [self._for_template(message) for message in messages]
+        arguments = dict(self._config.chat_template_kwargs)
+        if tools and self._has_tools:
+            arguments["tools"] = list(tools)
+        elif tools:
+            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            system = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
+            if not system and self._config.system_prompt:
+                system = self._config.system_prompt + "\n\n"
+            messages.insert(0, {"role": "system", "content": system + _TOOLS.format(lines)})
+        return self._encoder.render(self._encoder.messages(messages), arguments)
+
+    def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message in keys that the template reads. A template without calls gets calls and results in Hermes' format."""
+        message = dict(message)
+        reasoning = message.pop("reasoning_content", None)
+        if reasoning is not None and self._reasoning_key is not None:
+            message[self._reasoning_key] = reasoning
+        elif reasoning:
+            message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+        if self._has_calls:
+            return message
+        calls = message.pop("tool_calls", ())
+        texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+        message["content"] = "\n".join(filter(None, [message["content"], *texts]))
+        if message["role"] == "tool":
+            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return message
+
+
+_FORKS = {
+    "messages": "an earlier message was changed or left out; its tokens are new, and what was sampled is trained where it stands",
+    "tools": "its tools were changed",
+    "template": (
+        "the chat template writes earlier messages differently after new ones (such as without their thinking); what was "
+        "sampled is trained where it stands"
+    ),
+}
+_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+def normalise(messages: Any) -> Messages:
+    """Messages of any client in one form: content is a text, arguments of calls are mappings, no value is null.
+
+    Errors: `DataError` for what is no message, and for parts that are no text."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    # Objects of the clients' libraries.
+    plain = [m.model_dump(exclude_none=True) if hasattr(m, "model_dump") else m for m in messages]
+    filled = [{**m, "content": ""} if isinstance(m, Mapping) and m.get("content") is None else m for m in plain]
+    check_prompt(filled)
+    check_unicode(filled, "a message")
+    return [_normal(message) for message in filled]
+
+
+def normalise_tools(tools: Any) -> list[Any]:
+    """Schemas of tools without null values. Errors: `DataError` if a tool has no name."""
+    found = without_nulls([t.model_dump(exclude_none=True) if hasattr(t, "model_dump") else t for t in tools or ()])
+    for tool in found:
+        if not isinstance(tool, Mapping) or not isinstance((tool.get("function") or tool).get("name"), str):
+            raise DataError(f'a tool is {tool!r:.80}; expected {{"type": "function", "function": {{"name": ...}}}}')
+    return list(found)
+
+
+def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: message[key] for key in _KEYS if message.get(key) is not None}
+    if isinstance(reasoning := message.get("reasoning"), str):
+        kept.setdefault("reasoning_content", reasoning)
+    if kept["role"] == "developer":
+        kept["role"] = "system"
+    if not isinstance(kept["content"], str):
+        kept["content"] = "".join(part if isinstance(part, str) else part["text"] for part in kept["content"])
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)
+        return kept
+    calls = []
+    for call in kept["tool_calls"]:
+        function = (call.get("function") or call) if isinstance(call, Mapping) else {}
+        if not isinstance(function.get("name"), str):
+            raise DataError(f'a tool call is {call!r:.80}; expected {{"function": {{"name": ..., "arguments": ...}}}}')
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                decoded = json.loads(arguments)
+            except ValueError:
+                decoded = None
+            arguments = decoded if isinstance(decoded, dict) else arguments
+        function = {"name": function["name"], "arguments": arguments}
+        calls.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
+    return {**kept, "tool_calls": calls}
+
+
+def continues(recorded: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether a message of a client is the recorded one. Ids of calls may differ, and the reasoning of a reply may be missing."""
+
+    def compared(message: Mapping[str, Any], reasoning: bool) -> Any:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        thought = (message.get("reasoning_content") or "").strip() if reasoning else None
+        return message["role"], message["content"].strip(), calls, message.get("name"), thought
+
+    reasoning = "reasoning_content" in message
+    return bool(compared(recorded, reasoning) == compared(message, reasoning))

@@ -1,0 +1,372 @@
+"""One episode: every request of an agent goes through its session, which keeps the tokens as a tree.
+
+    chat(messages, tools) ── chat.py: ids ──▶ sample(prompt_ids) ──▶ engine ──▶ tree ──▶ trajectory(reward)
+
+A request changes the tree when its reply is complete. So a request that was cancelled or failed leaves nothing.
+The random numbers of a request depend on the run's seed, group, member, line, prompt, and the number of earlier requests of that
+line with the same prompt, but not on the order of arrival.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
+from asyncrl.ports import Generate
+from asyncrl.types import (
+    ChatAnswer,
+    Generation,
+    GenerationRequest,
+    Int32Array,
+    Messages,
+    Prompt,
+    RoutesArray,
+    SamplingParams,
+    Trajectory,
+)
+
+from .chat import Chat, Recorded, continues, normalise, normalise_tools
+from .single_turn import episode_seed
+
+_TOKEN = np.dtype(
+    [("id", np.int32), ("sampled", np.bool_), ("logprob", np.float32), ("filtered", np.float32), ("version", np.int32)]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Limits of an episode."""
+
+    max_context: int  # most tokens of a request's prompt and reply
+    max_turns: int | None = None  # most replies
+
+
+class TokenTree:
+    """The tokens of an episode, each once: a prompt shares the longest beginning that is there, and each reply is new."""
+
+    def __init__(self) -> None:
+        self.tokens = np.zeros(0, _TOKEN)
+        self.routes: RoutesArray | None = None  # [L, layers, k]
+        self.segments: list[tuple[int, int]] = []  # (start, after), as in `Trajectory.branches`
+        self.replies: list[int] = []  # index of the first token of each reply
+        self.prompt_length = 0  # of the first request
+
+    def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
+        """Add a request and its reply. Returns the index of the last token. `through`: a token that the prompt continues."""
+        if not self.segments:
+            self.prompt_length = prompt_ids.size
+        known, after = self._longest_beginning(prompt_ids, through)
+        new = np.zeros(prompt_ids.size - known + generation.token_ids.size, _TOKEN)
+        new["version"] = -1
+        new["id"][: prompt_ids.size - known] = prompt_ids[known:]
+        reply = new[prompt_ids.size - known :]
+        reply["id"], reply["sampled"] = generation.token_ids, True
+        reply["logprob"], reply["filtered"] = generation.logprobs, generation.sampled_logprobs
+        reply["version"] = generation.versions
+        start = self.tokens.size
+        if new.size:
+            if after != start - 1 or not start:
+                self.segments.append((start, after))
+            self.tokens = np.concatenate([self.tokens, new])
+        if reply.size:
+            self.replies.append(self.tokens.size - reply.size)
+        path = np.concatenate([self.path(after), np.arange(start, self.tokens.size)])
+        self._add_routes(path, generation.routed_experts)
+        return int(path[-1])
+
+    def path(self, last: int) -> Int32Array:
+        """Indices of the tokens from the root to the token `last`."""
+        pieces: list[Any] = []
+        while last >= 0:
+            start, after = next(segment for segment in reversed(self.segments) if segment[0] <= last)
+            pieces.append(np.arange(start, last + 1))
+            last = after
+        return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
+
+    def _longest_beginning(self, ids: Int32Array, through: int) -> tuple[int, int]:
+        """(number of tokens of the prompt that are in the tree, index of the last of them or -1)."""
+        found = (0, False, -1)
+        ends = [*(start for start, _ in self.segments), self.tokens.size][1:]
+        # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `through`).
+        matches: list[tuple[int, int, bool]] = []
+        for (start, after), end in zip(self.segments, ends, strict=True):
+            depth, passes = 0, False
+            if after >= 0:
+                parent = max(n for n, (first, _) in enumerate(self.segments) if first <= after)
+                first = self.segments[parent][0]
+                depth = matches[parent][0] + after - first + 1
+                if matches[parent][1] < depth:
+                    matches.append((depth, 0, False))
+                    continue
+                passes = (matches[parent][2] and not first <= through) or first <= through <= after
+            wanted = ids[depth : depth + end - start]
+            differ = np.flatnonzero(self.tokens["id"][start : start + wanted.size] != wanted)
+            size = int(differ[0]) if differ.size else wanted.size
+            passes = passes or start <= through < start + size
+            matches.append((depth, depth + size, passes))
+            if size:
+                found = max(found, (depth + size, passes, start + size - 1))
+        return found[0], found[2]
+
+    def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
+        """Write the experts of a request's tokens over older ones. The last token went through no layer."""
+        if routes is not None:
+            if routes.shape[0] != path.size:
+                raise GenerationError(
+                    f"the engine returned experts of {routes.shape[0]} tokens for a request of {path.size}"
+                )
+            if self.routes is None:
+                self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
+        if self.routes is not None:
+            more = np.full((self.tokens.size - len(self.routes), *self.routes.shape[1:]), -1, self.routes.dtype)
+            self.routes = np.concatenate([self.routes, more])
+            if routes is not None:
+                self.routes[path[:-1]] = routes[:-1]
+
+
+class Session:
+    """The requests of one episode, recorded. Methods may be called from several tasks of the event loop at the same time."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        member: int,
+        group_size: int,
+        *,
+        generate: Generate,
+        chat: Chat,
+        sampling: SamplingParams,
+        seed: int,
+        limits: EpisodeLimits,
+        end_session: Callable[[str], object] | None = None,
+    ) -> None:
+        """`sampling`: of requests that set nothing else. `seed`: of the run. `end_session`: see `close`."""
+        self.format, self.prompt, self.sampling = chat, prompt, sampling
+        self._member, self._group_size = member, group_size
+        self._generate, self._limits, self._end_session = generate, limits, end_session
+        self._seed = episode_seed(seed, prompt.group_id, member)
+        self._tree = TokenTree()
+        self._exchanges: list[tuple[Recorded, list[Messages], int, str]] = []  # with spellings, last token, line
+        self._answers: dict[bytes, list[tuple[int, Generation]]] = {}  # by request: (number, reply)
+        self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
+        self._lines: set[str] = set()
+        self._last: Generation | None = None
+        self._started = 0
+        self._temperature: float | None = None
+
+    @property
+    def turns(self) -> int:
+        """Number of replies so far."""
+        return len(self._tree.replies)
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids [P] of a text without control tokens."""
+        return self.format.encode(text)
+
+    def decode(self, ids: Int32Array) -> str:
+        """The text of token ids, with control tokens."""
+        return self.format.decode(ids)
+
+    async def sample(
+        self,
+        prompt_ids: Int32Array | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        line: str = "",
+        retry: bool = False,
+    ) -> Generation:
+        """Sample a reply to the tokens [P]. `line`: the name of a parallel branch, which gets random numbers of its own.
+
+        A repeated request samples another reply. `retry`: the caller did not get the reply to an equal request, so it gets that
+        reply if there is one. If the context is full, the reply ends with `length`.
+        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
+        return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, line, retry))[0]
+
+    async def chat(
+        self,
+        messages: Any,
+        tools: Any = None,
+        sampling: SamplingParams | None = None,
+        *,
+        line: str = "",
+        retry: bool = False,
+    ) -> ChatAnswer:
+        """The reply to a conversation in OpenAI's form. See `sample`.
+
+        The tokens of the longest recorded conversation with which `messages` begin are continued. Errors: also `DataError` for
+        messages and tools that are malformed, or that the chat template refuses."""
+        messages, tools = normalise(messages), normalise_tools(tools)
+        last, through, prompt_ids, messages = self._place(messages, tools, line)
+        generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, retry, through)
+        call_id = f"call{len(self._exchanges)}n"
+        reply = self.format.parse(prompt_ids, generation, tools, call_id=call_id)
+        [recorded] = normalise([reply])
+        self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
+        return ChatAnswer(reply, generation, prompt_ids)
+
+    def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
+        """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`. Errors: `GenerationError` without a reply."""
+        tree, last = self._tree, self._last
+        if last is None:
+            raise GenerationError(
+                f"the episode of member {self._member} of group {self.prompt.group_id} asked for no reply, so there is nothing to "
+                "train; call the policy before the episode returns"
+            )
+        if turn_rewards is not None and len(turn_rewards) != self.turns:
+            raise ConfigError(
+                f"the episode gave {len(turn_rewards)} rewards of turns for {self.turns} replies; give one each"
+            )
+        tokens = tree.tokens
+        return Trajectory(
+            group_id=self.prompt.group_id,
+            member=self._member,
+            group_size=self._group_size,
+            prompt_length=tree.prompt_length,
+            tokens=tokens["id"].copy(),
+            mask=tokens["sampled"].copy(),
+            logprobs=tokens["logprob"].copy(),
+            sampled_logprobs=tokens["filtered"].copy(),
+            versions=tokens["version"].copy(),
+            temperature=self.sampling.temperature if self._temperature is None else self._temperature,
+            finish_reason=last.finish_reason,
+            completion=self._completion(),
+            reward=reward,
+            routed_experts=tree.routes,
+            branches=np.array(tree.segments[1:], np.int32) if len(tree.segments) > 1 else None,
+            turns=np.array(tree.replies, np.int32) if len(tree.replies) > 1 else None,
+            turn_rewards=None if turn_rewards is None else tuple(map(float, turn_rewards)),
+        )
+
+    def close(self) -> None:
+        """Tell the engine that no more requests come, so that it forgets their keys and values."""
+        for line in self._lines:
+            if self._end_session is not None:
+                self._end_session(line)
+        self._lines.clear()
+
+    async def _sample(
+        self, prompt_ids: Int32Array, sampling: SamplingParams, line: str, retry: bool, through: int = -1
+    ) -> tuple[Generation, int]:
+        """The reply, and the index of its last token in the tree."""
+        key = b"\0".join((line.encode(), prompt_ids.tobytes()))
+        answers = self._answers.setdefault(key, [])
+        if retry and answers:
+            end, generation = answers[-1]
+            return generation, end
+        self._check(prompt_ids, sampling)
+        room = self._limits.max_context - prompt_ids.size
+        numbers = self._numbers.setdefault(key, set())
+        number = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        numbers.add(number)
+        self._started += 1
+        try:
+            generation = await self._generate(
+                GenerationRequest(
+                    prompt_ids=prompt_ids,
+                    sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+                    seed=_request_seed(self._seed, key, number),
+                    prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
+                    session=self._session_id(line),
+                )
+            )
+            end = self._tree.add(prompt_ids, generation, through)
+        except BaseException:
+            self._started -= 1
+            numbers.discard(number)
+            raise
+        answers.append((end, generation))
+        self._last = generation
+        return generation, end
+
+    def _check(self, prompt_ids: Int32Array, sampling: SamplingParams) -> None:
+        """Refuse a request beyond the limits. Errors: `EpisodeLimit`, `ConfigError`."""
+        limits = self._limits
+        if not prompt_ids.size:
+            raise ConfigError("a request has no token; expected at least one")
+        if limits.max_turns is not None and self._started >= limits.max_turns:
+            raise EpisodeLimit(
+                f"the episode has had {self._started} replies; rollout.max_turns allows {limits.max_turns}; end the episode, or "
+                "raise the setting"
+            )
+        if prompt_ids.size >= limits.max_context:
+            raise EpisodeLimit(
+                f"the request has {prompt_ids.size} tokens; rollout.max_context allows {limits.max_context} together with the "
+                "reply; end the episode, shorten its messages, or raise the setting"
+            )
+        if self._temperature is None:
+            self._temperature = sampling.temperature
+        if sampling.temperature != self._temperature:
+            raise ConfigError(
+                f"a request asks for temperature {sampling.temperature:g}, and an earlier one of this episode for "
+                f"{self._temperature:g}; an episode has one temperature: leave temperature out, or set rollout.temperature"
+            )
+
+    def _session_id(self, line: str) -> str:
+        session = f"{self.prompt.group_id}/{self._member}/{line}"
+        self._lines.add(session)
+        return session
+
+    def _place(
+        self, messages: Messages, tools: list[Any], line: str
+    ) -> tuple[Recorded | None, int, Int32Array, Messages]:
+        """(the exchange that is continued, its last token, token ids of the request, messages with the recorded replies)."""
+        best: tuple[tuple[int, bool, int], Recorded, int, Messages] | None = None
+        for number, (exchange, spellings, end, of_line) in enumerate(self._exchanges):
+            for spelling in spellings:
+                if len(spelling) > len(messages) or not all(map(continues, spelling, messages)):
+                    continue
+                rank = (len(spelling), of_line == line, number)
+                if best is None or rank > best[0]:
+                    best = rank, exchange, end, [*exchange.messages, exchange.reply, *messages[len(spelling) :]]
+        cause = "messages"
+        if best is not None:
+            _, exchange, end, messages = best
+            tools = exchange.tools if exchange.tools == tools else tools
+            ids = self.format.extend(exchange, messages, tools)
+            if ids is not None:
+                return exchange, end, ids, messages
+            cause = "template" if exchange.tools == tools else "tools"
+        asked = any(exchange.messages == messages for exchange, *_ in self._exchanges)
+        if self._exchanges and not asked:
+            self.format.count_fork(cause)
+        return None, -1, self.format.render(messages, tools), messages
+
+    def _record(self, last: Recorded | None, new: Recorded, end: int, line: str) -> None:
+        """Keep a request and its reply for the requests that continue them. `last`: what the request itself continued."""
+        messages, reply = new.messages, new.reply
+        spellings = [[*messages, reply]]
+        if messages[-1]["role"] == "assistant":
+            # The reply continues the last message. A client may send both as one message, or as two.
+            if last is None:
+                whole = {**messages[-1], **reply, "content": messages[-1]["content"] + reply["content"]}
+                new = replace(new, messages=messages[:-1], reply=whole)
+            else:
+                ids = np.concatenate([new.prompt_ids[last.prompt_ids.size :], new.generation.token_ids]).astype(
+                    np.int32
+                )
+                generation = replace(new.generation, token_ids=ids)
+                [whole] = normalise([self.format.parse(last.prompt_ids, generation, new.tools)])
+                new = Recorded(messages[:-1], new.tools, last.prompt_ids, generation, whole)
+            spellings.append([*new.messages, new.reply])
+        self._exchanges.append((new, spellings, end, line))
+
+    def _completion(self) -> str | Messages:
+        """The messages behind the first request, on the path of the last reply. A text if no request had messages."""
+        if not self._exchanges:
+            ids = self._tree.tokens["id"][self._tree.prompt_length :]
+            return self.format.decode(ids)
+        first, last = self._exchanges[0][0], self._exchanges[-1][0]
+        shared = len(first.messages) if last.messages[: len(first.messages)] == first.messages else 0
+        return [*last.messages[shared:], last.reply]
+
+
+def _request_seed(seed: int, key: bytes, number: int) -> int:
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, number), digest_size=8, person=b"asyncrl-request")
+    digest.update(key)
+    return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,0 +1,195 @@
+"""A session records what an agent asks as a tree of tokens: nothing is tokenized twice, lost, or trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from environments_chat import TOOL, Script, oracle, session_of, tokenizer_of
+
+from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import FinishReason, SamplingParams, Trajectory
+
+USER = {"role": "user", "content": "How is the weather in Bonn?"}
+CALLS = {
+    "qwen3": '<think>\nhm\n</think>\n\n<tool_call>\n{"name":  "look", "arguments": {"city" : "Bonn"}}\n</tool_call>',
+    "qwen2_5": '<tool_call>\n{"arguments": {"city":"Bonn"}, "name": "look"}\n</tool_call>',
+    "chatml": 'I look.\n\n<tool_call>{"name": "look", "arguments": {"city": "Bonn"}}</tool_call>',
+    "llama3_1": '{"name":"look",  "parameters": {"city": "Bonn"}}',
+    "gemma3": '<tool_call>\n{"name": "look", "arguments": {"city":  "Bonn"}}\n</tool_call>',
+    "gptoss": (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+        '<|constrain|>json<|message|>{"city":  "Bonn"}<|call|>'
+    ),
+    "deepseekv3": (
+        "x</think>I look.<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>look\n```json\n"
+        '{"city":  "Bonn"}\n```<|tool_call_end|><|tool_calls_end|><|end_of_sentence|>'
+    ).translate({ord("|"): "\uff5c", ord("_"): "\u2581"}),
+}
+
+
+def ids(family: str, text: str) -> list[int]:
+    return list(tokenizer_of(family).encode(text, add_special_tokens=False))
+
+
+def check_rows(trajectory: Trajectory, script: Script) -> None:
+    """Each request and its reply is a path of the tree with the reply's own numbers, and nothing else was sampled."""
+    starts = [int(np.flatnonzero(trajectory.mask)[0])] if trajectory.turns is None else trajectory.turns.tolist()
+    sampled = 0
+    for request, generation, start in zip(script.requests, script.generations, starts, strict=True):
+        size = generation.token_ids.size
+        path = trajectory.path(start + size - 1)
+        assert trajectory.tokens[path].tolist() == [*request.prompt_ids.tolist(), *generation.token_ids.tolist()]
+        reply = path[-size:]
+        assert trajectory.mask[reply].all()
+        assert trajectory.logprobs[reply].tolist() == generation.logprobs.tolist()
+        assert trajectory.sampled_logprobs[reply].tolist() == generation.sampled_logprobs.tolist()
+        assert trajectory.versions[reply].tolist() == generation.versions.tolist()
+        sampled += size
+    assert trajectory.sampled_length == sampled
+    assert (trajectory.versions[~trajectory.mask] == -1).all()
+
+
+@pytest.mark.parametrize("family", CALLS)
+async def test_a_tool_loop_is_one_line_of_tokens(family: str) -> None:
+    script = Script(family, CALLS[family], "Sunny in B~", "Bye")
+    session = session_of(family, script)
+    first = await session.chat([USER], [TOOL])
+    assert first.message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"city": "Bonn"}'}
+    result = {"role": "tool", "tool_call_id": first.message["tool_calls"][0]["id"], "content": "sun"}
+    messages = [USER, first.message, result]
+    second = await session.chat(messages, [TOOL])
+    before = [*first.prompt_ids.tolist(), *first.generation.token_ids.tolist()]
+    assert second.prompt_ids.tolist()[: len(before)] == before
+    trajectory = session.trajectory(1.0)
+    assert trajectory.branches is None
+    assert trajectory.turns.tolist() == [len(first.prompt_ids), len(second.prompt_ids)]
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    check_rows(trajectory, script)
+
+
+async def test_what_follows_a_reply_is_what_the_template_writes_there() -> None:
+    script = Script("qwen2_5", CALLS["qwen2_5"], "Sunny in B~", "Bye")
+    session = session_of("qwen2_5", script)
+    first = await session.chat([USER], [TOOL])
+    messages = [USER, first.message, {"role": "tool", "content": "sun"}]
+    second = await session.chat(messages, [TOOL])
+    extension = second.prompt_ids[first.prompt_ids.size + first.generation.token_ids.size :].tolist()
+    response = "\n<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert extension == ids("qwen2_5", response)
+    # A reply that was cut off is closed by the template.
+    third = await session.chat([*messages, second.message, USER], [TOOL])
+    extension = third.prompt_ids[second.prompt_ids.size + second.generation.token_ids.size :].tolist()
+    assert extension == ids(
+        "qwen2_5", f"<|im_end|>\n<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    check_rows(session.trajectory(), script)
+
+
+@pytest.mark.parametrize("family", CALLS)
+async def test_the_first_request_is_what_transformers_renders(family: str) -> None:
+    script = Script(family, "ok")
+    answer = await session_of(family, script).chat([{"role": "system", "content": "Be brief."}, USER])
+    assert answer.prompt_ids.tolist() == oracle(
+        tokenizer_of(family), [{"role": "system", "content": "Be brief."}, USER]
+    )
+
+
+async def test_thinking_that_the_template_strips_makes_a_branch(caplog: Any) -> None:
+    recorder = Recorder()
+    script = Script("qwen3", CALLS["qwen3"], "<think>\nso\n</think>\n\nSunny.", "<think>\nbye\n</think>\n\nBye.")
+    session = session_of("qwen3", script, recorder=recorder)
+    first = await session.chat([USER], [TOOL])
+    assert first.message["reasoning_content"] == "hm"
+    messages = [USER, first.message, {"role": "tool", "content": "sun"}]
+    second = await session.chat(messages, [TOOL])
+    assert session.trajectory().branches is None
+    messages += [second.message, {"role": "user", "content": "Thanks"}]
+    third = await session.chat(messages, [TOOL])
+    text = tokenizer_of("qwen3").decode(third.prompt_ids)
+    assert "hm" not in text and "so\n" not in text
+    trajectory = session.trajectory()
+    # The shared beginning ends with the first reply's header, and the first reply is trained where it was sampled.
+    assert trajectory.branches.tolist() == [
+        [trajectory.turns[1] + second.generation.token_ids.size, first.prompt_ids.size - 1]
+    ]
+    check_rows(trajectory, script)
+    assert recorder.drain() == {"rollout/forks/template": 1}
+    assert [record.message for record in caplog.records if "template writes earlier messages" in record.message]
+
+
+async def test_a_client_that_drops_the_reasoning_continues_its_reply() -> None:
+    script = Script("qwen3", CALLS["qwen3"], "Sunny.")
+    session = session_of("qwen3", script)
+    first = await session.chat([USER], [TOOL])
+    message = {key: value for key, value in first.message.items() if key != "reasoning_content"}
+    await session.chat([USER, message, {"role": "tool", "content": "sun"}], [TOOL])
+    assert session.trajectory().branches is None
+
+
+async def test_a_request_that_failed_or_was_cancelled_leaves_nothing() -> None:
+    blocked, started = asyncio.Event(), asyncio.Event()
+    script = Script("chatml", GenerationError("no"), "one", "two")
+
+    async def generate(request: Any) -> Any:
+        if not started.is_set():
+            started.set()
+            await blocked.wait()
+        return await script(request)
+
+    session = session_of("chatml", generate, max_turns=2)
+    task = asyncio.create_task(session.chat([USER]))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(GenerationError, match="no"):
+        await session.chat([USER])
+    with pytest.raises(GenerationError, match="asked for no reply"):
+        session.trajectory()
+    first = await session.chat([USER])
+    await session.chat([USER, first.message, USER])
+    # Neither the limit of turns nor the random numbers know of the requests that failed.
+    assert script.requests[0].seed == script.requests[1].seed != script.requests[2].seed
+    script.requests = script.requests[1:]
+    check_rows(session.trajectory(), script)
+    with pytest.raises(EpisodeLimit, match=r"rollout.max_turns allows 2"):
+        await session.chat([USER])
+
+
+async def test_a_repeated_request_is_another_sample_and_a_retry_the_same() -> None:
+    script = Script("chatml", "one", "two", "three")
+    session = session_of("chatml", script)
+    one, two = await session.chat([USER]), await session.chat([USER])
+    assert script.requests[0].seed != script.requests[1].seed
+    again = await session.chat([USER], retry=True)
+    assert again.message["content"] == two.message["content"] != one.message["content"]
+    assert len(script.requests) == 2
+    await session.chat([USER, one.message, USER])
+    trajectory = session.trajectory()
+    check_rows(trajectory, script)
+    assert trajectory.tokens.size == sum(g.token_ids.size for g in script.generations) + script.requests[
+        2
+    ].prompt_ids.size - (script.generations[0].token_ids.size)
+    assert session.turns == 3
+
+
+async def test_limits_of_tokens() -> None:
+    script = Script("chatml", "one~", "two")
+    session = session_of("chatml", script, max_context=80)
+    answer = await session.chat([USER], sampling=SamplingParams(max_tokens=1000))
+    assert script.requests[0].sampling.max_tokens == 80 - answer.prompt_ids.size
+    with pytest.raises(EpisodeLimit, match=r"rollout.max_context allows 80"):
+        await session.chat([USER, answer.message, {"role": "user", "content": "long " * 50}])
+    check_rows(session.trajectory(), script)
+
+
+async def test_an_episode_has_one_temperature() -> None:
+    session = session_of("chatml", Script("chatml", "one", "two"))
+    await session.sample([1, 2], SamplingParams(temperature=0.7))
+    with pytest.raises(ConfigError, match=r"temperature 1, .* 0\.7"):
+        await session.sample([1, 2])
+    assert session.trajectory().temperature == 0.7
