@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.data.texts import CompletionText
     from asyncrl.data.tokenizing import encode_text
+    from asyncrl.environments.sandbox import Sandbox
     from asyncrl.ports import Environment
     from asyncrl.pumps.hooks import Hooks
     from asyncrl.runtime.runtime import NotebookRuntime, Runtime
@@ -33,6 +34,7 @@ _NAMES = {
     "asyncrl.config.schema": "Config",
     "asyncrl.data.texts": "CompletionText",
     "asyncrl.data.tokenizing": "encode_text",
+    "asyncrl.environments.sandbox": "Sandbox",
     "asyncrl.ports": "Environment",
     "asyncrl.pumps.hooks": "Hooks",
     "asyncrl.runtime.runtime": "NotebookRuntime Runtime",
@@ -41,7 +43,7 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "LossInputs",
-    "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Surrogate", "Trajectory",
+    "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Sandbox", "Surrogate", "Trajectory",
     "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio",
 ]  # fmt: skip
 

@@ -41,6 +41,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/transport/queues/tensor_queue.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",
+    ("asyncrl/environments/sandbox.py", ("_start", "_end")): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/leftovers.py", ("mark_of",)): "/proc, which the kernel writes from memory",
     ("asyncrl/rewards/pool.py", ("__aenter__",)): "os.getcwd: no disk",
     ("asyncrl/config/imports.py", ("_load_file",)): "the user's code is imported before the first step",

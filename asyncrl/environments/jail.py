@@ -1,0 +1,215 @@
+"""The process of a `Sandbox` (sandbox.py) enters namespaces of its own and runs the code that arrives. Imports nothing of asyncrl.
+
+    run ── jail ── init, which is process 1 of the namespaces ── interpreter, which runs the policy's code
+
+Guarantees
+* The interpreter sees a root of its own: the folders of Python and of the system's programs, which are read-only, and `/sandbox`,
+  which is memory. It sees no network, no other process and no environment variable of the run. It has no capabilities.
+* If the run hangs up or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of the
+  namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+# linux/sched.h: namespaces of mounts, System V memory, users, processes and networks.
+_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_NOBODY = 65534
+# The one folder that the code may write. It is not /tmp, because Python itself may lie there.
+_HOME = "/sandbox"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(fd: int, memory: int, processes: int) -> None:
+    """Serve the run at socket `fd`. The first byte sent is `+`, or `-` before the reason of a failure."""
+    line, is_root = socket.socket(fileno=fd), os.geteuid() == 0
+    with _reporting(line):
+        # Where memory runs out, the kernel ends the sandbox and not the run.
+        _write("/proc/self/oom_score_adj", "1000")
+        _enter_namespaces(is_root)
+        init = os.fork()
+        if not init:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _make_root(memory)
+            _be_init(line, is_root, memory, processes)
+    line.close()
+    os.waitpid(init, 0)
+
+
+@contextlib.contextmanager
+def _reporting(line: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        line.sendall(f"-{error.strerror}: {error.filename}".encode())
+        os._exit(1)
+
+
+def _enter_namespaces(is_root: bool) -> None:
+    """Leave the namespaces of the run. Root also maps `nobody`, because a limit of processes does not bind root."""
+    unshared, told = os.pipe()
+    jail, mapper = os.getpid(), os.fork()
+    if not mapper:
+        # Outside of the new namespace, because only there root may map two users.
+        os.close(told)
+        try:
+            if os.read(unshared, 1) and not is_root:
+                _write(f"/proc/{jail}/setgroups", "deny")
+            for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
+                _write(f"/proc/{jail}/{name}", f"{own} {own} 1\n" + f"{_NOBODY} {_NOBODY} 1\n" * is_root)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _check(_libc.unshare(_NAMESPACES), "unshare")
+    os.write(told, b"+")
+    if os.waitpid(mapper, 0)[1]:
+        raise PermissionError(1, "the user may not be mapped", "uid_map")
+    os.close(told)
+    os.close(unshared)
+
+
+def _make_root(memory: int) -> None:
+    _mount("none", "/", None, _REC | _PRIVATE)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    os.mkdir("/tmp/old")
+    _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/old"), "pivot_root")
+    os.chdir("/")
+    for path in dict.fromkeys((*_SYSTEM, sys.base_prefix, sys.prefix)):
+        if os.path.islink(f"/old{path}"):
+            os.symlink(os.readlink(f"/old{path}"), path)
+        elif os.path.exists(f"/old{path}") and not os.path.exists(path):
+            _bind(path, _RDONLY | _NOSUID | _NODEV)
+    for name in _DEVICES:
+        _bind(f"/dev/{name}", _NOSUID)
+    os.mkdir("/proc")
+    # A container that hides a part of its own /proc allows no new one. Then there is none.
+    with contextlib.suppress(OSError):
+        _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    os.mkdir(_HOME)
+    _check(_libc.umount2(b"/old", 2), "umount")
+    os.rmdir("/old")
+    _restrict("/", _RDONLY)
+    _mount("tmpfs", _HOME, "tmpfs", _NOSUID | _NODEV, f"size={memory},mode=1777")
+    os.chdir(_HOME)
+
+
+def _be_init(line: socket.socket, is_root: bool, memory: int, processes: int) -> None:
+    """Wait until the run hangs up or the interpreter ends. Never returns."""
+    # The kernel reaps the children of a process that ignores SIGCHLD, orphans included.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    interpreter = os.fork()
+    if not interpreter:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _give_up_rights(is_root, memory, processes)
+        _serve(line)
+    # Else the policy's code might trace this process.
+    _libc.prctl(_PR_SET_DUMPABLE, 0)
+    ends = select.poll()
+    ends.register(line, select.POLLRDHUP)
+    ends.register(os.pidfd_open(interpreter), select.POLLIN)
+    ends.poll()
+    os._exit(0)
+
+
+def _give_up_rights(is_root: bool, memory: int, processes: int) -> None:
+    if is_root:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    # The version of the structure, this process; then no capability.
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(header, none), "capset")
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    for name, limit in {"AS": memory, "NPROC": processes, "NOFILE": 256, "CORE": 0}.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+
+
+def _serve(line: socket.socket) -> None:
+    """Answer each piece of code with its output and the request's mark. Never returns."""
+    # Code that reads its standard input must not read the line.
+    for number, source in ((0, os.open("/dev/null", os.O_RDWR)), (1, line.fileno()), (2, line.fileno())):
+        os.dup2(source, number)
+    interpreter, variables = os.getpid(), {"__name__": "__main__"}
+    line.sendall(b"+")
+    with line.makefile("rb") as requests:
+        while header := requests.read(20):
+            _run(requests.read(int.from_bytes(header[16:], "little")).decode(), variables)
+            # A copy of the interpreter, which the code has forked, does not go on as a second one.
+            if os.getpid() != interpreter:
+                break
+            line.sendall(header[:16])
+    os._exit(0)
+
+
+def _run(code: str, variables: dict[str, Any]) -> None:
+    """Run `code`. If its last statement is an expression, print its value, as an interactive interpreter does."""
+    try:
+        tree = ast.parse(code, "<code>")
+        value = None
+        if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+            tree.body.pop()
+            exec(compile(tree, "<code>", "exec"), variables)
+            value = eval(compile(ast.Expression(last.value), "<code>", "eval"), variables)
+        else:
+            exec(compile(tree, "<code>", "exec"), variables)
+        if value is not None:
+            print(repr(value))
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _bind(path: str, flags: int) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.isdir(f"/old{path}"):
+        os.mkdir(path)
+    else:
+        os.mknod(path)
+    _mount(f"/old{path}", path, None, _BIND | _REC)
+    _restrict(path, flags)
+
+
+def _restrict(path: str, flags: int) -> None:
+    # Also the mounts below `path`, which a remount would leave writable.
+    attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
+    found = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, 32)
+    _check(found, f"mount_setattr {path}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    found = _libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, flags, data.encode())
+    _check(found, f"mount {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), what)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
