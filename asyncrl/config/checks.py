@@ -240,12 +240,21 @@ def _check_skip(config: Config) -> Iterator[str]:
 
 
 def _check_lengths(config: Config) -> Iterator[str]:
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    if config.train.tokens_per_microbatch < longest:
+    data, rollout = config.data, config.rollout
+    whole, names = data.max_prompt_tokens + rollout.max_tokens, "data.max_prompt_tokens + rollout.max_tokens"
+    longest = rollout.max_context or whole
+    if longest < whole:
         yield (
-            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least data.max_prompt_tokens + "
-            f"rollout.max_tokens = {config.data.max_prompt_tokens} + {config.rollout.max_tokens} = {longest}, so that one "
-            "sequence fits; raise the first or lower the other two"
+            f"rollout.max_context is {longest}; expected at least {names} = {data.max_prompt_tokens} + {rollout.max_tokens} = "
+            f"{whole}, so that the longest prompt gets a reply; raise the first or lower the other two"
+        )
+    elif config.train.tokens_per_microbatch < longest:
+        named = "rollout.max_context"
+        if rollout.max_context is None:
+            named = f"{names} = {data.max_prompt_tokens} + {rollout.max_tokens}"
+        yield (
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least {named} = {longest}, so that "
+            "one sequence fits; raise the first or lower the rest"
         )
     positions = config.engine.kv_positions
     if positions is not None and positions < longest:
@@ -348,6 +357,15 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
 def _check_run(config: Config) -> Iterator[str]:
     train = config.train
     dry_run = train.kind == "dry_run"
+    rollout = config.rollout
+    # A program may play agents, and a producer may send their rows.
+    limits = ("max_turns",) if config.door.ring is not None else ("max_turns", "max_context")
+    for name in limits if rollout.environment == "single_turn" else ():
+        if getattr(rollout, name) is not None:
+            yield (
+                f"rollout.{name} is {getattr(rollout, name)} but rollout.environment is single_turn, which asks once for each "
+                f"prompt; leave {name} out, or set rollout.environment to an agent"
+            )
     if train.max_steps is None and train.max_epochs is None and train.time_limit_s is None:
         yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
     if config.reroll.start_fraction < 1 and train.max_steps is None and train.max_epochs is None:

@@ -47,6 +47,7 @@ _FOREIGN_NAMES: Mapping[str, str] = {
     "generation_batch_size rollout_batch_size",
     "rollout.max_tokens": "max_completion_length max_response_length max_new_tokens max_length max_seq_length max_seq_len "
     "generate_max_len max_model_len",
+    "rollout.max_turns": "max_tool_calling_iterations max_steps_per_episode max_num_turns max_assistant_turns",
     "rollout.min_tokens": "min_new_tokens min_length",
     "rollout.max_staleness": "prefetch_depth async_level max_async_level max_off_policy_steps staleness_threshold",
     "rollout.filter.dynamic_sampling": "dynamic_sampling filter_groups.enable filter_groups",

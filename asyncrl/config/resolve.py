@@ -57,8 +57,8 @@ def last_version(config: Config, base: int = 0) -> int | None:
 
 
 def row_limit(config: Config) -> int:
-    """The longest row in tokens: a prompt and its completion."""
-    return config.data.max_prompt_tokens + config.rollout.max_tokens
+    """The longest row in tokens: a prompt and its completion, or the context of an agent."""
+    return config.rollout.max_context or config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
 def staleness_bound(config: Config) -> int:

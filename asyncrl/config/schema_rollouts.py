@@ -268,6 +268,15 @@ class RolloutConfig(SettingsSection):
     ignore_eos: bool = field(
         False, "Continue after the end-of-sequence token up to max_tokens, for benchmarks of fixed length."
     )
+    max_context: int | None = field(
+        None,
+        "Agents: most tokens of a request's prompt and reply together. A reply that reaches this ends with `length`, and a longer "
+        "prompt raises an EpisodeLimit. Default: data.max_prompt_tokens + rollout.max_tokens.",
+        ge=2,
+    )
+    max_turns: int | None = field(
+        None, "Agents: most replies of an episode; one more request raises an EpisodeLimit. null: no limit.", ge=1
+    )
     timeout_s: float = field(
         3600.0,
         "Longest duration of an episode in seconds, including waits for the engine. A longer episode has failed.",

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.resolve import row_limit
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.types import (
@@ -41,10 +43,17 @@ _TOKEN = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of an episode."""
+    """Limits of an episode. None means no limit."""
 
-    max_context: int  # most tokens of a request's prompt and reply
-    max_turns: int | None = None  # most replies
+    max_context: int  # tokens of a request's prompt and reply
+    max_turns: int | None = None  # replies
+    whole: int | None = None  # tokens of all branches, which a step trains together
+
+    @classmethod
+    def of(cls, config: Config) -> EpisodeLimits:
+        """The limits of a run with this configuration."""
+        longest = row_limit(config)
+        return cls(longest, config.rollout.max_turns, max(longest, config.train.tokens_per_microbatch))
 
 
 class TokenTree:
@@ -79,6 +88,10 @@ class TokenTree:
         path = np.concatenate([self.path(after), np.arange(start, self.tokens.size)])
         self._add_routes(path, generation.routed_experts)
         return int(path[-1])
+
+    def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
+        """How many tokens of a prompt are in the tree."""
+        return self._longest_beginning(prompt_ids, through)[0]
 
     def path(self, last: int) -> Int32Array:
         """Indices of the tokens from the root to the token `last`."""
@@ -157,7 +170,8 @@ class Session:
         self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
         self._lines: set[str] = set()
         self._last: Generation | None = None
-        self._started = 0
+        # Replies and running requests, and tokens that the running requests may add.
+        self._started = self._expected = 0
         self._temperature: float | None = None
 
     @property
@@ -259,17 +273,18 @@ class Session:
         if retry and answers:
             end, generation = answers[-1]
             return generation, end
-        self._check(prompt_ids, sampling)
-        room = self._limits.max_context - prompt_ids.size
+        added = prompt_ids.size - self._tree.known(prompt_ids, through)
+        room = self._room(prompt_ids, sampling, added)
         numbers = self._numbers.setdefault(key, set())
         number = next(n for n in range(len(numbers) + 1) if n not in numbers)
         numbers.add(number)
-        self._started += 1
+        new = min(sampling.max_tokens, room)
+        self._started, self._expected = self._started + 1, self._expected + added + new
         try:
             generation = await self._generate(
                 GenerationRequest(
                     prompt_ids=prompt_ids,
-                    sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+                    sampling=replace(sampling, max_tokens=new),
                     seed=_request_seed(self._seed, key, number),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
                     session=self._session_id(line),
@@ -278,14 +293,20 @@ class Session:
             end = self._tree.add(prompt_ids, generation, through)
         except BaseException:
             self._started -= 1
+            if not self._started:
+                self._temperature = None
             numbers.discard(number)
             raise
+        finally:
+            self._expected -= added + new
         answers.append((end, generation))
         self._last = generation
         return generation, end
 
-    def _check(self, prompt_ids: Int32Array, sampling: SamplingParams) -> None:
-        """Refuse a request beyond the limits. Errors: `EpisodeLimit`, `ConfigError`."""
+    def _room(self, prompt_ids: Int32Array, sampling: SamplingParams, added: int) -> int:
+        """Most tokens of a reply, at least one. `added`: tokens of the prompt that are not in the tree.
+
+        Errors: `EpisodeLimit`, `ConfigError`."""
         limits = self._limits
         if not prompt_ids.size:
             raise ConfigError("a request has no token; expected at least one")
@@ -299,6 +320,15 @@ class Session:
                 f"the request has {prompt_ids.size} tokens; rollout.max_context allows {limits.max_context} together with the "
                 "reply; end the episode, shorten its messages, or raise the setting"
             )
+        room = limits.max_context - prompt_ids.size
+        if limits.whole is not None:
+            tokens = self._tree.tokens.size + self._expected + added
+            if tokens >= limits.whole:
+                raise EpisodeLimit(
+                    f"all branches of the episode would have {tokens} tokens, running requests included; "
+                    f"train.tokens_per_microbatch allows {limits.whole}; end the episode, or raise the setting"
+                )
+            room = min(room, limits.whole - tokens)
         if self._temperature is None:
             self._temperature = sampling.temperature
         if sampling.temperature != self._temperature:
@@ -306,6 +336,7 @@ class Session:
                 f"a request asks for temperature {sampling.temperature:g}, and an earlier one of this episode for "
                 f"{self._temperature:g}; an episode has one temperature: leave temperature out, or set rollout.temperature"
             )
+        return room
 
     def _session_id(self, line: str) -> str:
         session = f"{self.prompt.group_id}/{self._member}/{line}"

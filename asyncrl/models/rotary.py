@@ -89,13 +89,13 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     )
 
 
-def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, now: int) -> None:
-    """Refuses to resume with other frequencies than those of the saved run. `before`, `now`: rollout.max_tokens of the saved run
-    and of this run. `prompt`: tokens of the longest prompt. Errors: ConfigError."""
-    if frequencies_differ(config, prompt + before, prompt + now):
+def require_frequencies(config: PretrainedConfig, *, before: int, now: int) -> None:
+    """Refuses to resume with other frequencies than those of the saved run. `before`, `now`: tokens of the longest row of the saved
+    run and of this run. Errors: ConfigError."""
+    if frequencies_differ(config, before, now):
         raise ConfigError(
-            f"resume=true: rollout.max_tokens was {before} and is {now}, and this model's rotary frequencies follow the longest "
-            "row of a run; put it back, or start a new run from the checkpoint"
+            f"resume=true: the longest row had {before} tokens and has {now} (rollout.max_tokens, rollout.max_context), and this "
+            "model's rotary frequencies follow the longest row of a run; put it back, or start a new run from the checkpoint"
         )
 
 
@@ -104,7 +104,7 @@ def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
     return (
         "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
         f"{longest} tokens are past its original context of {original_context(config)}; it can be trained if "
-        "data.max_prompt_tokens + rollout.max_tokens is within that context"
+        "rollout.max_context, or data.max_prompt_tokens + rollout.max_tokens, is within that context"
     )
 
 

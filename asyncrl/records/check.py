@@ -153,8 +153,8 @@ def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
 def _check_lengths(t: Trajectory, limits: Limits, label: str) -> None:
     if limits.longest is not None and t.longest_path > limits.longest:
         raise DataError(
-            f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.longest} (data.max_prompt_tokens + "
-            "rollout.max_tokens)"
+            f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.longest} (rollout.max_context, or "
+            "data.max_prompt_tokens + rollout.max_tokens)"
         )
     if limits.whole is not None and t.tokens.size > limits.whole:
         raise DataError(

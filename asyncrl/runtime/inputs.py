@@ -21,7 +21,7 @@ from asyncrl.builds import install
 from asyncrl.checkpoint.store import require_intact_model
 from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import check_address, installed, load_object
-from asyncrl.config.resolve import resolve
+from asyncrl.config.resolve import resolve, row_limit
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import PromptRows
@@ -296,8 +296,10 @@ def measure_prompts(config: Config, passed: PromptRows | None = None, own_enviro
     """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is `data.max_prompt_tokens`.
     `passed`: rows that the program passed instead of `data.train`. `own_environment`: the program passes an environment. If only
     a sample is measured, a longer prompt may come; it waits for room in the cache. Errors: DataError, ConfigError."""
-    limit = config.data.max_prompt_tokens
+    limit = row_limit(config) - config.rollout.max_tokens
     _check_sampling(config)
+    if config.rollout.max_context is not None:
+        return PromptLengths(limit, "rollout.max_context - rollout.max_tokens")
     if own_environment or config.rollout.environment != "single_turn":
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
     if passed is None and config.data.train is None:

@@ -241,11 +241,11 @@ def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
     if configured is not None:
         return configured
     completion = config.rollout.max_tokens
-    return max(sequences * (_longest(config, prompts) + completion), config.data.max_prompt_tokens + completion)
+    return max(sequences * (_longest(config, prompts) + completion), row_limit(config))
 
 
 def _longest(config: Config, prompts: PromptLengths | None) -> int:
-    return config.data.max_prompt_tokens if prompts is None else prompts.longest
+    return row_limit(config) - config.rollout.max_tokens if prompts is None else prompts.longest
 
 
 def cache_line(config: Config, prompts: PromptLengths) -> str:

@@ -22,6 +22,7 @@ from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.concurrency.descriptors import lacks_descriptors
 from asyncrl.concurrency.offload import offload
+from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
@@ -502,12 +503,9 @@ class Checkpointer:
             )
         from asyncrl.models.rotary import require_frequencies  # imports transformers, which takes seconds
 
-        require_frequencies(
-            core.policy.config,
-            self._config.data.max_prompt_tokens,
-            before=run["config"]["rollout"]["max_tokens"],
-            now=self._config.rollout.max_tokens,
-        )
+        rows = run["config"]["rollout"]
+        before = rows.get("max_context") or self._config.data.max_prompt_tokens + rows["max_tokens"]
+        require_frequencies(core.policy.config, before=before, now=row_limit(self._config))
         state = await offload(saved.checkpoint.trainer, "restore")
         await self._lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
         # The engines started with the weights of model.path.

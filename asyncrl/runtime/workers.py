@@ -250,9 +250,9 @@ def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: Routes
     longest = longest_row(text)
     if longest is not None and context > longest:
         raise ConfigError(
-            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens), but "
-            f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
-            "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
+            f"generation.engine is vllm, and rows may have {context} tokens (rollout.max_context, or data.max_prompt_tokens + "
+            f"rollout.max_tokens), but the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not "
+            "go; make data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
         )
     config = json.loads(policy.config.to_json_string(use_diff=False))
     cache = cache_shape(policy.config, 1, 1)

@@ -8,8 +8,9 @@ from asyncrl.config.describe import FREE_ON_RESUME, check_resume, diff, help_tex
 from asyncrl.config.fields import knobs
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
-from asyncrl.config.resolve import PRESETS, resolve, slots, staleness_bound, warnings
+from asyncrl.config.resolve import PRESETS, resolve, row_limit, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
+from asyncrl.environments.session import EpisodeLimits
 from asyncrl.errors import ConfigError
 
 RUN = ("model.path=m", "data.train=t.jsonl", "reward=r:f", "train.max_steps=10")
@@ -52,6 +53,23 @@ def test_a_cache_has_room_for_one_sequence() -> None:
     assert resolve(config(*lengths, "engine.kv_positions=120")).engine.kv_positions == 120
     assert resolve(config(*lengths)).engine.kv_positions is None  # by the prompts, which only a run knows
     assert "engine.kv_positions is 119; expected at least 120" in refused(*lengths, "engine.kv_positions=119")
+
+
+def test_the_context_of_an_agent_is_the_longest_row() -> None:
+    agent = ("data.max_prompt_tokens=100", "rollout.max_tokens=20", "rollout.environment=agent.py:episode")
+    resolved = resolve(config(*agent, "rollout.max_context=40000", "rollout.max_turns=9"))
+    assert row_limit(resolved) == resolved.train.tokens_per_microbatch == 40000
+    assert EpisodeLimits.of(resolved) == EpisodeLimits(40000, 9, 40000)
+    assert EpisodeLimits.of(resolve(config(*agent))) == EpisodeLimits(120, None, 2048)
+    assert "rollout.max_context is 119; expected at least" in refused(*agent, "rollout.max_context=119")
+    assert "expected at least rollout.max_context = 150" in refused(
+        *agent, "rollout.max_context=150", "train.tokens_per_microbatch=149"
+    )
+    assert "engine.kv_positions is 149" in refused(*agent, "rollout.max_context=150", "engine.kv_positions=149")
+    for name in ("max_turns", "max_context"):
+        # Nothing reads them without an agent. A program may play one.
+        assert f"rollout.{name} is 2000 but rollout.environment is single_turn" in refused(f"rollout.{name}=2000")
+        resolve(config(f"rollout.{name}=2000"), embedding=True)
 
 
 @pytest.mark.parametrize(("updates", "staleness", "bound"), [(1, 0, 0), (1, 2, 2), (2, 0, 1), (3, 2, 8)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ class Script:
 
     async def __call__(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
+        await asyncio.sleep(0)
         reply = self.replies.pop(0)
         if isinstance(reply, BaseException):
             raise reply
@@ -125,7 +127,7 @@ class Script:
 
 def session_of(
     family: str, script: Any, *, member: int = 0, recorder: Any = None, max_turns: int | None = None,
-    max_context: int = 5000, **data: Any,
+    max_context: int = 5000, whole: int | None = None, **data: Any,
 ) -> Session:  # fmt: skip
     """A session of a group of 2. `data`: settings of `data`."""
     return Session(
@@ -136,5 +138,5 @@ def session_of(
         chat=Chat(tokenizer_of(family), DataConfig(**data), recorder=recorder),
         sampling=SamplingParams(),
         seed=7,
-        limits=EpisodeLimits(max_context, max_turns),
+        limits=EpisodeLimits(max_context, max_turns, whole),
     )

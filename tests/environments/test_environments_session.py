@@ -193,3 +193,20 @@ async def test_an_episode_has_one_temperature() -> None:
     with pytest.raises(ConfigError, match=r"temperature 1, .* 0\.7"):
         await session.sample([1, 2])
     assert session.trajectory().temperature == 0.7
+
+
+async def test_all_branches_together_fit_into_a_microbatch() -> None:
+    script = Script("chatml", "one~", "two~", "three~")
+    session = session_of("chatml", script, whole=30)
+    first, second = await asyncio.gather(
+        session.sample([1, 2, 3, 4], SamplingParams(max_tokens=10)),
+        session.sample([1, 2], SamplingParams(max_tokens=30)),
+    )
+    # The second request has the room that the first one leaves: its own prompt may be new, because the first has not ended.
+    assert [request.sampling.max_tokens for request in script.requests] == [10, 30 - 4 - 10 - 2]
+    tokens = session.trajectory().tokens.size
+    assert tokens == 4 + first.token_ids.size + second.token_ids.size
+    await session.sample([1], SamplingParams(max_tokens=99))
+    assert script.requests[2].sampling.max_tokens == 30 - tokens
+    with pytest.raises(EpisodeLimit, match=r"train.tokens_per_microbatch allows 30"):
+        await session.sample([9] * 30)
