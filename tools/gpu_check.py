@@ -489,17 +489,13 @@ def tree(tokens: int, members: int = 8, prompt: int = 256) -> Any:
 
     from asyncrl.models.attention.tree import TreePlan
 
-    draw, place = np.random.default_rng(0), 0
-    prefixes: list[tuple[int, int]] = []
-    suffixes: list[tuple[int, int, int]] = []
-    while not prefixes or place < tokens:
-        prefixes.append((place, prompt))
-        place += prompt
-        for length in draw.integers(prompt // 4, 2 * prompt, members).tolist():
-            suffixes.append((place, length, len(prefixes) - 1))
-            place += length
-    starts, lengths = zip(*prefixes, strict=True)
-    return TreePlan(starts, lengths, *zip(*suffixes, strict=True))
+    draw = np.random.default_rng(0)
+    lengths: list[int] = []
+    parents: list[int] = []
+    while sum(lengths) < max(tokens, 1):
+        parents += [-1, *[len(lengths)] * members]
+        lengths += [prompt, *draw.integers(prompt // 4, 2 * prompt, members).tolist()]
+    return TreePlan(lengths, parents)
 
 
 @claim("tree attention in training: time, kernels, memory, gradients against float64", 120, alone=True)
@@ -780,12 +776,11 @@ def padding(device: str) -> Found:
     plan = tree(200 if device == "cpu" else 4096, prompt=16 if device == "cpu" else 256)
     heads, size = (2, 16) if device == "cpu" else (8, 128)
     source = torch.randn(plan.tokens, heads, size, device=device, dtype=torch.bfloat16, requires_grad=True)
-    rows = plan.rows()
-    longest = max(before.length + own.length for before, own in rows)
+    rows = plan.sequences()
+    longest = max(row.size for row in rows)
     index = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for number, (before, own) in enumerate(rows):
-        index[number, : before.length] = torch.arange(before.start, before.start + before.length)
-        index[number, before.length : before.length + own.length] = torch.arange(own.start, own.start + own.length)
+    for number, row in enumerate(rows):
+        index[number, : row.size] = torch.from_numpy(row)
     index = index.to(device)
     grad = torch.randn(*index.shape, heads, size, device=device, dtype=torch.bfloat16)
     by_index = milliseconds(device, lambda: torch.autograd.grad(source[index], source, grad), 5)

@@ -98,7 +98,7 @@ def fixed_logprobs(policy: PolicyModel) -> list[float]:
     vocabulary = int(policy.config.get_text_config().vocab_size)
     positions = torch.arange(TOKENS, device=policy.device)
     tokens = fixed_row(vocabulary).to(policy.device)
-    hidden_TE = policy.hidden(tokens, positions, TreePlan([0], [TOKENS]))
+    hidden_TE = policy.hidden(tokens, positions, TreePlan([TOKENS]))
     logp_TV = policy.logits(hidden_TE[:-1]).log_softmax(-1)
     logprobs: list[float] = logp_TV.gather(1, tokens[1:, None]).squeeze(1).double().tolist()
     return logprobs

@@ -1,7 +1,7 @@
 """The plain path: transformers' own forward, without replaced layers, computes the hidden states. Each sequence is a row.
 
-A packed tree is split into rows, each a prefix with one of its suffixes. The hidden states of a prefix are read from the row of
-its first suffix. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
+Packed trees are split into rows, each from a root to a leaf. The hidden states of an inner node are read from the first row of the
+node that runs. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
 the padding. Otherwise each row runs alone.
 
 Shape legend: T packed tokens, E hidden size, R rows of one forward, L tokens of the longest row.
@@ -31,14 +31,14 @@ class PlainForward:
 
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
-        rows = row_indices(plan)
+        rows = plan.sequences()
         index_T = np.full(plan.tokens, -1, np.int64)  # of each token in the concatenated outputs
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)
             hidden_RLE = self._forward(tokens_T, batch, length)
             for number, row in enumerate(batch):
-                # Tokens of a prefix have an index already, if another row of the prefix came first.
+                # Tokens of an inner node have an index already, if another row of the node came first.
                 new = index_T[row] < 0
                 index_T[row[new]] = total + number * length + np.flatnonzero(new)
             parts.append(hidden_RLE.flatten(0, 1))
@@ -68,11 +68,3 @@ class PlainForward:
             else:
                 batches.append([row])
         return batches
-
-
-def row_indices(plan: TreePlan) -> list[Int64Array]:
-    """Packed indices of each row: a prefix and one of its suffixes, or a prefix without suffixes."""
-    rows = []
-    for spans in plan.rows():
-        rows.append(np.concatenate([np.arange(span.start, span.start + span.length) for span in spans]))
-    return rows

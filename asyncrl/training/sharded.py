@@ -137,7 +137,7 @@ class ShardedForward:
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
         positions = torch.arange(2, device=self.device)
         logp_S, entropy_S = self._scoring(
-            tokens, positions, tokens[:1], tokens[1:], np.ones(1, np.float32), TreePlan([0], [2]), entropy_grad
+            tokens, positions, tokens[:1], tokens[1:], np.ones(1, np.float32), TreePlan([2]), entropy_grad
         )
         total = logp_S.sum() + entropy_S.sum() if entropy_grad else logp_S.sum()
         (total * 0.0).backward()

@@ -29,6 +29,7 @@ from asyncrl.generation.embedded.graphs import DecodeGraphs
 from asyncrl.generation.embedded.plans import DecodePlan
 from asyncrl.generation.embedded.sampling import Sampled
 from asyncrl.models.attention.general import GeneralAttention
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.fused import decoder, layers
 from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel, prepare
@@ -176,7 +177,7 @@ def count_bands_and_bins() -> None:
     bins: dict[str, int] = {}
     random = np.random.default_rng(0)
     position_n = np.sort(random.integers(200, 1500, 64))
-    rows = [(0, 0, 0, 400), *((0, 400, 400 + 300 * row, int(random.integers(20, 300))) for row in range(40))]
+    rows = TreePlan([400, *random.integers(20, 300, 40)], [-1, *[0] * 40]).rows
     for device in ("cpu", DEVICE):
         cache = KVCache(CacheShape(1, 64, 8, 1600, 128), torch.bfloat16, torch.device(device))
         plan = DecodePlan(cache, position_n, [64])

@@ -99,10 +99,10 @@ def wide(family: str) -> PreTrainedModel:
     return module
 
 
-# Two trees: prompts of 9 and 4 tokens, with suffixes of 5, 8 and 11.
-PLAN = TreePlan([0, 22], [9, 4], [9, 14, 26], [5, 8, 11], [0, 0, 1])
-POSITIONS = torch.tensor([*range(9), *range(9, 14), *range(9, 17), *range(4), *range(4, 15)])
-ROWS = [[*range(14)], [*range(9), *range(14, 22)], [*range(22, 37)]]
+# Two trees: of three levels and of two.
+PLAN = TreePlan([9, 5, 3, 2, 3, 4, 11], [-1, 0, 0, 2, 2, -1, 5])
+POSITIONS = torch.tensor([*range(14), *range(9, 14), *range(12, 15), *range(15)])
+ROWS = [[*range(14)], [*range(9), *range(14, 19)], [*range(9), *range(14, 17), *range(19, 22)], [*range(22, 37)]]
 TOKENS = torch.randint(1, 61, (37,), generator=torch.Generator().manual_seed(7))
 
 
@@ -324,7 +324,7 @@ def test_a_changed_model_is_not_taken_and_keeps_its_own_forward(change: Callable
     policy = PolicyModel(module)
     assert policy.fused is None
     with torch.no_grad():
-        hidden = policy.hidden(TOKENS[:7], torch.arange(7), TreePlan([0], [7]))
+        hidden = policy.hidden(TOKENS[:7], torch.arange(7), TreePlan([7]))
         expected = plain.eval().model(input_ids=TOKENS[None, :7]).last_hidden_state[0]
     torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
 

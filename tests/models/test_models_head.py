@@ -76,7 +76,7 @@ def policy_of(family: str, dtype: str = "float32", **more: Any) -> PolicyModel:
 
 
 def hidden_of(policy: PolicyModel, tokens: Tensor) -> Tensor:
-    return policy.hidden(tokens, torch.arange(len(tokens)), TreePlan([0], [len(tokens)]))
+    return policy.hidden(tokens, torch.arange(len(tokens)), TreePlan([len(tokens)]))
 
 
 TOKENS = torch.randint(1, 61, (17,), generator=torch.Generator().manual_seed(1))

@@ -49,7 +49,7 @@ def packed_logits(policy: PolicyModel, tokens: Tensor, lengths: tuple[int, int])
     first, second = lengths
     positions = torch.cat([torch.arange(first), torch.arange(second)])
     with torch.no_grad():
-        return policy.logits(policy.hidden(tokens, positions, TreePlan([0, first], [first, second])))
+        return policy.logits(policy.hidden(tokens, positions, TreePlan([first, second])))
 
 
 # -- whose attention it is -------------------------------------------------------------------------------------------------

@@ -117,22 +117,27 @@ def test_decode(launches: Launches) -> None:
     assert found["flash cached"] == 1 and found.total() <= 22, found
 
 
-@pytest.mark.parametrize(("trees", "most"), [(1, 91), (3, 100)])
-def test_training(launches: Launches, trees: int, most: int) -> None:
-    """The suffixes of several trees are gathered: of queries, keys, values, output and log-sum-exp, forward and backward."""
+@pytest.mark.parametrize(("trees", "depth", "most"), [(1, 2, 91), (3, 2, 100), (3, 4, 158)])
+def test_training(launches: Launches, trees: int, depth: int, most: int) -> None:
+    """The tokens below several nodes are gathered: of queries, keys, values, output and log-sum-exp, forward and backward."""
 
     def count(layers: int) -> Counter[str]:
         model = policy(layers)
-        starts = np.arange(trees)[:, None] * 20 + [0, 6, 11]
-        plan = TreePlan(starts[:, 0], [6] * trees, starts[:, 1:], [5, 9] * trees, np.arange(trees).repeat(2))
-        positions = torch.cat([torch.arange(6), 6 + torch.arange(5), 6 + torch.arange(9)] * trees)
+        # A tree: each of its levels below the root has two nodes, and the second one continues.
+        levels = np.arange(depth - 1)
+        tree = np.r_[-1, (2 * levels).repeat(2)]
+        parents = np.concatenate([np.where(tree < 0, -1, tree + number * tree.size) for number in range(trees)])
+        plan = TreePlan(np.tile([6, *[5, 9] * (depth - 1)], trees), parents)
+        own = [torch.arange(6), *(6 + 9 * level + torch.arange(length) for level in levels for length in (5, 9))]
+        positions = torch.cat(own * trees)
         launches.found.clear()
         with launches:
-            model.hidden(torch.arange(20 * trees), positions, plan).sum().backward()
+            model.hidden(torch.arange(plan.tokens) % 64, positions, plan).sum().backward()
         return Counter(launches.found)
 
     found = a_layer(count)
-    assert found["flash forward"] == 2 and found["flash backward"] == 6 and found.total() <= most, found
+    # One call for each level: FlashAttention's backward is three launches.
+    assert found["flash forward"] == depth and found["flash backward"] == 3 * depth and found.total() <= most, found
 
 
 def test_the_norm_of_a_gpu_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_loaded_policy_equals_a_plain_transformers_forward(tmp_path: Path, famil
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     tokens = torch.arange(9) * 5 % 37
     with torch.no_grad():
-        ours = policy.logits(policy.hidden(tokens, torch.arange(9), TreePlan([0], [9])))
+        ours = policy.logits(policy.hidden(tokens, torch.arange(9), TreePlan([9])))
         theirs = plain(input_ids=tokens[None]).logits[0].float()
     assert ours.dtype == torch.float32
     tolerance = 1e-4 if dtype == "float32" else 0.05 * float(theirs.abs().max())

@@ -60,7 +60,7 @@ def tokens_and_weights() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logprobs(policy: PolicyModel, tokens: torch.Tensor, project: bool = True) -> torch.Tensor:
-    hidden = policy.hidden(tokens, torch.arange(COUNT), TreePlan([0], [COUNT]))
+    hidden = policy.hidden(tokens, torch.arange(COUNT), TreePlan([COUNT]))
     found, _ = token_logprobs(
         hidden[:-1], policy.head.weight, tokens[1:], torch.ones(COUNT - 1), grad_buffer=policy.head_gradient,
         project=policy.project if project else None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.rows import RowAttention
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.head import logprobs
 from asyncrl.models.native import kernels
 from asyncrl.models.native import library as native
@@ -170,9 +171,10 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: i
 
 @DTYPES
 def test_row_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(0, 0, 0, 30), (0, 30, 30, 1), (0, 30, 31, 17), (0, 30, 48, 33), (0, 0, 81, 16)]
-    query, key, value = (values(97, heads, 16, dtype=dtype, seed=heads) for heads in (6, 2, 2))
-    grad = values(97, 6, 16, dtype=dtype, seed=3)
+    # The last node has a context of two pieces.
+    rows = TreePlan([30, 1, 17, 33, 6, 8, 2, 16], [-1, 0, 0, 0, 3, 3, 0, -1]).rows
+    query, key, value = (values(113, heads, 16, dtype=dtype, seed=heads) for heads in (6, 2, 2))
+    grad = values(113, 6, 16, dtype=dtype, seed=3)
 
     def compute() -> tuple[Tensor, ...]:
         plan = RowAttention(rows, 6, torch.float32)

@@ -61,7 +61,7 @@ def policy_of(
 
 
 def hidden(policy: PolicyModel, routes: Routes | None = None) -> Tensor:
-    plan = TreePlan([0], [12])
+    plan = TreePlan([12])
     plan.routes = routes
     return policy.hidden(TOKENS, POSITIONS, plan)
 

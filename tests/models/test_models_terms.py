@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from ragged_reference import ReferenceKernel
-from test_models_tree_attention import TREES, build, dense, inputs
+from test_models_tree_attention import TREES, Nodes, build, dense, inner_levels, inputs, two_levels
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -52,7 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmoe": dict(sliding_window=5, num_experts=4, num_experts_per_tok=2),  # a window that its mask does not have
 }
 # Prefixes with the lengths of their suffixes, rows of up to 29 tokens; one tree is a prompt alone.
-FOREST = [(9, [20, 7, 13]), (3, [4, 11]), (25, [])]
+FOREST = two_levels([(9, [20, 7, 13]), (3, [4, 11]), (25, [])])
+DEEP = [(9, -1), (20, 0), (7, 0), (1, 2), (13, 3), (6, 3), (3, -1), (25, -1), (2, 7), (1, 8), (5, 9), (8, 9), (4, 7)]
 
 
 def model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -71,19 +72,12 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return result
 
 
-def forest(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, Tensor, list[list[int]]]:
-    """The plan, the position of each token [T], and the packed indices of each sequence."""
-    plan, mask = build(trees)
-    sequences, cursor = [], 0
-    for prefix, suffixes in trees:
-        before = list(range(cursor, cursor + prefix))
-        cursor += prefix
-        for length in suffixes:
-            sequences.append(before + list(range(cursor, cursor + length)))
-            cursor += length
-        if not suffixes:
-            sequences.append(before)
-    return plan, mask.sum(1) - 1, sequences
+def forest(nodes: Nodes) -> tuple[TreePlan, Tensor, list[list[int]]]:
+    """The plan, the position of each token [T], and the packed indices of each path from a root to a leaf."""
+    plan, mask = build(nodes)
+    # A token that no later token sees ends its path.
+    leaves = (mask.sum(0) == 1).nonzero().flatten()
+    return plan, mask.sum(1) - 1, [mask[last].nonzero().flatten().tolist() for last in leaves]
 
 
 def logprobs(policy: PolicyModel, tokens: Tensor, positions: Tensor, plan: TreePlan) -> Tensor:
@@ -107,7 +101,7 @@ TERMS = [(1, None, False), (4, None, False), (9, 0.7, True), (None, 0.7, False),
 @pytest.mark.parametrize("case", TERMS, ids=str)
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_the_dense_formula(
-    trees: list, case: tuple[int | None, float | None, bool], way: str, monkeypatch: pytest.MonkeyPatch
+    trees: Nodes, case: tuple[int | None, float | None, bool], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = ReferenceKernel()
     if way == "ragged":
@@ -132,7 +126,7 @@ def test_equals_the_dense_formula(
     if way == "ragged":
         alone = window is not None and softcap is None and not with_sinks
         plain = terms.simplified_for(plan.longest).plain  # a window that no row leaves
-        expected_calls = (4 if plan.cross else 2) if plain else 2 if alone else 0
+        expected_calls = 2 + 2 * inner_levels(trees) if plain else 2 if alone else 0
         assert kernel.calls == expected_calls, "the kernel has neither caps nor sinks"
 
 
@@ -158,7 +152,7 @@ def test_low_level_calls_take_views_and_add_to_the_gradient_of_the_sinks() -> No
 def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
     trees = TREES["ragged with an empty suffix"]
     plan, mask = build(trees)
-    longest = max(prefix + max(suffixes) for prefix, suffixes in trees)
+    longest = int(mask.sum(1).max())
     assert plan.longest == longest
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.float32)
     plain = plan.attend(0, *qkv, 0.3)
@@ -169,7 +163,7 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
 def test_work_is_linear_in_the_window() -> None:
     scores = {}
     for tokens in (4000, 8000):
-        attention = general_attention.GeneralAttention([(0, 0, 0, tokens)], 200, 8, torch.device("cpu"))
+        attention = general_attention.GeneralAttention(TreePlan([tokens]).rows, 200, 8, torch.device("cpu"))
         scores[tokens] = sum(len(each.members[0]) * each.length * each.width for each in attention._lazy_bins)
         assert scores[tokens] <= 1.25 * tokens * (200 + 128)
     assert scores[8000] <= 2.1 * scores[4000]
@@ -204,13 +198,14 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_formula_in_bfloat16(
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("nodes", [FOREST, DEEP], ids=["two levels", "deep"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_equals_its_own_untouched_eager_model(family: str) -> None:
+def test_a_family_equals_its_own_untouched_eager_model(family: str, nodes: Nodes) -> None:
     """Log-probs of every token, gradients of every parameter; packed trees against one row at a time."""
     module = model(family)
     plain = copy.deepcopy(module)
     policy = PolicyModel(module, path=PACKED)
-    plan, positions, sequences = forest(FOREST)
+    plan, positions, sequences = forest(nodes)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 61, (plan.tokens,), generator=generator)
     weights = torch.randn(plan.tokens, 61, generator=generator)
@@ -233,18 +228,19 @@ def test_a_family_equals_its_own_untouched_eager_model(family: str) -> None:
         assert (gradient - right).norm() <= 1e-4 * right.norm() + 1e-4, name
 
 
+@pytest.mark.parametrize("nodes", [FOREST, DEEP], ids=["two levels", "deep"])
 @pytest.mark.parametrize("family", ["Mistral", "GptOss"])
-def test_any_split_of_the_same_sequences_gives_the_same_gradient(family: str) -> None:
+def test_any_split_of_the_same_sequences_gives_the_same_gradient(family: str, nodes: Nodes) -> None:
     """Shared prefix or each row for itself, together or one by one. float64."""
     module = model(family, torch.float64)
     policy = PolicyModel(module, "float64")
-    _, _, sequences = forest(FOREST)
+    _, _, sequences = forest(nodes)
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, 61, (sum(prefix + sum(suffixes) for prefix, suffixes in FOREST),), generator=generator)
+    tokens = torch.randint(0, 61, (sum(length for length, _ in nodes),), generator=generator)
     weights = torch.randn(len(tokens), 61, generator=generator, dtype=torch.float64)
 
-    def gradient(parts: list[tuple[list[tuple[int, list[int]]], list[list[int]]]]) -> Tensor:
-        """`parts`: trees, and for each of their sequences the tokens."""
+    def gradient(parts: list[tuple[Nodes, list[list[int]]]]) -> Tensor:
+        """`parts`: nodes, and for each path from a root to a leaf the tokens."""
         policy.flat.zero_grad()
         for trees, members in parts:
             plan, positions, places = forest(trees)
@@ -257,13 +253,14 @@ def test_any_split_of_the_same_sequences_gives_the_same_gradient(family: str) ->
         assert policy.flat.grad is not None
         return policy.flat.grad.clone()
 
-    whole = gradient([(FOREST, sequences)])
-    alone = gradient([([(len(sequence), [])], [sequence]) for sequence in sequences])
-    unshared = gradient([([(len(sequence), []) for sequence in sequences], sequences)])
-    halved = gradient(
-        [([(9, [20]), (25, [])], [sequences[0], sequences[5]]), ([(5, [11, 17]), (3, [4, 11])], sequences[1:5])]
-    )
-    for other in (alone, unshared, halved):
+    whole = gradient([(nodes, sequences)])
+    alone = gradient([([(len(sequence), -1)], [sequence]) for sequence in sequences])
+    unshared = gradient([([(len(sequence), -1) for sequence in sequences], sequences)])
+    others = [alone, unshared]
+    if nodes is FOREST:
+        halves = two_levels([(9, [20]), (25, [])]), two_levels([(5, [11, 17]), (3, [4, 11])])
+        others.append(gradient([(halves[0], [sequences[0], sequences[5]]), (halves[1], sequences[1:5])]))
+    for other in others:
         assert (whole - other).norm() <= 1e-10 * whole.norm()
 
 
@@ -310,7 +307,7 @@ def test_sinks_that_do_not_reach_the_attention_are_refused() -> None:
     policy.fused = None
     policy.module.model.layers[1].self_attn.sinks = torch.zeros(6)
     with pytest.raises(ConfigError, match="LlamaAttention has `sinks`"):
-        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
+        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([4]))
 
 
 def test_sinks_of_another_form_are_refused() -> None:
@@ -318,11 +315,11 @@ def test_sinks_of_another_form_are_refused() -> None:
     for layer in policy.module.model.layers:
         layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(6, 2))
     with pytest.raises(ConfigError, match=r"sinks \(6, 2\) for 6 heads"):
-        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
+        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([4]))
 
 
 def test_a_model_that_reads_its_mask_is_refused() -> None:
     config = transformers.DogeConfig(**SIZES)
     policy = PolicyModel(transformers.DogeForCausalLM(config))
     with pytest.raises(ConfigError, match="of its attention mask"):
-        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
+        policy.hidden(torch.arange(4), torch.arange(4), TreePlan([4]))

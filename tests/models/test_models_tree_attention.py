@@ -1,4 +1,4 @@
-"""Packed prefix trees: equal to one dense masked attention, in value and gradient, through every path of the code."""
+"""Packed trees: equal to one dense masked attention, in value and gradient, through every path of the code."""
 
 from __future__ import annotations
 
@@ -13,37 +13,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.ragged import RaggedWindow
-from asyncrl.models.attention.rows import share_out
+from asyncrl.models.attention.rows import NodeRow, share_out
 from asyncrl.models.attention.tree import TreePlan
 
 PLAIN = AttentionTerms()
+# (length, parent) of each node.
+Nodes = list[tuple[int, int]]
+
+
+def two_levels(trees: list[tuple[int, list[int]]]) -> Nodes:
+    """Prompts with the completions of each."""
+    nodes: Nodes = []
+    for prefix, suffixes in trees:
+        root = len(nodes)
+        nodes += [(prefix, -1), *((length, root) for length in suffixes)]
+    return nodes
+
+
 TREES = {
-    "ragged with an empty suffix": [(6, [5, 0, 7, 3, 9, 1]), (11, [4, 4, 2])],
-    "prompts alone": [(3, []), (8, []), (1, [])],
-    "one long tree": [(20, [64, 50, 33])],
-    "empty prefix": [(0, [0, 0]), (4, [3, 2])],
+    "ragged with an empty suffix": two_levels([(6, [5, 0, 7, 3, 9, 1]), (11, [4, 4, 2])]),
+    "prompts alone": two_levels([(3, []), (8, []), (1, [])]),
+    "one long tree": two_levels([(20, [64, 50, 33])]),
+    "empty prefix": two_levels([(0, [0, 0]), (4, [3, 2])]),
+    "four levels": [(7, -1), (3, 0), (9, 1), (1, 1), (12, 3), (5, 3), (6, 0), (4, -1), (1, 7), (1, 8), (30, 8), (2, 7)],
+    "empty inner nodes": [(0, -1), (5, 0), (0, 1), (8, 2), (4, 2), (0, 1), (3, 0), (0, 6), (0, 7), (2, 8), (40, 6)],
+    "a line of nodes": [(4, -1), (1, 0), (25, 1), (1, 2), (6, 3)],
 }
 
 
-def build(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, Tensor]:
+def build(nodes: Nodes) -> tuple[TreePlan, Tensor]:
     """The plan, and the dense mask [T, T] that it stands for."""
-    starts, lengths, suffixes, cursor = [], [], [], 0
-    for index, (prefix, members) in enumerate(trees):
-        starts.append(cursor)
-        lengths.append(prefix)
-        cursor += prefix
-        for length in members:
-            suffixes.append((cursor, length, index))
-            cursor += length
-    mask = torch.zeros(cursor, cursor, dtype=torch.bool)
-    for start, length in zip(starts, lengths, strict=True):
-        mask[start : start + length, start : start + length] = True
-    for start, length, tree in suffixes:
-        mask[start : start + length, starts[tree] : starts[tree] + lengths[tree]] = True
-        mask[start : start + length, start : start + length] = True
-    mask &= torch.ones(cursor, cursor).tril().bool()
-    table = np.array(suffixes, np.int64).reshape(-1, 3)
-    return TreePlan(starts, lengths, table[:, 0], table[:, 1], table[:, 2]), mask
+    ends = np.cumsum([length for length, _ in nodes])
+    mask = torch.zeros(int(ends[-1]), int(ends[-1]), dtype=torch.bool)
+    for node, (length, _) in enumerate(nodes):
+        seen = node
+        while seen >= 0:
+            mask[ends[node] - length : ends[node], ends[seen] - nodes[seen][0] : ends[seen]] = True
+            seen = nodes[seen][1]
+    return TreePlan(*zip(*nodes, strict=True)), mask.tril()
 
 
 def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -78,7 +85,7 @@ def dense(
 @pytest.mark.parametrize("path", ["attend", "views", "products", "products in many bins", "attend_masked", "ragged"])
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_dense_masked_attention(
-    trees: list, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    trees: Nodes, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path.startswith("products"):
         monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.float64})
@@ -99,21 +106,126 @@ def test_equals_dense_masked_attention(
         torch.autograd.grad(out, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    # forward and backward, of all spans at once, and of all suffixes against their prefixes
-    assert kernel.calls == (0 if path != "ragged" else 4 if plan.cross else 2)
+    # Forward and backward: all nodes at once, and once for each level with inner nodes.
+    assert kernel.calls == (2 + 2 * inner_levels(trees) if path == "ragged" else 0)
+
+
+def inner_levels(nodes: Nodes) -> int:
+    """The largest number of ancestors with tokens that a node with tokens has."""
+    above: list[int] = []
+    for _, parent in nodes:
+        above.append(above[parent] + (nodes[parent][0] > 0) if parent >= 0 else 0)
+    return max(count for count, (length, _) in zip(above, nodes, strict=True) if length)
+
+
+def random_forest(seed: int) -> Nodes:
+    """Several roots, and `1 + seed % 8` levels. Some nodes are empty, some have one token."""
+    draw = np.random.default_rng(seed)
+    nodes: Nodes = []
+
+    def grow(parent: int, levels: int) -> None:
+        for child in range(int(draw.integers(1, 4))):
+            nodes.append((int(draw.choice([0, 1, 1, 2, 3, 5, 8, 13])), parent))
+            if levels > 1 and (child == 0 or draw.random() < 0.2):
+                grow(len(nodes) - 1, levels - 1)
+
+    grow(-1, 1 + seed % 8)
+    return [*nodes, (3, -1)]
+
+
+WAYS: dict[str, list[AttentionTerms]] = {
+    "blocks": [PLAIN],
+    "products": [PLAIN],
+    "masked": [PLAIN],
+    "ragged": [PLAIN, AttentionTerms(1), AttentionTerms(4), AttentionTerms(11)],
+    "general": [AttentionTerms(1), AttentionTerms(4), AttentionTerms(11, 0.7), AttentionTerms(None, 2.0)],
+    "sinks": [AttentionTerms(), AttentionTerms(6), AttentionTerms(6, 0.7)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(24))
+def test_a_forest_equals_its_rows_alone(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node with its ancestors as a sequence of its own, in value and summed gradient."""
+    kernel = ReferenceKernel()
+    if way == "products":
+        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.float64})
+    if way == "ragged":
+        monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
+    nodes = random_forest(seed)
+    plan, mask = build(nodes)
+    *leaves, sinks = [*inputs(plan.tokens, (6, 2, 8), torch.float64), torch.randn(6, dtype=torch.float64)]
+    weights = torch.randn(plan.tokens, 6, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ends = np.cumsum([length for length, _ in nodes])
+    for terms in WAYS[way]:
+        if way == "sinks":
+            terms = AttentionTerms(terms.window, terms.softcap, sinks.requires_grad_())
+            leaves = [*leaves[:3], sinks]
+        kernel.calls = 0
+        out = plan.attend_masked(*leaves, 0.3) if way == "masked" else plan.attend(0, *leaves[:3], 0.3, terms)
+        found = torch.autograd.grad(out, leaves, weights)
+        right = [torch.zeros_like(leaf) for leaf in leaves]
+        for (length, _), end in zip(nodes, ends, strict=True):
+            if length:
+                row = mask[end - 1].nonzero().flatten()
+                alone = dense(
+                    *(part[row] for part in leaves[:3]), torch.ones(len(row), len(row)).tril().bool(), 0.3, terms
+                )
+                torch.testing.assert_close(out[end - length : end], alone[-length:], rtol=0, atol=1e-10)
+                parts = torch.autograd.grad(alone[-length:], leaves, weights[end - length : end])
+                for total, part in zip(right, parts, strict=True):
+                    total += part
+        for ours, theirs in zip(found, right, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        # A window that no row leaves is none.
+        plain = terms.simplified_for(plan.longest).plain
+        assert kernel.calls == (0 if way != "ragged" else 2 + 2 * inner_levels(nodes) if plain else 2)
+
+
+def test_without_a_kernel_a_gpu_pads_no_rows_of_deep_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows of many turns would outgrow the memory. The device "meta" takes a GPU's branch."""
+    padded: list[int] = []
+    monkeypatch.setattr(TreePlan, "attend_masked", lambda plan, query, *rest: padded.append(plan.tokens) or query)
+    for name in ("one long tree", "four levels"):
+        plan, _ = build(TREES[name])
+        parts = [torch.empty(plan.tokens, heads, 8, device="meta", requires_grad=True) for heads in (4, 2, 2)]
+        out = plan.attend(0, *parts, 0.3)
+        assert out.shape == parts[0].shape
+        torch.autograd.grad(out.sum(), parts, allow_unused=True)
+    assert padded == [sum(length for length, _ in TREES["one long tree"])]
+
+
+def test_a_deep_result_in_bfloat16_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight levels: the error against float64 is not larger than that of two levels."""
+    monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: ReferenceKernel())
+    errors = []
+    for pieces in (2, 16):
+        plan, mask = build([(64 // pieces, node - 1) for node in range(pieces)])
+        qkv = inputs(plan.tokens, (4, 2, 16), torch.bfloat16)
+        truth = dense(*(x.double() for x in qkv), mask, 0.25)
+        weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        out = plan.attend(0, *qkv, 0.25)
+        found = [out, torch.autograd.grad(out, qkv, weights.bfloat16())[0]]
+        right = [truth, torch.autograd.grad(truth, qkv, weights)[0]]
+        errors.append(
+            [float((a.double() - b).detach().square().mean().sqrt()) for a, b in zip(found, right, strict=True)]
+        )
+    for deep, shallow in zip(errors[1], errors[0], strict=True):
+        assert deep <= 1.2 * shallow, errors
 
 
 def test_small_segments_share_a_call_and_large_ones_do_not() -> None:
     plan, mask = build(TREES["ragged with an empty suffix"])
     small = inputs(mask.shape[0], (4, 2, 8), torch.float64)[0]
-    assert len(plan.self_blocks(small)) < len(plan.spans)
-    plan, mask = build([(100, [128, 120, 90])])
-    assert plan.self_blocks(inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]) == plan.spans
+    assert len(plan.self_blocks(small)) < len(plan.rows)
+    plan, mask = build(two_levels([(100, [128, 120, 90])]))
+    large = inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]
+    assert plan.self_blocks(large) == [row.own for row in plan.rows]
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
-def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
+def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: Nodes) -> None:
     """Root mean square error against float64 of the same inputs, beside that of torch's masked attention in bfloat16."""
     plan, mask = build(trees)
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
@@ -143,23 +255,24 @@ def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pyt
 
 
 def test_padding_of_rows_is_bounded() -> None:
-    rows = [(0, 6, 6 + 40 * i, 1 + (7 * i) % 40) for i in range(40)]
+    rows = [NodeRow(np.arange(6), 6 + 40 * i, 1 + (7 * i) % 40) for i in range(40)]
     bins = share_out(rows, heads=4)
-    assert sorted(row for members in bins for row in members) == rows
+    assert sorted(row[1:] for members in bins for row in members) == [row[1:] for row in rows]
     assert len(bins) < 16
     for members in bins:
-        area = max(r[3] for r in members) * (max(r[3] for r in members) + max(r[1] for r in members))
-        assert len(members) * area <= 1.25 * sum(r[3] * (r[1] + r[3]) for r in members)
+        area = max(r.length for r in members) * (max(r.length for r in members) + max(r.context.size for r in members))
+        assert len(members) * area <= 1.25 * sum(r.length * r.total for r in members)
 
 
-def test_suffixes_of_a_tree_must_be_adjacent() -> None:
-    with pytest.raises(ValueError, match="must be adjacent"):
-        TreePlan([0], [2], [2, 6], [3, 1], [0, 0])
+@pytest.mark.parametrize("parents", [[-1, 0, -1, 0], [-1, 0, 0, 1], [-1, 1, 0, 0], [-1, 0, -2, 2], [3, 0, 0, -1]])
+def test_nodes_must_be_in_preorder(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match="depth-first preorder"):
+        TreePlan([2, 0, 3, 1], parents)
 
 
 def test_wrong_number_of_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="describes 3 tokens"):
-        TreePlan([0], [3]).attend(0, *inputs(4, (2, 1, 8), torch.float64), 1.0)
+        TreePlan([3]).attend(0, *inputs(4, (2, 1, 8), torch.float64), 1.0)
 
 
 def test_no_token_of_another_tree_or_suffix_leaks() -> None:
@@ -187,14 +300,14 @@ class Sums(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", ["padded", "window"])
 def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32(way: str) -> None:
-    plan = TreePlan([0], [3], [3, 5, 8], [2, 3, 1], [0, 0, 0])
+    plan = TreePlan([3, 2, 3, 1], [-1, 0, 0, 0])
     qkv = [part.detach().bfloat16().requires_grad_() for part in inputs(plan.tokens, (4, 2, 16), torch.float32)]
     sums = Sums()
     with sums:
         if way == "padded":
             plan.attend_masked(*qkv, 0.3).sum().backward()
         else:
-            window = RaggedWindow(ReferenceKernel(), plan._own_rows(), 2, torch.device("cpu"))
+            window = RaggedWindow(ReferenceKernel(), plan.rows, 2, torch.device("cpu"))
             values = [part.detach() for part in qkv]
             out, lse = window.forward(*values, 0.3)
             gradients = tuple(torch.empty_like(part) for part in values)

@@ -210,7 +210,7 @@ class Case:
 @torch.no_grad()
 def logits(policy: PolicyModel) -> Tensor:
     tokens = torch.arange(1, 18)
-    return policy.logits(policy.hidden(tokens, torch.arange(17), TreePlan([0], [17])))
+    return policy.logits(policy.hidden(tokens, torch.arange(17), TreePlan([17])))
 
 
 def create(policy: PolicyModel, slab: str | None) -> Guarded:

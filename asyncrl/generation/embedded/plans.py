@@ -325,8 +325,7 @@ class ExtendPlan(PlanWithRoutes):
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
             keys = self.cache.keys[layer][piece.row]  # [K, positions, D]
             values = self.cache.values[layer][piece.row]
-            # `cut` takes (_, tokens before the piece, _, tokens of the piece).
-            for block in cut((0, piece.start, 0, piece.length), terms.window, query.shape[1]):
+            for block in cut(piece.start, piece.length, terms.window, query.shape[1]):
                 band = slice(block.low, block.end)
                 packed = slice(offset + block.first - piece.start, offset + block.end - piece.start)
                 grouped = query[packed].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]

@@ -1,10 +1,10 @@
-"""Attention with sliding windows, capped scores and sinks, over packed prefix trees.
+"""Attention with sliding windows, capped scores and sinks, over packed trees.
 
     s = scaling q k'      with a cap: s = cap tanh(s / cap)      w = softmax([s of visible keys; sink])      out = w v
 
 A sink is one more column of scores without a value. The gradient of the sink is the gradient of that column.
 
-A row is a prefix, which several rows may share, and the row's own tokens after it. The queries of the own tokens are cut into
+A row is a context, which several rows may share, and the row's own tokens after it. The queries of the own tokens are cut into
 blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Only the inputs are saved:
 backward computes the scores again. Products have the dtype of the inputs. Scores and softmax are float32, or float64 for float64
 inputs, as in transformers' eager attention. Any device works.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..copying import to_device
 from .bins import RowBin, index_tensor
-from .rows import Row
+from .rows import NodeRow
 
 # Bounds for the number of queries in a block. In a large block, each query also gets many scores of keys that it cannot see.
 _MOST_QUERIES = 128
@@ -41,7 +41,7 @@ _DEVICE_BINS = 128 << 20, 2.0
 class QueryBlock:
     """Queries at positions [first, end) of a row, and keys at positions [low, end) of the same row."""
 
-    row: Row
+    row: int  # its number
     low: int
     first: int
     end: int
@@ -61,8 +61,9 @@ class QueryBlock:
 class _LazyBin:
     """A bin of blocks. `build` computes its key indices at each use, because those of all bins would outgrow the inputs."""
 
-    # [6, R, 1] int64. Six numbers of each block: prefix start, prefix length, start of the own tokens, low, first, end.
+    # [6, R, 1] int64. Of each block: place and length of the row's context in `contexts`, start of the own tokens, low, first, end.
     members: Tensor
+    contexts: Tensor  # packed indices of the contexts of all rows, and one more
     length: int  # L
     width: int  # C
     queries: Tensor  # and the next three: as in `RowBin`
@@ -72,11 +73,12 @@ class _LazyBin:
 
     def build(self, window: int | None) -> tuple[RowBin, Tensor]:
         """The bin with the packed index of each key, and the mask of visible keys: bool [R, L, C]."""
-        prefix_start, prefix_length, start, low, first, end = self.members
+        place, context, start, low, first, end = self.members
         device = self.members.device
         position = low + torch.arange(self.width, device=device)  # [R, C]
         in_row = torch.minimum(position, end - 1)
-        keys = torch.where(in_row < prefix_length, prefix_start + in_row, start + in_row - prefix_length)
+        before = self.contexts[place + torch.minimum(in_row, context)]
+        keys = torch.where(in_row < context, before, start + in_row - context)
         query = torch.minimum(first + torch.arange(self.length, device=device), end - 1)  # [R, L]
         # Padded keys have positions after every query, so this also hides padded keys.
         seen = visible(query, position, window)
@@ -88,12 +90,18 @@ class _LazyBin:
 
 
 class GeneralAttention:
-    """Attention over packed trees. In `rows` each packed token must be an own token of exactly one row (`Row`)."""
+    """Attention over packed trees. In `rows` each packed token must be an own token of exactly one row."""
 
-    def __init__(self, rows: list[Row], window: int | None, heads: int, device: torch.device) -> None:
+    def __init__(self, rows: list[NodeRow], window: int | None, heads: int, device: torch.device) -> None:
         self.window = window
-        blocks = [block for row in rows for block in cut(row, window, heads)]
-        self._lazy_bins = [_make_lazy_bin(members, device) for members in _group_into_bins(blocks, heads, device)]
+        shared = {id(row.context): row.context for row in rows}
+        contexts = index_tensor(np.concatenate([*shared.values(), [0]]), device)
+        places = dict(zip(shared, np.cumsum([0, *(context.size for context in shared.values())]), strict=False))
+        table = np.array([(places[id(row.context)], row.context.size, row.start) for row in rows])
+        sizes = [(row.context.size, row.length) for row in rows]
+        blocks = [block for row, size in enumerate(sizes) for block in cut(*size, window, heads, row)]
+        bins = _group_into_bins(blocks, heads, device)
+        self._lazy_bins = [_make_lazy_bin(members, table, contexts, device) for members in bins]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
@@ -184,10 +192,9 @@ def _weights(
     return torch.softmax(scores, -1), slope
 
 
-def cut(row: Row, window: int | None, heads: int) -> list[QueryBlock]:
-    """Cuts the own tokens of a row into blocks, in order. `heads`: query heads."""
-    _, prefix, _, own_length = row
-    first, total = prefix, prefix + own_length
+def cut(context: int, length: int, window: int | None, heads: int, row: int = 0) -> list[QueryBlock]:
+    """Cuts the `length` own tokens of a row, which follow `context` tokens, into blocks, in order. `heads`: query heads."""
+    first, total = context, context + length
     blocks = []
     # A block of more queries than the window would waste more scores than it uses.
     most = _MOST_QUERIES if window is None else max(_FEWEST_QUERIES, min(_MOST_QUERIES, window))
@@ -219,15 +226,15 @@ def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device)
     return bins
 
 
-def _make_lazy_bin(blocks: list[QueryBlock], device: torch.device) -> _LazyBin:
-    members = np.array([(*block.row[:3], block.low, block.first, block.end) for block in blocks], np.int64)
-    _, prefix, start, _, first, end = (column[:, None] for column in members.T)
+def _make_lazy_bin(blocks: list[QueryBlock], table: np.ndarray, contexts: Tensor, device: torch.device) -> _LazyBin:
+    members = np.array([(*table[block.row], block.low, block.first, block.end) for block in blocks], np.int64)
+    _, context, start, _, first, end = (column[:, None] for column in members.T)
     length = max(block.length for block in blocks)
     offset = first + np.arange(length)  # row positions, [R, L]
-    queries = start - prefix + np.minimum(offset, end - 1)
+    queries = start - context + np.minimum(offset, end - 1)
     real = (offset < end).reshape(-1)
     return _LazyBin(
-        members=to_device(np.ascontiguousarray(members.T), device).unsqueeze(-1), length=length,
+        members=to_device(np.ascontiguousarray(members.T), device).unsqueeze(-1), contexts=contexts, length=length,
         width=max(block.width for block in blocks), queries=index_tensor(queries, device),
         padding=index_tensor(np.flatnonzero(~real), device), real=index_tensor(np.flatnonzero(real), device),
         real_tokens=index_tensor(queries.reshape(-1)[real], device),

@@ -1,7 +1,7 @@
 """Registers asyncrl's attention and its mask with transformers, so that the attention layers of a model call `AttentionPlan`s.
 
 A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes its rotated
-queries, keys and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: a packed prefix tree, or a
+queries, keys and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: packed trees, or a
 decode batch over a cache. So any architecture that uses transformers' attention interface works.
 
 A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the

@@ -4,11 +4,12 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 [Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
 the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
 
-A layer without a window takes two calls for all packed trees. In the first call each token attends to its own row without the
-prefix. In the second call the suffix tokens of each tree attend to their prefix. The log-sum-exp merges the two results. Backward
-gives the merged output and log-sum-exp to both calls, which makes both gradients exact (Liu et al., arXiv:2310.01889).
+A layer without a window takes one call more than the trees have levels below their roots. In the first call each token attends to
+its own node. In one more call for each level, all descendants of each node of that level attend to the node; they are adjacent, and
+those of different nodes are disjoint. The log-sum-exp merges the results. Backward gives the merged output and log-sum-exp to all
+calls, which makes all gradients exact (Liu et al., arXiv:2310.01889).
 
-A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its prefix.
+A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
 
 Shape legend: T packed tokens, Q queries, C keys, H query heads, K key/value heads, D head size, N rows.
@@ -30,7 +31,7 @@ from asyncrl.errors import first_line
 from asyncrl.types import Int64Array
 
 from ..copying import to_device
-from .rows import Row
+from .rows import NodeRow
 
 logger = logging.getLogger("asyncrl.models")
 
@@ -178,37 +179,41 @@ def ends_of(lengths: Sequence[int] | Int64Array, device: torch.device) -> Ends:
     return Ends(to_device(ends, device), int(np.max(lengths, initial=0)))
 
 
-class RaggedTree:
-    """All packed trees, for a layer without a window. In `rows` each packed token must be an own token of exactly one row."""
+class _Level(NamedTuple):
+    """One kernel call: the descendants of each inner node of one level attend to the node."""
 
-    def __init__(self, kernel: Kernel, rows: list[Row], device: torch.device) -> None:
-        rows = sorted(rows, key=lambda row: row[2])
+    rows: RaggedRows
+    below: slice | Tensor  # packed indices of the descendants
+    nodes: slice | Tensor  # of the nodes' own tokens
+
+
+class RaggedTree:
+    """All packed trees, for a layer without a window. `rows` and `levels`: of `TreePlan`."""
+
+    def __init__(
+        self, kernel: Kernel, rows: list[NodeRow], levels: Sequence[Sequence[tuple[slice, slice]]], device: torch.device
+    ) -> None:
         self.kernel = kernel
-        own = ends_of([length for *_, length in rows], device)
+        own = ends_of([row.length for row in rows], device)
         self.own_rows = RaggedRows(own, own, causal=True)
-        # Suffixes of one tree are adjacent in the packed tokens, so the second call takes them as one row.
-        suffix_bounds: dict[tuple[int, int], list[int]] = {}
-        for prefix_start, prefix, start, length in rows:
-            if prefix:
-                suffix_bounds.setdefault((prefix_start, prefix), []).extend((start, start + length))
-        suffix_spans = [(min(bounds), max(bounds)) for bounds in suffix_bounds.values()]
-        queries = ends_of([end - start for start, end in suffix_spans], device)
-        self.suffix_rows = RaggedRows(queries, ends_of([prefix for _, prefix in suffix_bounds], device), causal=False)
-        self.suffixes = _index(suffix_spans, device)
-        self.prefixes = _index([(start, start + length) for start, length in suffix_bounds], device)
+        self.levels = []
+        for level in levels:
+            below, nodes = zip(*level, strict=True)
+            queries, keys = (ends_of([part.stop - part.start for part in parts], device) for parts in (below, nodes))
+            self.levels.append(_Level(RaggedRows(queries, keys, False), _index(below, device), _index(nodes, device)))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> the output [T, H, D] and its log-sum-exp [H, T]."""
         out, lse = self.kernel.forward((query, key, value), self.own_rows, scaling)
-        if not self.suffix_rows.queries.longest:
-            return out, lse
-        suffix, prefix = self.suffixes, self.prefixes
-        part, part_lse = self.kernel.forward((query[suffix], key[prefix], value[prefix]), self.suffix_rows, scaling)
-        own_lse = lse[:, suffix]
-        share = (part_lse - own_lse).sigmoid_().t().unsqueeze(-1)  # of the prefix in the joint softmax
-        out[suffix] = (out[suffix] * (1 - share)).addcmul_(part, share).to(out.dtype)
-        lse[:, suffix] = torch.logaddexp(own_lse, part_lse)
-        return out, lse
+        # With one level, a 16-bit result is rounded once more. With several levels a float32 sum is rounded at the end.
+        total = out if len(self.levels) < 2 else out.to(lse.dtype)
+        for rows, below, nodes in self.levels:
+            part, part_lse = self.kernel.forward((query[below], key[nodes], value[nodes]), rows, scaling)
+            lse_before = lse[:, below]
+            share = (part_lse - lse_before).sigmoid_().t().unsqueeze(-1)  # of the node in the joint softmax
+            total[below] = (total[below] * (1 - share)).addcmul_(part, share).to(total.dtype)
+            lse[:, below] = torch.logaddexp(lse_before, part_lse)
+        return total.to(out.dtype), lse
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
@@ -218,33 +223,32 @@ class RaggedTree:
         own_gradients = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
         for target, part in zip(gradients, own_gradients, strict=True):
             target.copy_(part)
-        if not self.suffix_rows.queries.longest:
-            return
-        suffix, prefix = self.suffixes, self.prefixes
-        qkv, suffix_lse = (query[suffix], key[prefix], value[prefix]), lse[:, suffix].contiguous()
-        parts = self.kernel.backward(grad[suffix], qkv, out[suffix], suffix_lse, self.suffix_rows, scaling)
-        for target, part, rows in zip(gradients, parts, (suffix, prefix, prefix), strict=True):
-            # For 16-bit tensors torch adds in float32, and rounds once. No index is there twice, so the order cannot matter.
-            if isinstance(rows, slice):
-                target[rows].add_(part)
-            else:
-                target.index_add_(0, rows, part)
+        # A key gets a gradient from its own node and from one level. A query gets one from each level above its node.
+        query_sum = gradients[0] if len(self.levels) < 2 else own_gradients[0].to(lse.dtype)
+        for rows, below, nodes in self.levels:
+            qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()
+            parts = self.kernel.backward(grad[below], qkv, out[below], part_lse, rows, scaling)
+            for target, part, index in zip((query_sum, *gradients[1:]), parts, (below, nodes, nodes), strict=True):
+                # For 16-bit tensors torch adds in float32, and rounds once. No index is there twice, so the order cannot matter.
+                if isinstance(index, slice):
+                    target[index].add_(part)
+                else:
+                    target.index_add_(0, index, part.to(target.dtype))
+        if query_sum is not gradients[0]:
+            gradients[0].copy_(query_sum)
 
 
 class RaggedWindow:
-    """All packed trees, for a layer whose queries see `window` tokens. `rows`: as in `RaggedTree`."""
+    """All packed trees, for a layer whose queries see `window` tokens. `rows`: of `TreePlan`."""
 
-    def __init__(self, kernel: Kernel, rows: list[Row], window: int, device: torch.device) -> None:
-        rows = sorted(rows, key=lambda row: row[2])
+    def __init__(self, kernel: Kernel, rows: list[NodeRow], window: int, device: torch.device) -> None:
         self.kernel = kernel
-        tails = [min(prefix, window - 1) for _, prefix, _, _ in rows]
-        queries = ends_of([length for *_, length in rows], device)
-        keys = ends_of([tail + row[3] for tail, row in zip(tails, rows, strict=True)], device)
+        tails = [row.context[max(0, row.context.size + 1 - window) :] for row in rows]
+        queries = ends_of([row.length for row in rows], device)
+        keys = ends_of([tail.size + row.length for tail, row in zip(tails, rows, strict=True)], device)
         self.rows = RaggedRows(queries, keys, True, window)
-        spans = []
-        for tail, (prefix_start, prefix, start, length) in zip(tails, rows, strict=True):
-            spans += [(prefix_start + prefix - tail, prefix_start + prefix), (start, start + length)]
-        self.key_index = to_device(np.concatenate([np.arange(*span) for span in spans]), device)
+        parts = [part for tail, row in zip(tails, rows, strict=True) for part in (tail, np.r_[row.own])]
+        self.key_index = to_device(np.concatenate(parts), device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         return self.kernel.forward(self._with_keys(query, key, value), self.rows, scaling)
@@ -263,8 +267,6 @@ class RaggedWindow:
         return query, key[self.key_index], value[self.key_index]
 
 
-def _index(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
-    """The index of the packed tokens [first, end) of all spans: int64, or for a single span a slice, which costs no launch."""
-    if len(spans) < 2:
-        return slice(*spans[0]) if spans else slice(0, 0)
-    return to_device(np.concatenate([np.arange(*span) for span in spans]), device)
+def _index(parts: Sequence[slice], device: torch.device) -> slice | Tensor:
+    """The packed indices of all parts: int64, or for a single part a slice, which costs no launch."""
+    return parts[0] if len(parts) == 1 else to_device(np.r_[tuple(parts)], device)

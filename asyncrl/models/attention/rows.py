@@ -1,4 +1,4 @@
-"""Attention over packed prefix trees by batched matrix products. A padded row holds a prefix and the own tokens after it.
+"""Attention over packed trees by batched matrix products. A padded row holds the context of a node and the node's own tokens.
 
 The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products and one softmax are faster
 than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.
@@ -8,16 +8,19 @@ Products have the dtype of the inputs. Scores and softmax are float32, or float6
 key/value head are stacked as rows of one product, so keys and values are never expanded.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R rows of L own tokens
-after P prefix tokens, and C = P + L.
+after P context tokens, and C = P + L.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from asyncrl.types import Int64Array
 
 from ..native import library as native
 from .bins import RowBin, index_tensor
@@ -28,32 +31,47 @@ _BIN_BYTES = 4 << 20
 ROW_BYTES = 32 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
 
-# Start and length of the prefix, then start and length of the own tokens. Starts are packed indices. A prefix may be empty.
-Row = tuple[int, int, int, int]
+
+class NodeRow(NamedTuple):
+    """The own tokens of a node, which are adjacent, and the packed indices of the tokens before them. `start` is a packed index."""
+
+    # Tokens of all ancestors, in order; may be empty. Rows of siblings share one array.
+    context: Int64Array
+    start: int
+    length: int
+
+    @property
+    def own(self) -> slice:
+        """The packed indices of the own tokens."""
+        return slice(self.start, self.start + self.length)
+
+    @property
+    def total(self) -> int:
+        """The number of context tokens and own tokens."""
+        return self.context.size + self.length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreBin(RowBin):
     context: int  # P
     mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
-    prefixes: Tensor  # [R] length of each row's prefix
+    contexts: Tensor  # [R] context tokens of each row
     lengths: Tensor  # [R] own tokens of each row
 
 
-def fits(rows: list[Row], heads: int) -> bool:
+def fits(rows: list[NodeRow], heads: int) -> bool:
     """Whether all rows are short enough for plain products."""
-    return max(length * (prefix + length) for _, prefix, _, length in rows) * heads * 4 <= ROW_BYTES
+    return max(row.length * row.total for row in rows) * heads * 4 <= ROW_BYTES
 
 
 class RowAttention:
     """Attention for short rows. In `rows` each packed token must be an own token of exactly one row."""
 
-    def __init__(self, rows: list[Row], heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: list[NodeRow], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # Rows without a prefix share no bin with rows that have one, because their prefixes would all be padding.
-        groups = share_out([row for row in rows if not row[1]], heads) + share_out(
-            [row for row in rows if row[1]], heads
-        )
+        # Rows without a context share no bin with rows that have one, because their contexts would all be padding.
+        roots = [row for row in rows if not row.context.size]
+        groups = share_out(roots, heads) + share_out([row for row in rows if row.context.size], heads)
         self._bins = [_make_bin(members, dtype) for members in groups]
         self._scores = sum(row_bin.scores for row_bin in self._bins)
 
@@ -109,46 +127,45 @@ def _weights(q: Tensor, k: Tensor, row_bin: _ScoreBin, scaling: float, out: Tens
     rows, length, wide = row_bin.rows, row_bin.length, row_bin.mask.dtype
     scores = torch.bmm(q.to(wide).mul(scaling), k.to(wide).transpose(1, 2))
     if native.takes(scores) and native.takes(out):
-        native.row_softmax(scores, out, row_bin.prefixes, row_bin.lengths, scores.shape[0] // rows, length)
+        native.row_softmax(scores, out, row_bin.contexts, row_bin.lengths, scores.shape[0] // rows, length)
         return
     scores.view(rows, -1, length, scores.shape[1] // length, scores.shape[2]).add_(row_bin.mask)
     out.copy_(torch.softmax(scores, -1))
 
 
-def share_out(rows: list[Row], heads: int) -> list[list[Row]]:
+def share_out(rows: list[NodeRow], heads: int) -> list[list[NodeRow]]:
     """Sorts rows by length. A row starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
-    bins: list[list[Row]] = []
+    bins: list[list[NodeRow]] = []
     bin_scores = context = 0
-    for row in sorted(rows, key=lambda row: (-row[3], -row[1])):
-        _, prefix, _, length = row
-        scores = length * (prefix + length)
+    for row in sorted(rows, key=lambda row: (-row.length, -row.context.size)):
+        scores = row.length * row.total
         if bins:
-            longest, new_context = bins[-1][0][3], max(context, prefix)
+            longest, new_context = bins[-1][0].length, max(context, row.context.size)
             padded = (len(bins[-1]) + 1) * longest * (new_context + longest)
             if padded <= _MAX_PADDED_PER_REAL * (bin_scores + scores) and padded * heads * 4 <= _BIN_BYTES:
                 bins[-1].append(row)
                 bin_scores, context = bin_scores + scores, new_context
                 continue
         bins.append([row])
-        bin_scores, context = scores, prefix
+        bin_scores, context = scores, row.context.size
     return bins
 
 
-def _make_bin(rows: list[Row], dtype: torch.dtype) -> _ScoreBin:
-    prefix_start, prefix_length, start, lengths = (np.array(column)[:, None] for column in zip(*rows, strict=True))
-    length, context = int(lengths.max()), int(prefix_length.max())
+def _make_bin(rows: list[NodeRow], dtype: torch.dtype) -> _ScoreBin:
+    contexts, start, lengths = (np.array([(r.context.size, r.start, r.length) for r in rows]).T)[:, :, None]
+    length, context = int(lengths.max()), int(contexts.max())
     offset, before = np.arange(length)[None], np.arange(context)[None]
     queries = start + np.minimum(offset, lengths - 1)  # [R, L]
-    prefix = prefix_start + np.minimum(before, np.maximum(prefix_length - 1, 0))  # [R, P]
     seen = np.zeros((len(rows), length, context + length), np.bool_)
-    seen[:, :, :context] = (before < prefix_length)[:, None]
+    seen[:, :, :context] = (before < contexts)[:, None]
     seen[:, :, context:] = np.tril(np.ones((length, length), np.bool_)) & (offset < lengths)[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     real = (offset < lengths).reshape(-1)
-    keys = np.concatenate([prefix, queries], 1)
+    # [R, C]. The rows of a bin all have a context, or P is 0.
+    keys = np.concatenate([[row.context[np.minimum(before[0], row.context.size - 1)] for row in rows], queries], 1)
     return _ScoreBin(
         rows=len(rows), length=length, width=context + length, context=context, queries=index_tensor(queries),
-        keys=index_tensor(keys), mask=mask[:, None, :, None], prefixes=index_tensor(prefix_length),
+        keys=index_tensor(keys), mask=mask[:, None, :, None], contexts=index_tensor(contexts),
         lengths=index_tensor(lengths), padding=index_tensor(np.flatnonzero(~real)), real=index_tensor(np.flatnonzero(real)),
         real_tokens=index_tensor(queries.reshape(-1)[real]),
     )  # fmt: skip

@@ -1,16 +1,17 @@
-"""Attention over packed prefix trees. A tree is a prompt (prefix) with its completions (suffixes). Prefill has no suffixes.
+"""Attention over packed trees of any depth. A token attends to its own node up to itself, and to all tokens of all ancestors.
 
-Attention is computed in blocks. In a causal block, a prefix or a suffix attends to itself. In one more block for each tree, all
-suffix tokens, which are adjacent, attend to the whole prefix. So no block needs a mask tensor or padding. The two partial results
-of a suffix token are merged by their log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient
-of every block is exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
+Attention is computed in blocks. In a causal block, a node attends to itself. In one more block for each inner node, all its
+descendants, which are adjacent, attend to the whole node. So no block needs a mask tensor or padding. The partial results of a
+token are merged by their log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient of every
+block is exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
 
 Plain attention has four implementations:
 * CPU, short rows: `RowAttention` (rows.py).
 * CPU, longer rows: torch's flash kernel on views of the packed tensors. Its bfloat16 backward has a fifth of the float32 rate,
   so bfloat16 is computed in float32.
-* GPU: a kernel for ragged rows (ragged.py), with one call for all blocks of a kind.
-* GPU, a dtype without such a kernel (float32): one masked `scaled_dot_product_attention` over padded rows.
+* GPU: a kernel for ragged rows (ragged.py), with one call for all causal blocks and one for the other blocks of each level.
+* GPU, a dtype without such a kernel (float32): one masked `scaled_dot_product_attention` over padded rows. With more than two
+  levels the padded rows would outgrow the memory, and `GeneralAttention` takes their place.
 
 A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`. If a window is its only term, and
 there is a ragged kernel, the layer uses that kernel. Indices are computed once per microbatch.
@@ -21,6 +22,8 @@ query and key lengths.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.types import Microbatch
+from asyncrl.types import Int64Array, Microbatch
 
 from ..copying import to_device
 from ..native import library as native
@@ -38,7 +41,7 @@ from .bins import index_tensor
 from .general import GeneralAttention
 from .interface import PLAIN, AttentionTerms, PlanWithRoutes
 from .ragged import RaggedTree, RaggedWindow, kernel_for
-from .rows import Row, RowAttention, fits
+from .rows import NodeRow, RowAttention, fits
 
 # CPU kernels. The arguments after the tensors are dropout and causal.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -47,20 +50,14 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # dtypes for which row attention is faster than the flash kernel on two cores. In bfloat16 row attention takes half the time. In
 # float32 row attention takes a third less, but only with the native one-pass softmax.
 _ROW_ATTENTION_DTYPES = {torch.bfloat16} | ({torch.float32} if native.available() else set())
-# A kernel call of fewer operations costs more than its arithmetic, so spans are padded and share one call.
+# A kernel call of fewer operations costs more than its arithmetic, so nodes are padded and share one call.
 _SMALL_SPAN_FLOP = 1.5e6
 _MAX_PADDED_PER_REAL = 1.25  # tokens of a bin, with and without padding
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _SpanBin:
-    """`count` spans, padded to `length` tokens each. Padding repeats a real token, and must get a gradient of zero."""
+    """`count` nodes, padded to `length` tokens each. Padding repeats a real token, and must get a gradient of zero."""
 
     count: int
     length: int
@@ -71,33 +68,41 @@ class _SpanBin:
 
 
 class TreePlan(PlanWithRoutes):
-    """The prefixes and suffixes of one packed microbatch. All arguments are integer arrays, as in `types.Microbatch`.
+    """The nodes of one packed microbatch, in depth-first preorder. The tokens of a node are adjacent and follow those of the node
+    before it, so the descendants of a node are the tokens behind it. `node_parent`: -1 for a root; None: all nodes are roots.
 
-    Every packed token must belong to exactly one prefix or suffix. The suffixes of a tree must be adjacent, except suffixes of
-    length zero. Errors: ValueError if the suffixes of a tree are not adjacent.
+    Errors: ValueError if a parent is neither the node before nor an ancestor of that node.
     """
 
-    def __init__(
-        self,
-        prefix_start: npt.ArrayLike,
-        prefix_length: npt.ArrayLike,
-        suffix_start: npt.ArrayLike = (),
-        suffix_length: npt.ArrayLike = (),
-        suffix_tree: npt.ArrayLike = (),
-    ) -> None:
-        starts, lengths = _ints(prefix_start), _ints(prefix_length)
-        self._prefixes = [_Span(int(s), int(n)) for s, n in zip(starts, lengths, strict=True)]
-        self._suffixes: list[_Span] = []
-        self._tree_of: list[int] = []
-        for start, length, tree in zip(_ints(suffix_start), _ints(suffix_length), _ints(suffix_tree), strict=True):
-            if length:
-                self._suffixes.append(_Span(int(start), int(length)))
-                self._tree_of.append(int(tree))
-        self.spans = [span for span in (*self._prefixes, *self._suffixes) if span.length]
-        self.tokens = sum(span.length for span in self.spans)
-        # Pairs of spans: all suffix tokens of a tree, and the prefix of the tree.
-        self.cross = self._cross_blocks()
-        self.longest = max((prefix.length + span.length for prefix, span in self.rows()), default=0)
+    def __init__(self, node_length: npt.ArrayLike, node_parent: npt.ArrayLike | None = None) -> None:
+        lengths = _ints(node_length).tolist()
+        parents = [-1] * len(lengths) if node_parent is None else _ints(node_parent).tolist()
+        starts = [0, *itertools.accumulate(lengths)]
+        self.tokens: int = starts[-1]
+        self.rows: list[NodeRow] = []  # of each node with tokens
+        contexts = {-1: np.zeros(0, np.int64)}  # of the children of a node
+        depths: list[int] = []  # of a node: how many ancestors have tokens
+        levels = defaultdict[int, list[tuple[slice, slice]]](list)
+        for node, parent in enumerate([*parents, -1]):
+            # The subtrees of the nodes between the parent and the node before end here.
+            ended = node - 1
+            while ended not in (parent, -1):
+                if starts[ended] < starts[ended + 1] < starts[node]:
+                    own = slice(starts[ended], starts[ended + 1])
+                    levels[depths[ended]].append((slice(own.stop, starts[node]), own))
+                ended = parents[ended]
+            if ended != parent:
+                raise ValueError(f"nodes must be in depth-first preorder, but node {node} has parent {parent}")
+            if node == len(parents):
+                break
+            if parent not in contexts:
+                contexts[parent] = np.r_[contexts[parents[parent]], starts[parent] : starts[parent + 1]]
+            depths.append(depths[parent] + (lengths[parent] > 0) if parent >= 0 else 0)
+            if lengths[node]:
+                self.rows.append(NodeRow(contexts[parent], starts[node], lengths[node]))
+        # The packed indices of (descendants, own tokens) of each inner node. The first level are the roots.
+        self.levels = [levels[depth] for depth in sorted(levels)]
+        self.longest = max((row.total for row in self.rows), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_SpanBin]] = {}
@@ -107,29 +112,14 @@ class TreePlan(PlanWithRoutes):
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
         """The plan for the prefixes and suffixes of `batch`."""
-        return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
+        order = np.argsort(np.r_[: batch.prefix_start.size, batch.suffix_tree + 0.5], kind="stable")
+        parents = np.r_[np.full(batch.prefix_start.size, -1), np.argsort(order)[batch.suffix_tree]]
+        return cls(np.concatenate([batch.prefix_length, batch.suffix_length])[order], parents[order])
 
-    def rows(self) -> list[tuple[_Span, _Span]]:
-        """(prefix, own tokens) of each sequence. A prefix without suffixes is a sequence whose first span is empty."""
-        empty, extended = _Span(0, 0), set(self._tree_of)
-        rows = [(empty, span) for tree, span in enumerate(self._prefixes) if span.length and tree not in extended]
-        rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
-        return rows
-
-    def _cross_blocks(self) -> list[tuple[_Span, _Span]]:
-        ends: dict[int, tuple[int, int]] = {}
-        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
-            first, end = ends.get(tree, (span.start, span.start))
-            if span.start != end:
-                raise ValueError(
-                    f"suffixes of tree {tree} must be adjacent: one ends at token {end}, the next starts at {span.start}"
-                )
-            ends[tree] = (first, span.start + span.length)
-        return [
-            (_Span(first, end - first), self._prefixes[tree])
-            for tree, (first, end) in ends.items()
-            if self._prefixes[tree].length
-        ]
+    def sequences(self) -> list[Int64Array]:
+        """The packed indices of the tokens from a root to each leaf."""
+        inner = {node.start for level in self.levels for _, node in level}
+        return [np.concatenate([row.context, np.r_[row.own]]) for row in self.rows if row.start not in inner]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
@@ -137,11 +127,15 @@ class TreePlan(PlanWithRoutes):
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable in query, key,
         value and sinks."""
         terms = terms.simplified_for(self.longest)
-        if terms.plain and query.device.type != "cpu" and self._ragged_plan(query, terms) is None:
+        if self._pads(query, terms) and self._ragged_plan(query, terms) is None:
             self._check_count(query)
             return self.attend_masked(query, key, value, scaling)
         result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
         return result
+
+    def _pads(self, query: Tensor, terms: AttentionTerms) -> bool:
+        """Whether, without a ragged kernel, `attend_masked` computes this layer."""
+        return query.device.type != "cpu" and terms.plain and len(self.levels) < 2
 
     def _check_count(self, query: Tensor) -> None:
         if query.shape[0] != self.tokens:
@@ -157,11 +151,11 @@ class TreePlan(PlanWithRoutes):
         ragged = self._ragged_plan(query, terms)
         if ragged is not None:
             return ragged.forward(query, key, value, scaling)
-        if not terms.plain:
+        if self._pads(query, terms):
+            return self.attend_masked(query, key, value, scaling), query.new_empty(0)
+        if not terms.plain or query.device.type != "cpu":
             general = self._general_plan(query, terms)
             return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
-        if query.device.type != "cpu":
-            return self.attend_masked(query, key, value, scaling), query.new_empty(0)
         short = self._short_row_plan(query)
         if short is not None:
             return short.forward(query, key, value, scaling)
@@ -174,11 +168,11 @@ class TreePlan(PlanWithRoutes):
             part, part_lse = _flash(q, k, v, 0.0, True, scale=scaling)
             _put(out, block, part)
             _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
-        for rows, prefix in self.cross:
+        for below, node in itertools.chain(*self.levels):
             part, part_lse = _flash(
-                _take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling
+                _take(query, below), _take(key, node), _take(value, node), 0.0, False, scale=scaling
             )
-            _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
+            _merge(out[below], lse[below], part[0].transpose(0, 1), part_lse[0].t())
         return out.to(dtype), lse
 
     def backward(
@@ -198,17 +192,17 @@ class TreePlan(PlanWithRoutes):
         if ragged is not None:
             ragged.backward(grad, saved, scaling, gradients)
             return
-        if not terms.plain:
-            general = self._general_plan(query, terms)
-            inputs = query, key, value
-            general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
-            return
-        if query.device.type != "cpu":
+        if self._pads(query, terms):
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
                 recomputed = self.attend_masked(leaves[0], leaves[1], leaves[2], scaling)
             for target, part in zip(gradients, torch.autograd.grad(recomputed, leaves, grad), strict=True):
                 target.copy_(part)
+            return
+        if not terms.plain or query.device.type != "cpu":
+            general = self._general_plan(query, terms)
+            inputs = query, key, value
+            general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
             return
         short = self._short_row_plan(query)
         if short is not None:
@@ -225,13 +219,13 @@ class TreePlan(PlanWithRoutes):
             )  # fmt: skip
             for target, part in zip(sums, parts, strict=True):
                 _put(target, block, part)
-        for rows, prefix in self.cross:
+        for below, node in itertools.chain(*self.levels):
             parts = _flash_backward(
-                _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
-                _take(out, rows), _take(lse, rows).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
+                _take(grad, below), _take(query, below), _take(key, node), _take(value, node),
+                _take(out, below), _take(lse, below).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
             )  # fmt: skip
-            for target, span, part in zip(sums, (rows, prefix, prefix), parts, strict=True):
-                _slice(target, span).add_(part[0].transpose(0, 1))
+            for target, tokens, part in zip(sums, (below, node, node), parts, strict=True):
+                target[tokens].add_(part[0].transpose(0, 1))
         if sums_are_wider:
             for target, part in zip(gradients, sums, strict=True):
                 target.copy_(part)
@@ -246,9 +240,9 @@ class TreePlan(PlanWithRoutes):
             if kernel is None:
                 self._ragged[case] = None
             elif terms.window is None:
-                self._ragged[case] = RaggedTree(kernel, self._own_rows(), query.device)
+                self._ragged[case] = RaggedTree(kernel, self.rows, self.levels, query.device)
             else:
-                self._ragged[case] = RaggedWindow(kernel, self._own_rows(), terms.window, query.device)
+                self._ragged[case] = RaggedWindow(kernel, self.rows, terms.window, query.device)
         return self._ragged[case]
 
     def _short_row_plan(self, query: Tensor) -> RowAttention | None:
@@ -258,36 +252,27 @@ class TreePlan(PlanWithRoutes):
         heads = query.shape[1]
         dtype = torch.promote_types(query.dtype, torch.float32)
         if (heads, dtype) not in self._short:
-            rows = self._own_rows()
-            self._short[heads, dtype] = RowAttention(rows, heads, dtype) if fits(rows, heads) else None
+            self._short[heads, dtype] = RowAttention(self.rows, heads, dtype) if fits(self.rows, heads) else None
         return self._short[heads, dtype]
 
     def _general_plan(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
         geometry = terms.window, query.shape[1], query.device
         if geometry not in self._general:
-            self._general[geometry] = GeneralAttention(self._own_rows(), *geometry)
+            self._general[geometry] = GeneralAttention(self.rows, *geometry)
         return self._general[geometry]
 
-    def _own_rows(self) -> list[Row]:
-        """(prefix start, prefix length, start, length) of each span. The prefix length of a prefix itself is 0."""
-        rows = [(0, 0, span.start, span.length) for span in self._prefixes if span.length]
-        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
-            prefix = self._prefixes[tree]
-            rows.append((prefix.start, prefix.length, span.start, span.length))
-        return rows
-
-    def self_blocks(self, query: Tensor) -> list[_Span] | list[_SpanBin]:
-        """The causal blocks: each span alone if spans are large, else bins of padded spans."""
+    def self_blocks(self, query: Tensor) -> list[slice] | list[_SpanBin]:
+        """The causal blocks: each node alone if nodes are large, else bins of padded nodes."""
         width = query.shape[1] * query.shape[2]
-        flop = 4.0 * width * sum(span.length**2 for span in self.spans) / max(len(self.spans), 1)
-        if flop > _SMALL_SPAN_FLOP or len(self.spans) < 4:
-            return self.spans
+        flop = 4.0 * width * sum(row.length**2 for row in self.rows) / max(len(self.rows), 1)
+        if flop > _SMALL_SPAN_FLOP or len(self.rows) < 4:
+            return [row.own for row in self.rows]
         if query.device not in self._bins:
-            self._bins[query.device] = _make_bins(self.spans, query.device)
+            self._bins[query.device] = _make_bins(self.rows, query.device)
         return self._bins[query.device]
 
     def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Equal to `attend`, by one masked `scaled_dot_product_attention`. A padded row holds a span and its prefix."""
+        """Equal to `attend`, by one masked `scaled_dot_product_attention`. A padded row holds a node and its context."""
         if query.device not in self._rows:
             self._rows[query.device] = self._make_rows(query.device)
         rows = self._rows[query.device]
@@ -298,20 +283,20 @@ class TreePlan(PlanWithRoutes):
         return out.transpose(1, 2).flatten(0, 1).index_select(0, rows.query_target)
 
     def _make_rows(self, device: torch.device) -> _PaddedRows:
-        rows = self._own_rows()
-        longest, context = max(row[3] for row in rows), max(row[1] for row in rows)
+        rows = self.rows
+        longest, context = max(row.length for row in rows), max(row.context.size for row in rows)
         mask = np.zeros((len(rows), longest, context + longest), np.bool_)
         causal = np.tril(np.ones((longest, longest), np.bool_))
         query_target = np.zeros(self.tokens, np.int64)
         source, target = [], []
-        for row, (prefix_start, prefix, start, length) in enumerate(rows):
-            query_target[start : start + length] = row * longest + np.arange(length)
-            first = row * (context + longest)
-            source += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
-            target += [first + np.arange(prefix), first + context + np.arange(length)]
-            mask[row, :, :prefix] = True
+        for number, row in enumerate(rows):
+            query_target[row.own] = number * longest + np.arange(row.length)
+            first = number * (context + longest)
+            source += [row.context, np.r_[row.own]]
+            target += [first + np.arange(row.context.size), first + context + np.arange(row.length)]
+            mask[number, :, : row.context.size] = True
             # Padded queries see padded keys: a softmax over scores that are all -inf would give NaN.
-            mask[row, :, context:] = causal
+            mask[number, :, context:] = causal
         arrays = (query_target, np.concatenate(source), np.concatenate(target), mask[:, None])
         return _PaddedRows(len(rows), longest, *(to_device(array, device) for array in arrays))
 
@@ -388,50 +373,46 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(joint)
 
 
-def _slice(tensor: Tensor, span: _Span) -> Tensor:
-    return tensor[span.start : span.start + span.length]
-
-
-def _take(tensor: Tensor, block: _Span | _SpanBin, zero_padding: bool = False) -> Tensor:
-    """[T, X, Y] -> [rows, X, length, Y] of one block. The result is a view if the block is a single span."""
-    if isinstance(block, _Span):
-        return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
+def _take(tensor: Tensor, block: slice | _SpanBin, zero_padding: bool = False) -> Tensor:
+    """[T, X, Y] -> [rows, X, length, Y] of one block. The result is a view if the block is a slice."""
+    if isinstance(block, slice):
+        return tensor[block].transpose(0, 1).unsqueeze(0)
     rows = tensor.index_select(0, block.gather)
     if zero_padding and block.padding.numel():
         rows.index_fill_(0, block.padding, 0.0)
     return rows.view(block.count, block.length, *tensor.shape[1:]).transpose(1, 2)
 
 
-def _put(tensor: Tensor, block: _Span | _SpanBin, part: Tensor) -> None:
+def _put(tensor: Tensor, block: slice | _SpanBin, part: Tensor) -> None:
     """The inverse of `_take`: overwrites the block's tokens in `tensor`."""
-    if isinstance(block, _Span):
-        _slice(tensor, block).copy_(part[0].transpose(0, 1))
+    if isinstance(block, slice):
+        tensor[block].copy_(part[0].transpose(0, 1))
         return
     rows = part.transpose(1, 2).reshape(block.count * block.length, *tensor.shape[1:])
     tensor.index_copy_(0, block.real_tokens, rows.index_select(0, block.real) if block.padding.numel() else rows)
 
 
-def _make_bins(spans: list[_Span], device: torch.device) -> list[_SpanBin]:
-    """Sorts spans by length. A span starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL`."""
+def _make_bins(rows: list[NodeRow], device: torch.device) -> list[_SpanBin]:
+    """Sorts nodes by length. A node starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL`."""
     bins: list[_SpanBin] = []
-    members: list[_Span] = []
+    members: list[NodeRow] = []
     real_tokens = 0
-    for span in sorted(spans, key=lambda span: -span.length):
-        if members and members[0].length * (len(members) + 1) > _MAX_PADDED_PER_REAL * (real_tokens + span.length):
+    for row in sorted(rows, key=lambda row: -row.length):
+        if members and members[0].length * (len(members) + 1) > _MAX_PADDED_PER_REAL * (real_tokens + row.length):
             bins.append(_make_bin(members, device))
             members, real_tokens = [], 0
-        members.append(span)
-        real_tokens += span.length
+        members.append(row)
+        real_tokens += row.length
     if members:
         bins.append(_make_bin(members, device))
     return bins
 
 
-def _make_bin(members: list[_Span], device: torch.device) -> _SpanBin:
-    length = max(span.length for span in members)
+def _make_bin(members: list[NodeRow], device: torch.device) -> _SpanBin:
+    length = max(row.length for row in members)
     offset = np.arange(length)[None]
-    lengths = np.array([span.length for span in members])[:, None]
-    gather = np.array([span.start for span in members])[:, None] + np.minimum(offset, lengths - 1)
+    lengths = np.array([row.length for row in members])[:, None]
+    gather = np.array([row.start for row in members])[:, None] + np.minimum(offset, lengths - 1)
     real = offset < lengths
     indices = (gather, np.flatnonzero(~real), np.flatnonzero(real), gather[real])
     return _SpanBin(len(members), length, *(index_tensor(index, device) for index in indices))

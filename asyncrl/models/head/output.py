@@ -223,7 +223,7 @@ def _run_trial(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> _Tria
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
     if module.config._attn_implementation == IMPLEMENTATION:  # the module is that of a policy
-        arguments[PLAN_ARGUMENT] = TreePlan([0], [_TOKENS])
+        arguments[PLAN_ARGUMENT] = TreePlan([_TOKENS])
     with _hooks(module, head, trial):
         try:
             trial.logits = module(**arguments).logits
