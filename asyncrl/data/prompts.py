@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
@@ -101,14 +103,17 @@ class PromptSource:
         rank: int = 0,
         world_size: int = 1,
         max_epochs: float | None = None,
+        for_agents: bool = False,
     ) -> None:
-        """Errors: `DataError` if there are no rows, the first row lacks the prompt column, or `rank` is out of range."""
+        """`for_agents`: rows may lack the prompt column, and then have a prompt without tokens. Errors: `DataError` if there are no
+        rows, the first row lacks the prompt column, or `rank` is out of range."""
         if not 0 <= rank < world_size:
             raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
         self.config = config or DataConfig()
         self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # a PromptRows
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._encoder = PromptEncoder(tokenizer, self.config)
+        self._for_agents = for_agents
         self._encoded_rows = 0
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
@@ -229,9 +234,10 @@ class PromptSource:
     def check_first_rows(self, count: int) -> None:
         """Errors: `DataError` if one of the first `count` rows has no well-formed prompt. Tokenizes nothing."""
         for index in range(min(len(self._rows), count)):
-            prompt = self._row(index)[self.config.prompt_column]
+            prompt = self._row(index).get(self.config.prompt_column)
             try:
-                check_prompt(read_prompt(prompt, self.config))
+                if prompt is not None or not self._for_agents:
+                    check_prompt(read_prompt(prompt, self.config))
             except DataError as error:
                 raise DataError(f"{self._label(index)}: {error}") from error
 
@@ -326,16 +332,16 @@ class PromptSource:
         row = self._rows[index]
         column = self.config.prompt_column
         columns = {key: value for key, value in row.items() if key != column}
-        prompt = read_prompt(row[column], self.config)
+        prompt = read_prompt(row[column], self.config) if row.get(column) is not None else ""
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row with a prompt column. User code may generate the row at each access, so do not call this method twice."""
+        """A row that was checked. User code may generate the row at each access, so do not call this method twice."""
         row, column = self._rows[index], self.config.prompt_column
-        if column not in row:
+        if column not in row and not self._for_agents:
             raise DataError(
                 f"{self._label(index)} has no column {column!r}; found {', '.join(map(str, row)) or 'none'}; "
-                "set data.prompt_column to the column with the prompts"
+                "set data.prompt_column to the column with the prompts, or rollout.environment to an agent, which needs none"
             )
         check_unicode(row, self._label(index))
         return row
@@ -346,7 +352,9 @@ class PromptSource:
             return self._cache[index]
         config, row = self.config, self._row(index)
         try:
-            ids = self._encoder.encode(row[config.prompt_column], row)
+            prompt = row.get(config.prompt_column)
+            is_missing = prompt is None and self._for_agents
+            ids = np.zeros(0, np.int32) if is_missing else self._encoder.encode(prompt, row)
         except DataError as error:
             raise DataError(f"{self._label(index)}: {error}") from error
         self._encoded_rows += 1

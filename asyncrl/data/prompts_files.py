@@ -138,11 +138,11 @@ def is_local(source: str | os.PathLike[str]) -> bool:
 
 
 def digest(rows: PromptRows, column: str) -> int:
-    """A cheap fingerprint: the number of rows, and the prompts of up to 64 evenly spaced rows."""
+    """A cheap fingerprint: the number of rows, and of up to 64 evenly spaced rows the prompt, or the row if it has no prompt."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():
-        check = zlib.crc32(repr(rows[index].get(column)).encode(), check)
+        check = zlib.crc32(repr(rows[index].get(column, rows[index])).encode(), check)
     return check
 
 

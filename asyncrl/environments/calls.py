@@ -45,7 +45,7 @@ _CHANNEL = re.compile(
 )
 # Around calls that were read.
 _WRAPPERS = re.compile(
-    r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?minimax:tool_call>|<\|python_tag\|>"
+    r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?minimax:tool_call>"
 )
 # The beginning of a call that was not read.
 _BEGUN = re.compile(

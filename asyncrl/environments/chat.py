@@ -32,8 +32,11 @@ from .calls import read_calls
 
 # Marks in place of a reply's content and reasoning. They are for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
-_EMPTY_THINKING = re.compile(r"\s*<(think|thinking)>\s*</\1>\s*")
+# At the end of a text. Templates disagree with themselves about an empty thinking block before a reply.
+_EMPTY_THINKING = re.compile(r"\s*(<(think|thinking)>\s*(</\2>\s*)?)?\Z")
 _THINKING = re.compile(r"\s*<(think|thinking)>(.*?)(?:</\1>|\Z)(.*)", re.DOTALL)
+# The prompt ends within a thought.
+_THINKS = re.compile(r"<(think|thinking)>(?!.*</\1>)", re.DOTALL)
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -114,9 +117,9 @@ class Chat:
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
             start = text.index(marks[0])
-            if not text[:start].startswith(before) and not (
-                before.startswith(text[:start]) and _EMPTY_THINKING.fullmatch(before[start:])
-            ):
+            is_bare = "reasoning_content" not in marked
+            same = is_bare and _EMPTY_THINKING.sub("", text[:start]) == _EMPTY_THINKING.sub("", before)
+            if not same and not text[:start].startswith(before):
                 return None
             # A reply that was cut off within its reasoning gets the text that the template writes behind the reasoning.
             cut = (
@@ -130,7 +133,7 @@ class Chat:
         return None
 
     def parse(
-        self, prompt_ids: Int32Array, generation: Generation, tools: Sequence[Any] = (), *, call_id: str = "call"
+        self, prompt_ids: Int32Array, generation: Generation, tools: Sequence[Any] = (), *, call_id: str = "c000000"
     ) -> dict[str, Any]:
         """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
 
@@ -138,8 +141,7 @@ class Chat:
         text = self._text(generation)
         opening = self._text.opening(prompt_ids) if self._reasoning_key or "<think" in self._text.turn.opening else ""
         message: dict[str, Any] = {"role": "assistant"}
-        whole = opening + text if re.search(r"<(think|thinking)>\s*\Z", opening) else text
-        if thought := _THINKING.fullmatch(whole):
+        if thought := _THINKING.fullmatch(f"<think>{text}" if _THINKS.search(opening) else text):
             message["reasoning_content"], text = thought[2].strip(), thought[3]
         calls: list[tuple[str, str]] = []
         if tools:
@@ -151,7 +153,7 @@ class Chat:
         message["content"] = text.strip() if calls or thought else text
         if calls:
             message["tool_calls"] = [
-                {"id": f"{call_id}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                {"id": f"{call_id}{number:02d}", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for number, (name, arguments) in enumerate(calls)
             ]
         return message

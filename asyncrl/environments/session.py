@@ -218,10 +218,11 @@ class Session:
         messages, tools = normalise(messages), normalise_tools(tools)
         last, through, prompt_ids, messages = self._place(messages, tools, line)
         generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, retry, through)
-        call_id = f"call{len(self._exchanges)}n"
-        reply = self.format.parse(prompt_ids, generation, tools, call_id=call_id)
-        [recorded] = normalise([reply])
-        self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
+        # Some templates want ids of 9 letters and digits.
+        reply = self.format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
+        if all(recorded_end != end for _, _, recorded_end, _ in self._exchanges):
+            [recorded] = normalise([reply])
+            self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
@@ -374,8 +375,9 @@ class Session:
         spellings = [[*messages, reply]]
         if messages[-1]["role"] == "assistant":
             # The reply continues the last message. A client may send both as one message, or as two.
+            whole = {**messages[-1], **reply, "content": messages[-1]["content"] + reply["content"]}
+            spellings.append([*messages[:-1], whole])
             if last is None:
-                whole = {**messages[-1], **reply, "content": messages[-1]["content"] + reply["content"]}
                 new = replace(new, messages=messages[:-1], reply=whole)
             else:
                 ids = np.concatenate([new.prompt_ids[last.prompt_ids.size :], new.generation.token_ids]).astype(

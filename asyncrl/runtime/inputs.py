@@ -87,10 +87,10 @@ def check_inputs(
     the program passes such an object instead. Errors: ConfigError or DataError; several problems are lines of one ConfigError."""
     forget_rows()
     _check_names(config, prompts, rewards, environment, hooks)
-    check_code(config, prompts)
+    check_code(config, prompts, environment)
 
 
-def check_code(config: Config, prompts: bool = False) -> None:
+def check_code(config: Config, prompts: bool = False, environment: bool = False) -> None:
     """The part of `check_inputs` that may import torch or never end: the user's code in this process, and the hub."""
     with Checks() as check:
         if config.train.kind == "torch" and is_builder(config.model):
@@ -99,7 +99,7 @@ def check_code(config: Config, prompts: bool = False) -> None:
             if is_import_path(reward_model.path):
                 check(load_builder, reward_model.path, "reward.model")
         for setting, source in _sources(config, prompts, "code", "hub"):
-            check(_read_rows, config, source, setting=setting)
+            check(_read_rows, config, source, environment, setting=setting)
         if ":" in config.algorithm.advantage:
             check(method_trial.try_advantage, config)
         if ":" in config.algorithm.loss and config.train.kind == "torch":
@@ -204,7 +204,7 @@ def _check_names(
             else:
                 check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), path)
         for setting, source in _sources(config, prompts, "file"):
-            check(_read_rows, config, source, setting=setting)
+            check(_read_rows, config, source, environment, setting=setting)
         for setting, source in _sources(config, prompts, "code"):
             check(check_address, source, setting=setting)
         for setting, source in _sources(config, prompts, "hub"):
@@ -245,12 +245,17 @@ def _check_model(source: str, setting: str) -> None:
     require_intact_model(Path(source), setting)
 
 
-def _read_rows(config: Config, source: str) -> None:
+def _has_agents(config: Config, own_environment: bool = False) -> bool:
+    """Whether rows may lack a prompt. `own_environment`: the program passes an environment."""
+    return own_environment or config.rollout.environment != "single_turn"
+
+
+def _read_rows(config: Config, source: str, own_environment: bool = False) -> None:
     """Read and check the rows of a source, and keep the rows for the run."""
     rows = load_rows(source)
     is_cheap = not isinstance(rows, IndexedRows)  # IndexedRows call user code for each row
     # The constructor checks that there are rows, and that the first row has a prompt.
-    prompts = PromptSource(rows, None, config.data)
+    prompts = PromptSource(rows, None, config.data, for_agents=_has_agents(config, own_environment))
     prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)
     _rows[source] = rows
     _columns[source] = columns_of(rows, config)
@@ -300,7 +305,7 @@ def measure_prompts(config: Config, passed: PromptRows | None = None, own_enviro
     _check_sampling(config)
     if config.rollout.max_context is not None:
         return PromptLengths(limit, "rollout.max_context - rollout.max_tokens")
-    if own_environment or config.rollout.environment != "single_turn":
+    if _has_agents(config, own_environment):
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
     if passed is None and config.data.train is None:
         return PromptLengths(limit, "data.max_prompt_tokens: the prompts arrive during the run")
@@ -345,13 +350,16 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
     from asyncrl.models.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(config.model)
-    source = PromptSource(rows_of(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
+    agents = _has_agents(config)
+    source = PromptSource(
+        rows_of(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1, for_agents=agents
+    )
     shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
     return shown, source.notes()
 
 
 def load_prompts(
-    config: Config, tokenizer: Any, world: World, passed: PromptRows | None
+    config: Config, tokenizer: Any, world: World, passed: PromptRows | None, own_environment: bool = False
 ) -> tuple[PromptSource | None, list[Prompt], list[str]]:
     """(the cursor over the training prompts, the held-out prompts, sentences for the terminal). The cursor is None if groups are
     submitted by a program or through `door.ring`. `passed`: rows that the program passed instead of `data.train`. Errors:
@@ -363,19 +371,22 @@ def load_prompts(
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
     # If roles differ, rank 0 has the only cursor, and the ranks that generate make the prompts that rank 0 names.
     needed = world.generates or world.is_first
-    prompts = None if rows is None or not needed else _source(rows, config, tokenizer, world)
+    agents = _has_agents(config, own_environment)
+    prompts = None if rows is None or not needed else _source(rows, config, tokenizer, world, agents)
     held_out: list[Prompt] = []
     notes = [] if prompts is None else prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
         data = config.data.model_copy(update={"shuffle": False})
-        source = PromptSource(rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+        source = PromptSource(
+            rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1, for_agents=agents
+        )
         held_out = list(iter(source.next, None))
         notes += source.notes()
     forget_rows()
     return prompts, held_out, list(dict.fromkeys(notes))
 
 
-def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World) -> PromptSource:
+def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World, agents: bool) -> PromptSource:
     one_cursor = world.roles.differ
     prompts = PromptSource(
         rows,
@@ -385,6 +396,7 @@ def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World) -> P
         rank=0 if one_cursor else world.rank,
         world_size=1 if one_cursor else world.world_size,
         max_epochs=config.train.max_epochs,
+        for_agents=agents,
     )
     if config.data.overlong == "refuse":
         prompts.check_all()

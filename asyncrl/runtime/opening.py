@@ -56,7 +56,8 @@ async def open_run(
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
         run.prompts, held_out, notes = await offload(
-            lambda: load_prompts(run.config, run.tokenizer, run.world, decided.rows), "prompts"
+            lambda: load_prompts(run.config, run.tokenizer, run.world, decided.rows, decided.environment is not None),
+            "prompts",
         )
     stages.begin("restoring the checkpoint")
     saved_parts = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts

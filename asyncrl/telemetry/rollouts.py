@@ -65,9 +65,13 @@ class RolloutWriter:
 
     def _lines(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory, dict[str, str]]]:
         for group in groups:
-            rendered = {} if self._decode is None else {"rendered_prompt": self._decode(group.prompt.ids.tolist())}
+            # Agents write their own prompts, which may differ within a group.
+            rendered: dict[bytes, dict[str, str]] = {}
             for trajectory in group.trajectories:
-                yield group, trajectory, rendered
+                ids = trajectory.tokens[: trajectory.prompt_length]
+                if self._decode is not None and (key := ids.tobytes()) not in rendered:
+                    rendered[key] = {"rendered_prompt": self._decode(ids.tolist())}
+                yield group, trajectory, rendered.get(ids.tobytes(), {})
 
     def _discard_after(self, step: int) -> None:
         for path in self.directory.glob("step_*.jsonl"):

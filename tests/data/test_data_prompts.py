@@ -187,6 +187,23 @@ def test_a_missing_column_names_the_columns_found() -> None:
     assert prompt is not None and prompt.columns == {"answer": "b"}
 
 
+def test_rows_of_agents_need_no_prompt() -> None:
+    rows = [{"question": "a"}, {"prompt": "b"}, {"prompt": None, "question": "c"}]
+    cursor = PromptSource(rows, Characters(), DataConfig(shuffle=False), for_agents=True, max_epochs=1)
+    cursor.check_first_rows(3)
+    assert cursor.check_all()["overlong_rows"] == 0 and cursor.longest()[0] >= 1
+    prompts = [cursor.next() for _ in rows]
+    assert [prompt and (prompt.prompt, dict(prompt.columns)) for prompt in prompts] == [
+        ("", {"question": "a"}), ("b", {}), ("", {"question": "c"})
+    ]  # fmt: skip
+    assert [prompt and prompt.ids.size > 0 for prompt in prompts] == [False, True, False]
+    # Other rows are another data set, although they have no prompts to compare.
+    other = PromptSource([{"question": "x"}, *rows[1:]], Characters(), for_agents=True)
+    assert other.digest != PromptSource(rows, Characters(), for_agents=True).digest
+    with pytest.raises(DataError, match=r"row 2 has no column 'prompt'.* rollout.environment to an agent"):
+        PromptSource([{"prompt": "a"}, {"question": "b"}], Characters()).check_all()
+
+
 def test_no_rows_and_wrong_ranks() -> None:
     with pytest.raises(DataError, match="holds no rows"):
         PromptSource([], Characters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,20 @@ SPECIAL = {
         "<|start_header_id|>",
         "<|end_header_id|>",
         "<|python_tag|>",
+        "<|end_of_text|>",
         "<|eom_id|>",
         "<|eot_id|>",
     ),
+    "qwen3_5_think": (
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|im_end|>",
+    ),
+    "glm4moe": ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<|observation|>", "<|endoftext|>", "<|user|>"),
     "gemma3": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
     "phi3": ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     "gptoss": (
@@ -45,13 +57,19 @@ SPECIAL = {
     ),
     "deepseekv3": tuple("<\uff5c" + name.replace("_", "\u2581") + "\uff5c>" for name in DEEPSEEK),
 }
+SPECIAL["llama3_2"] = SPECIAL["llama3_1"]
 # Of SmolLM2. It reads neither tools nor reasoning.
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful "
     "AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "
     "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# Texts in a template that look like special tokens.
+_MARKER = re.compile("<[|\uff5c][^<>'\"{}\\s]*?[|\uff5c]>|<(?:end|start)_of_turn>|<end_of_utterance>|<\\|?turn\\|?>")
+ADDED = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
 TOOL = {
     "type": "function",
     "function": {
@@ -62,28 +80,41 @@ TOOL = {
 }
 
 
-@functools.cache
-def tokenizer_of(family: str) -> Any:
-    """A small BPE whose merges cross words and line breaks, with the family's special tokens and template."""
+def templates() -> dict[str, str]:
+    """The chat templates that TRL ships, by family."""
     import trl
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     folder = Path(trl.__file__).parent / "chat_templates"
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
+
+
+@functools.cache
+def _core() -> str:
+    """A small BPE whose merges cross words and line breaks."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    core.train_from_iterator(
-        [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))[:40]], trainer
-    )
-    special = SPECIAL[family]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(list(templates().values())[:40], trainer)
+    return str(core.to_str())
+
+
+@functools.cache
+def tokenizer_of(family: str) -> Any:
+    """A tokenizer with the family's special tokens and template."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer.from_str(_core())
+    template = CHATML if family == "chatml" else templates()[family]
+    special = SPECIAL.get(family) or ("<s>", *sorted(set(_MARKER.findall(template))), "</s>")
     made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=special[0], eos_token=special[-1])
     made.add_special_tokens({"additional_special_tokens": list(special)})
     made.add_tokens([AddedToken(each, special=False) for each in ADDED])
-    made.chat_template = CHATML if family == "chatml" else (folder / f"{family}.jinja").read_text(encoding="utf-8")
+    made.chat_template = template
     return made
 
 
@@ -114,7 +145,7 @@ class Script:
             text += self.end
         ids = np.array(self.tokenizer.encode(text.removesuffix("~"), add_special_tokens=False), np.int32)
         number = len(self.generations) + 1
-        logprobs = -np.arange(1, ids.size + 1, dtype=np.float32) - number * 1000
+        logprobs = -np.arange(1, ids.size + 1, dtype=np.float32) / 1000 - number
         rows = request.prompt_ids.size + ids.size
         routes = np.full((rows, 2, 1), number, np.int8) if self.routes else None
         if routes is not None:
@@ -127,7 +158,7 @@ class Script:
 
 def session_of(
     family: str, script: Any, *, member: int = 0, recorder: Any = None, max_turns: int | None = None,
-    max_context: int = 5000, whole: int | None = None, **data: Any,
+    max_context: int = 5000, whole: int | None = None, end_session: Any = None, **data: Any,
 ) -> Session:  # fmt: skip
     """A session of a group of 2. `data`: settings of `data`."""
     return Session(
@@ -138,5 +169,6 @@ def session_of(
         chat=Chat(tokenizer_of(family), DataConfig(**data), recorder=recorder),
         sampling=SamplingParams(),
         seed=7,
+        end_session=end_session,
         limits=EpisodeLimits(max_context, max_turns, whole),
     )

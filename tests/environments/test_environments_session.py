@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from environments_chat import TOOL, Script, oracle, session_of, tokenizer_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
+from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
+from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, SamplingParams, Trajectory
 
@@ -210,3 +214,202 @@ async def test_all_branches_together_fit_into_a_microbatch() -> None:
     assert script.requests[2].sampling.max_tokens == 30 - tokens
     with pytest.raises(EpisodeLimit, match=r"train.tokens_per_microbatch allows 30"):
         await session.sample([9] * 30)
+
+
+class NaiveTree:
+    """The tree of an episode, token by token: prompts share the longest beginning, and each reply is new."""
+
+    def __init__(self) -> None:
+        self.children: list[list[tuple[int, int]]] = [[]]
+
+    def add(self, prompt: list[int], reply: list[int]) -> None:
+        at, known = self._longest(0, prompt)
+        for token in [*prompt[known:], *reply]:
+            self.children[at].append((token, len(self.children)))
+            at = len(self.children)
+            self.children.append([])
+
+    def _longest(self, at: int, prompt: list[int]) -> tuple[int, int]:
+        found = [
+            self._longest(child, prompt[1:]) for token, child in self.children[at] if prompt and token == prompt[0]
+        ]
+        node, depth = max(found, key=lambda each: each[1], default=(at, -1))
+        return node, depth + 1
+
+    @property
+    def size(self) -> int:
+        return len(self.children) - 1
+
+
+TEXTS = ("a", "Hi there", "", "<|im_end|>", "x\n\ny", " ")
+STEPS = st.tuples(
+    st.sampled_from(["user", "tool", "again", "edit", "drop", "tools", "retry", "go on", "fail", "raw"]),
+    st.integers(0, 9),
+    st.sampled_from(TEXTS),
+    st.sampled_from(
+        [
+            "ok",
+            "ok~",
+            "<think>\nhm\n</think>\n\nA",
+            "<think>\nhm~",
+            " spaced ",
+            '<tool_call>{"name": "look"}</tool_call>',
+        ]
+    ),
+)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3_1"])
+@settings(deadline=None, max_examples=25)
+@given(steps=st.lists(STEPS, max_size=12))
+def test_any_sequence_of_requests_is_recorded_exactly(family: str, steps: list[tuple[str, int, str, str]]) -> None:
+    """Each row of the tree decodes to a request and its reply, each distinct token is there once, and only replies are sampled."""
+
+    async def play() -> None:
+        script = Script(family, routes=True)
+        session = session_of(family, script)
+        talks: list[tuple[list[Any], list[Any]]] = [([USER], [TOOL])]
+        for step, index, text, reply in steps:
+            messages, tools = talks[index % len(talks)]
+            messages = list(messages)
+            if step in ("user", "tool"):
+                messages.append({"role": step, "content": text})
+            elif step == "edit":
+                messages[0] = {"role": "user", "content": text}
+            elif step == "drop" and len(messages) > 2:
+                messages = messages[2:]
+            elif step == "tools":
+                tools = [] if tools else [TOOL]
+            if messages[-1]["role"] == "assistant" and step != "go on":
+                messages.append({"role": "user", "content": text})
+            script.replies.append(GenerationError("no") if step == "fail" else reply)
+            try:
+                if step == "raw":
+                    ids = script.requests[index % len(script.requests)].prompt_ids if script.requests else [1]
+                    await session.sample(ids[: 1 + index * 9])
+                    continue
+                answer = await session.chat(messages, tools, retry=step == "retry")
+            except (GenerationError, DataError):
+                del script.requests[len(script.generations) :]
+            else:
+                talks.append(([*messages, answer.message], tools))
+            script.replies.clear()
+        if not script.generations:
+            return
+        trajectory = session.trajectory(1.0)
+        check_rows(trajectory, script)
+        naive = NaiveTree()
+        for request, generation in zip(script.requests, script.generations, strict=True):
+            naive.add(request.prompt_ids.tolist(), generation.token_ids.tolist())
+        assert trajectory.tokens.size == naive.size
+        assert len({(request.seed) for request in script.requests}) == len(script.requests)
+        check_trajectory(trajectory, Limits(longest=5000, whole=None, vocabulary=None, routes=(2, 1, 100)))
+
+    asyncio.run(play())
+
+
+async def test_the_latest_request_overwrites_the_experts_of_its_prompt() -> None:
+    script = Script("chatml", "one", "two", "three", routes=True)
+    session = session_of("chatml", script)
+    first = await session.chat([USER])
+    await session.chat([USER, first.message, USER])
+    third = await session.chat([{"role": "user", "content": "Another"}])
+    trajectory = session.trajectory()
+    routes = trajectory.routed_experts[:, 0, 0]
+    assert routes.shape == trajectory.tokens.shape
+    rows = [
+        trajectory.path(start + g.token_ids.size - 1)
+        for start, g in zip(trajectory.turns, script.generations, strict=True)
+    ]
+    shared = np.intersect1d(rows[1], rows[2])
+    # Also the last token of the first reply, which went through no layer in its own request.
+    assert (routes[np.setdiff1d(rows[1][:-1], shared)] == 2).all()
+    assert (routes[rows[2][:-1]] == 3).all() and shared.size and third.prompt_ids.size > shared.size
+    assert routes[rows[1][-1]] == routes[rows[2][-1]] == -1
+    script.routes = False
+    script.replies = ["four"]
+    await session.chat([USER])
+    assert session.trajectory().routed_experts.shape[0] == session.trajectory().tokens.size
+
+
+async def test_experts_of_other_tokens_are_refused() -> None:
+    script = Script("chatml", "one", routes=True)
+
+    async def generate(request: Any) -> Any:
+        generation = await script(request)
+        return replace(generation, routed_experts=generation.routed_experts[1:])
+
+    with pytest.raises(GenerationError, match="experts of"):
+        await session_of("chatml", generate).chat([USER])
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda messages, tools: (messages, []), "tools"),
+        (lambda messages, tools: (messages, [{**TOOL, "extra": 1}]), "tools"),
+        (lambda messages, tools: ([{**messages[0], "content": "Edited"}, *messages[1:]], tools), "messages"),
+        # A compaction: a summary in place of the history.
+        (lambda messages, tools: ([{"role": "user", "content": "So far: sun."}, messages[-1]], tools), "messages"),
+        (lambda messages, tools: (messages, [dict(reversed(TOOL.items()))]), None),
+    ],
+)
+async def test_a_changed_history_makes_a_branch_and_says_why(change: Any, cause: str | None, caplog: Any) -> None:
+    recorder = Recorder()
+    script = Script("qwen2_5", "one", "two", "three")
+    session = session_of("qwen2_5", script, recorder=recorder)
+    first = await session.chat([USER], [TOOL])
+    messages, tools = change([USER, first.message, USER], [TOOL])
+    second = await session.chat(messages, tools)
+    # What follows continues the branch.
+    await session.chat([*messages, second.message, USER], tools)
+    trajectory = session.trajectory()
+    check_rows(trajectory, script)
+    assert recorder.drain() == ({f"rollout/forks/{cause}": 1} if cause else {})
+    assert len(trajectory.branches if cause else []) == bool(cause) and len(caplog.records) == bool(cause)
+
+
+async def test_parallel_branches_do_not_depend_on_their_order() -> None:
+    async def play(order: list[int]) -> dict[Any, int]:
+        script = Script("chatml", *["x"] * 6)
+        session = session_of("chatml", script)
+        talks = [("", "one"), ("/1", "one"), ("/2", "one"), ("", "two"), ("/1", "two"), ("", "one")]
+        await asyncio.gather(
+            *(session.chat([{"role": "user", "content": talks[number][1]}], line=talks[number][0]) for number in order)
+        )
+        assert session.turns == 6
+        check_rows(session.trajectory(), script)
+        seeds: dict[Any, list[int]] = {}
+        for request in script.requests:
+            seeds.setdefault((request.session, request.prompt_ids.tobytes()), []).append(request.seed)
+        assert len({seed for each in seeds.values() for seed in each}) == 6
+        return {key: sorted(each) for key, each in seeds.items()}
+
+    assert await play([0, 1, 2, 3, 4, 5]) == await play([5, 3, 4, 1, 0, 2])
+    other = Script("chatml", "x")
+    await session_of("chatml", other, member=1).chat([{"role": "user", "content": "one"}])
+    first = Script("chatml", "x")
+    await session_of("chatml", first).chat([{"role": "user", "content": "one"}])
+    assert other.requests[0].seed != first.requests[0].seed
+
+
+async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens() -> None:
+    """Two replies of one request have the same text: the later one is continued, and each is trained once."""
+    script = Script("chatml", "same", "same", "end")
+    session = session_of("chatml", script)
+    first, second = await session.chat([USER]), await session.chat([USER])
+    await session.chat([USER, second.message, USER])
+    trajectory = session.trajectory()
+    check_rows(trajectory, script)
+    assert int(trajectory.turns[1]) in trajectory.path(-1) and int(trajectory.turns[0]) not in trajectory.path(-1)
+    assert first.generation.token_ids.tolist() == second.generation.token_ids.tolist()
+
+
+async def test_sessions_end_at_the_engine() -> None:
+    ended: list[str] = []
+    session = session_of("chatml", Script("chatml", "a", "b"), end_session=ended.append)
+    await session.chat([USER])
+    await session.chat([USER], line="/1")
+    session.close()
+    session.close()
+    assert sorted(ended) == ["3/0/", "3/0//1"]

@@ -208,7 +208,7 @@ def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path)
         "step_2.jsonl",
     ]
     RolloutWriter(tmp_path, decode=lambda ids: f"<s>{ids}").write(7, [make_group(7, 1)])
-    assert lines(tmp_path / "rollouts" / "step_7.jsonl")[0]["rendered_prompt"] == "<s>[1, 2]"
+    assert lines(tmp_path / "rollouts" / "step_7.jsonl")[0]["rendered_prompt"] == "<s>[0, 1]"
     RolloutWriter(tmp_path, limit=0).write(5, [make_group(5, 2)])
     assert not (tmp_path / "rollouts" / "step_5.jsonl").exists()
 
