@@ -1,4 +1,4 @@
-"""Train from a hand-written tool loop: generate, append the tool's result with mask 0, generate again, submit.
+"""Train an agent with a tool in your own program.
 
     python examples/tool_loop.py
 
@@ -6,27 +6,24 @@ The program trains the quickstart's model and prints the reward of every step. `
 After each answer the tool returns a question for the missing letters, such as `a3=`, and the model answers again. An
 episode has up to three answers.
 
-The tool's tokens are part of the trajectory, because the model has read them. Their mask is 0, because the model has not
-written them. Sampled tokens are kept as token ids and never tokenized again.
+The model has no chat template, so the agent works with token ids: a request is the ids of the last request and its reply, and the
+ids of the tool's text. `calculator.py` is an agent with messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from asyncrl import Runtime, Trajectory, encode_text, load_config
+from asyncrl import Runtime, load_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quickstart_model import rows
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")
-# The prompt of three tokens, two answers and the tool's two results must fit before the third answer.
+# The prompt of three tokens, three answers and the tool's two results.
 OVERRIDES = ["data.max_prompt_tokens=40", "rollout.groups_per_step=8"]
 AGENTS = 24
 TURNS = 3
@@ -44,55 +41,26 @@ def judge(question: str, text: str) -> float:
     return text.count(question[0]) / max(len(text), 1) / (1 + abs(len(text) - wanted))
 
 
-async def extend(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[Trajectory, str]:
-    """Append the tool's `result` and the model's next answer. Returns the longer trajectory and the text of that answer."""
-    # encode_text makes no control tokens, so a tool cannot write the end of a turn.
-    ids = np.asarray(encode_text(runtime.tokenizer, result), np.int32)
-    [turn] = await runtime.generate([*trajectory.tokens, *ids])
-
-    def column(name: str, filler: float) -> Any:
-        before, after = getattr(trajectory, name), getattr(turn, name)[turn.prompt_length :]
-        return np.concatenate([before, np.full(ids.size, filler, before.dtype), after])
-
-    longer = replace(
-        trajectory,
-        tokens=turn.tokens,
-        mask=column("mask", False),
-        logprobs=column("logprobs", 0.0),
-        sampled_logprobs=column("sampled_logprobs", 0.0),
-        versions=column("versions", -1),
-        # For models with experts: the routes of the last request cover the whole row.
-        routed_experts=turn.routed_experts,
-        finish_reason=turn.finish_reason,
-        completion=f"{trajectory.completion}|{result}{turn.completion}",
-    )
-    return longer, str(turn.completion)
-
-
-async def episode(runtime: Runtime, question: str, trajectory: Trajectory) -> tuple[Trajectory, float]:
-    text = str(trajectory.completion)
+async def episode(task: dict[str, Any], policy: Any) -> float:
+    reply = await policy.complete(task["prompt"])
+    text = reply.text
     for _ in range(TURNS - 1):
-        result = tool(question, text)
+        result = tool(task["prompt"], text)
         if result is None:
             break
-        trajectory, answer = await extend(runtime, trajectory, result)
-        text += answer
-    return trajectory, judge(question, text)
+        reply = await policy.complete([*reply.ids, *policy.encode(result)])
+        text += reply.text
+    return judge(task["prompt"], text)
 
 
-async def agent(runtime: Runtime, questions: list[str]) -> None:
+async def agent(runtime: Runtime, questions: list[dict[str, str]]) -> None:
     while questions:
-        question = questions.pop()
-        group = await runtime.generate(question, n=8)
-        episodes = await asyncio.gather(*(episode(runtime, question, trajectory) for trajectory in group))
-        if not await runtime.submit([trajectory for trajectory, _ in episodes], [reward for _, reward in episodes]):
-            # The group is too old to be trained: ask again.
-            questions.append(question)
+        await runtime.play(episode, questions.pop())
 
 
 async def main(steps: int = 20) -> list[float]:
     config = load_config([CONFIG], OVERRIDES)
-    questions = [row["prompt"] for row in rows(count=steps * config.rollout.groups_per_step)]
+    questions = rows(count=steps * config.rollout.groups_per_step)
     rewards: list[float] = []
 
     async def watch(runtime: Runtime) -> None:

@@ -178,6 +178,11 @@ def _check_rollout(config: Config) -> Iterator[str]:
     low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
     if low is not None and high is not None and low > high:
         yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
+    if rollout.keep_viable and config.reward.batch == "trajectory":
+        yield (
+            "rollout.keep_viable is true but reward.batch is trajectory: a completion would be scored before the run knows which "
+            "members of its group are left; leave reward.batch out"
+        )
     if "" in rollout.stop:
         yield "rollout.stop has an empty string, which would end every completion at its first token; take it out"
     cache, longest = config.reward.overlong.cache, config.reward.overlong.max_length
@@ -359,9 +364,14 @@ def _check_run(config: Config) -> Iterator[str]:
     dry_run = train.kind == "dry_run"
     rollout = config.rollout
     # A program may play agents, and a producer may send their rows.
-    limits = ("max_turns",) if config.door.ring is not None else ("max_turns", "max_context")
+    limits = (
+        "max_turns",
+        "tool_timeout_s",
+        "tool_max_chars",
+        *(() if config.door.ring is not None else ("max_context",)),
+    )
     for name in limits if rollout.environment == "single_turn" else ():
-        if getattr(rollout, name) is not None:
+        if getattr(rollout, name) != type(rollout).model_fields[name].default:
             yield (
                 f"rollout.{name} is {getattr(rollout, name)} but rollout.environment is single_turn, which asks once for each "
                 f"prompt; leave {name} out, or set rollout.environment to an agent"

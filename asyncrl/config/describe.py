@@ -26,6 +26,7 @@ _FREE = (
     "rollout.filter rollout.streaming_min_groups rollout.temperature rollout.top_p rollout.top_k rollout.min_p "
     "rollout.repetition_penalty rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.bad_words "
     "rollout.min_tokens rollout.max_tokens rollout.stop rollout.stop_token_ids rollout.ignore_eos rollout.max_failed_groups "
+    "rollout.keep_viable rollout.tool_timeout_s rollout.tool_max_chars "
     "rollout.retries rollout.timeout_s rollout.max_turns rollout.max_context engine.max_sequences engine.kv_positions "
     "engine.prefill_tokens engine.kv_after_update "
     "algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio train.weight_decay "

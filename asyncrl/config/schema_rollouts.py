@@ -287,6 +287,11 @@ class RolloutConfig(SettingsSection):
         "Number of retries of a failed episode, with the same random numbers. If all fail, the group has failed.",
         ge=0,
     )
+    keep_viable: bool = field(
+        False,
+        "true: if a member of a group fails in all attempts, train the other members, if there are at least two. The members of a "
+        "group are then scored together. false: replace the whole group, because what remains may be a biased choice.",
+    )
     max_failed_groups: int | None = field(
         None,
         "Most groups that may fail before the run ends; a failed group is replaced by another prompt. Default: a tenth of all "
@@ -294,7 +299,15 @@ class RolloutConfig(SettingsSection):
         ge=0,
     )
     environment: LocalPath = field(
-        "single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment."
+        "single_turn",
+        "`single_turn`, or `file.py:name` / `module:name` of a coroutine function `episode(task, policy)`, or of a class of an "
+        "Environment.",
+    )
+    tool_timeout_s: float = field(
+        60.0, "Deadline of one call of a tool in seconds. After the deadline the model gets the text of an error.", gt=0
+    )
+    tool_max_chars: int = field(
+        8192, "Longest result of a tool in characters. A longer result is cut, and the model is told so.", ge=1
     )
     filter: FilterConfig = FilterConfig()
 

@@ -1,4 +1,4 @@
-"""Loads the environment of a run: `single_turn`, or a class of the user."""
+"""Loads the environment of a run: `single_turn`, or a coroutine function or class of the user."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
 from asyncrl.types import SamplingParams
 
+from .policy import AgentEnvironment, Agents
 from .single_turn import SingleTurn
 
 
 def load_environment(
-    address: str, *, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None
+    address: str,
+    *,
+    tokenizer: Any,
+    sampling: SamplingParams,
+    seed: int,
+    text: CompletionText | None = None,
+    agents: Agents | None = None,
 ) -> Environment:
-    """The environment at `address`: `single_turn`, or a class or factory `file.py:Class` or `module:Class`.
+    """The environment at `address`: `single_turn`, or `file.py:name` or `module:name` of a coroutine function
+    `episode(task, policy)`, or of a class or factory of an Environment. `agents`: for a coroutine function.
 
-    The constructor may take any of `tokenizer`, `sampling`, `seed` and `text` (which decodes a completion as `reward.text` says).
-    Instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
-    milliseconds belongs in a reward function.
+    The constructor of a class may take any of `tokenizer`, `sampling`, `seed` and `text` (which decodes a completion as
+    `reward.text` says). Instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more
+    than a few milliseconds belongs in a reward function or a tool.
     Errors: `ConfigError` with the address and the cause.
     """
     text = text or CompletionText(tokenizer)
@@ -29,8 +37,13 @@ def load_environment(
     if address == "single_turn":
         return SingleTurn(**available)
     factory = load_object(address)
+    if is_episode(factory):
+        assert agents is not None, "a run passes what its agents need"
+        return AgentEnvironment(agents, check_episode(factory, f"environment {address!r}"))
     if not callable(factory):
-        raise ConfigError(f"environment {address!r} is of type {type(factory).__name__}; expected a class")
+        raise ConfigError(
+            f"environment {address!r} is of type {type(factory).__name__}; expected a coroutine function or a class"
+        )
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     missing = [p.name for p in parameters if _is_required(p) and p.name not in available]
@@ -45,6 +58,30 @@ def load_environment(
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")
     return environment  # type: ignore[no-any-return]  # has `run`, which was checked
+
+
+def is_episode(loaded: Any) -> bool:
+    """Whether this is a coroutine function, or an object whose `__call__` is one."""
+    # ruff's B004 is meant for `hasattr(x, "__call__")` as a test for callables. Here the method itself is needed.
+    methods = (loaded,) if isinstance(loaded, type) else (loaded, getattr(loaded, "__call__", None))  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, methods))
+
+
+def takes_policy(function: Any) -> bool:
+    """Whether a coroutine function takes a task and a policy, and not a prompt alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return is_episode(function) and sum(map(_is_required, parameters)) == 2
+
+
+def check_episode(function: Any, name: str) -> Any:
+    """Returns `function`. Errors: ConfigError if it is no coroutine function of two arguments."""
+    if not is_episode(function):
+        raise ConfigError(f"{name} is {function!r:.80}; expected `async def episode(task, policy)`")
+    try:
+        inspect.signature(function).bind("task", "policy")
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}; expected `async def episode(task, policy)`") from error
+    return function
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -52,6 +52,8 @@ class GroupBook:
         self.end_count = 0  # how often the callbacks of `on_end` were called
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
         self.failed = 0
+        # Whether an error says that more groups failed than the run allows.
+        self.over_budget = False
 
     def on_ready(self, callback: Callable[[], None]) -> None:
         """Register a callback for each group that becomes ready to be claimed."""

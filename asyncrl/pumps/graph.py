@@ -27,7 +27,7 @@ A pump that ends closes its end of each edge, and the `async for` of the next pu
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -37,6 +37,7 @@ from anyio.abc import TaskGroup
 from asyncrl.concurrency.supervisor import Supervisor, spawn
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
+from asyncrl.ports import Environment
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
 
@@ -47,7 +48,7 @@ from .follow import Follower, FollowPump, Remote
 from .intake import Intake, ScorePump
 from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
-from .rollout import OwnPrompts, Prompts, RolloutPump
+from .rollout import GroupPlayer, OwnPrompts, Prompts, RolloutPump
 from .screen import Reroll
 from .train import TrainPump
 from .travel import Arrivals, Departures
@@ -303,6 +304,11 @@ class Graph:
             return await intake.submit(trajectories, prompt)
         except DataError as error:
             raise type(error)(f"submit: {error}") from error.__cause__
+
+    async def play(self, environment: Environment, prompt: Prompt, size: int) -> tuple[Trajectory, ...]:
+        """Play a group in this environment and give it to the intake. Result and errors: see `Intake.play`."""
+        player = GroupPlayer(replace(self._ports, environment=environment))
+        return await self.open_intake().play(prompt.group_id, lambda ticket: player.play(ticket, prompt, size))
 
     async def wait_published(self) -> None:
         """Wait until every step is published and reported, and every engine has the newest weights. Errors: LifecycleError if

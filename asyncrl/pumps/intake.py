@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -53,32 +53,34 @@ class Intake:
         self._components: set[str] = set()  # names of reward components from outside
         self._closed = ""  # the reason why `submit` is refused
         self._waiting: set[anyio.CancelScope] = set()
+        self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # groups of `play`, until their end
         # Leases of groups that were refused because live groups hold all places in the steps. Released when a group ends.
         self._delayed_leases: list[Lease] = []
         ports.book.on_end(self._on_end)
         self.ids = ports.ids
         self.scored = 0  # trajectories
 
-    async def take(self, item: Scoring) -> None:
-        """Score one played trajectory, or all members of a group. A group whose last member is scored is filtered."""
+    async def take(self, item: Scoring) -> Group | None:
+        """Score one played trajectory, or all members of a group. A group whose last member is scored is filtered, and returned."""
         ticket, book, store = item.ticket, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # another member failed
-            return
+            return None
         if len(item.trajectories) == item.trajectories[0].group_size:
-            await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
+            group = await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
             self.scored += len(item.trajectories)
-            return
+            return group
         scored = await self._score_members(Group(ticket, item.prompt, item.trajectories))
         if ticket.group_id not in book:
-            return
+            return None
         members = self._members.setdefault(ticket.group_id, {})
         members |= {t.member: t for t in scored}
         self.scored += len(scored)
         if len(members) == scored[0].group_size:
             del self._members[ticket.group_id]
             in_order = tuple(members[member] for member in sorted(members))
-            await self._filter(store.put(Group(ticket, item.prompt, in_order)))
+            return await self._filter(store.put(Group(ticket, item.prompt, in_order)))
+        return None
 
     @property
     def incomplete(self) -> int:
@@ -137,6 +139,38 @@ class Intake:
             raise
         return True
 
+    async def play(self, group_id: int, play: Callable[[Ticket], Awaitable[Scoring | None]]) -> tuple[Trajectory, ...]:
+        """Wait for a slot, then let `play` play a group, and take the group. Returns its members with their rewards; none if the
+        group has failed. Errors: LifecycleError as `submit`; those of `play`."""
+        self._check_open()
+        ticket = await self._admit(group_id, None)
+        assert ticket is not None, "a fresh group always gets a ticket"
+        self._ports.book.add(ticket)
+        group: Group | None = None
+        with anyio.CancelScope() as scope:
+            self._playing[scope] = anyio.Event()
+            try:
+                self._check_open()
+                played = await play(ticket)
+                group = None if played is None else await self.take(played)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._ports.book.end(group_id, "dropped", "did not become ready")
+                raise
+            finally:
+                self._playing.pop(scope).set()
+        if scope.cancelled_caught:
+            raise LifecycleError("play: the Runtime was closed before the group was complete")
+        return () if group is None else group.trajectories
+
+    async def end_plays(self) -> None:
+        """Cancel the groups of `play`, and wait until their episodes have ended."""
+        ends = list(self._playing.items())
+        for scope, _ in ends:
+            scope.cancel()
+        for _, ended in ends:
+            await ended.wait()
+
     def check(self, trajectory: Trajectory, limits: Limits) -> None:
         """Check a member from outside when it arrives. Errors: DataError that names the member and the field."""
         check_trajectory(trajectory, limits)
@@ -189,11 +223,11 @@ class Intake:
         if len(self._submitted) > MAX_REMEMBERED_IDS:
             self._submitted.popitem(last=False)
 
-    async def _enter(self, group: Group, *, leased: bool = False) -> None:
-        """Score and filter a whole group that has its slot and its rows in the store."""
-        await self._filter(replace(group, trajectories=await self._score_members(group)), leased=leased)
+    async def _enter(self, group: Group, *, leased: bool = False) -> Group:
+        """Score and filter a whole group that has its slot and its rows in the store. Returns the group with its rewards."""
+        return await self._filter(replace(group, trajectories=await self._score_members(group)), leased=leased)
 
-    async def _filter(self, group: Group, *, leased: bool = False) -> None:
+    async def _filter(self, group: Group, *, leased: bool = False) -> Group:
         """Shape the rewards of a scored group, then drop the group or make it ready."""
         ports = self._ports
         if ports.config.reward.overlong.cache is not None:
@@ -201,7 +235,7 @@ class Intake:
                 group, trajectories=tuple(shape_reward(t, ports.config.reward.overlong) for t in group.trajectories)
             )
         if group.group_id not in ports.book:
-            return
+            return group
         if ports.hooks.after_rewards is not None:
             # The hook may keep the group longer than the lease, so it gets a copy.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
@@ -214,6 +248,7 @@ class Intake:
             ports.recorder.gauge("queue/groups/depth", len(ports.store.ready()))
         elif await ports.book.end(group.group_id, "dropped", reason):
             self._reroll.on_group_end(group)
+        return group
 
     async def _score_members(self, group: Group) -> tuple[Trajectory, ...]:
         """All members, with rewards. Members that came with a reward are not scored again."""

@@ -22,7 +22,18 @@ from asyncrl.algorithms.base import reduction_of
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
-COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "text/", "travel/", "own/", "staleness/dropped")
+COUNTED = (
+    "reward/",
+    "groups/",
+    "filter/",
+    "reroll/",
+    "train/",
+    "text/",
+    "travel/",
+    "own/",
+    "tools/",
+    "staleness/dropped",
+)
 
 
 class Row(NamedTuple):
@@ -162,7 +173,9 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
         metrics["frac_reward_zero_std"] = float(np.mean([np.ptp(group) == 0 for group in rewards if group]))
     for name in sorted({name for row in rows for name in row.components}):
         values = [value for row in rows if (value := row.components.get(name)) is not None]
-        if values:
+        if values and name.startswith("own/"):
+            metrics[name] = float(np.mean(values))
+        elif values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
             metrics[f"reward/{name}/std"] = _std(values)
             metrics[f"reward/{name}/applicable"] = len(values) / len(rows)

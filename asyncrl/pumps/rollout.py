@@ -6,7 +6,8 @@
     is woken by  the publish pump (which releases slots), the engine, the score pump
 
 Each group plays its members in its own task group. A member that fails in all its attempts ends the whole group: its slot goes
-to another prompt, and its trajectories are dropped. More than `rollout.max_failed_groups` such groups end the run.
+to another prompt, and its trajectories are dropped. More than `rollout.max_failed_groups` such groups end the run. With
+`rollout.keep_viable` the other members of the group are trained, if there are at least two.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import math
 import struct
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency.apart import CancelledItself, run_apart
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.imports import is_interrupt
 from asyncrl.config.resolve import slots
@@ -38,6 +39,8 @@ from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Traject
 from .pace import Pace
 from .pipeline import Ports, Scoring, put_item
 
+# Of a group that has lost members. A single reward could be compared with no other reward.
+_FEWEST_MEMBERS = 2
 _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
 _LOGGED_TRACEBACK_ENTRIES = 3
@@ -90,12 +93,11 @@ class RolloutPump:
 
     def __init__(self, ports: Ports, prompts: Prompts, scoring: QueueSender[Scoring]) -> None:
         self._ports = ports
-        self._episodes = Episodes(ports)
+        self._groups = GroupPlayer(ports)
         self._prompts = prompts
         self._scoring = scoring
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
         self._pace = Pace(self._share(ports.generating), lambda: ports.ledger.statistics().admitted)
-        self._over_budget = False
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
         # must not clear it, because the cursor has passed this prompt and nobody has played it.
         self.waiting_prompt: int | None = None
@@ -161,32 +163,73 @@ class RolloutPump:
                 await ledger.wait_changed(seen)
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
+        began, seconds = anyio.current_time(), 0.0
+
+        async def send(item: Scoring) -> None:
+            await put_item(self._scoring, item)
+
+        try:
+            each = None if self._ports.score_groups else send
+            whole = await self._groups.play(ticket, prompt, self._ports.config.rollout.group_size, each)
+            if whole is not None:
+                seconds = anyio.current_time() - began
+                if whole.trajectories:
+                    await send(whole)
+        finally:
+            self._pace.end(seconds)
+
+
+class GroupPlayer:
+    """Plays the members of groups, and ends the groups that fail."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        self._episodes = Episodes(ports)
+
+    async def play(
+        self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Scoring], Awaitable[None]] | None = None
+    ) -> Scoring | None:
+        """Play and check `size` members. Returns the members that `send` did not get: it gets each member as soon as the member has
+        ended. None: the group has failed. Errors: GenerationError if more groups failed than the run allows."""
         ports = self._ports
         played: dict[int, Trajectory] = {}
-        began, seconds = anyio.current_time(), 0.0
+        lost: list[EpisodeFailed] = []
+        failed = False
         try:
             if ports.hooks.before_group is not None:
                 with ports.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
                     prompt = await ports.hooks.apply_before_group(prompt)
-            async with anyio.create_task_group() as members:
-                for member in range(ports.config.rollout.group_size):
-                    name = f"member {member} of group {ticket.group_id}"
-                    spawn(members, name, self._play_member, ticket, prompt, member, played)
-        except* EpisodeFailed as failures:
-            await self._end_failed(ticket, failures)
-        else:
-            seconds = anyio.current_time() - began
-            if ports.score_groups:
-                await put_item(
-                    self._scoring, Scoring(ticket, prompt, tuple(played[member] for member in sorted(played)))
-                )
-        finally:
-            self._pace.end(seconds)
 
-    async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, played: dict[int, Trajectory]) -> None:
-        """Play and check one member. With `score_groups` put it into `played`, otherwise send it to the scorers."""
+            async def play_member(member: int) -> None:
+                try:
+                    trajectory = await self._play_member(ticket, prompt, member, size)
+                except EpisodeFailed as failure:
+                    lost.append(failure)
+                    if not ports.config.rollout.keep_viable or size - len(lost) < _FEWEST_MEMBERS:
+                        raise
+                    return
+                if send is None:
+                    played[member] = trajectory
+                else:
+                    await send(Scoring(ticket, prompt, (trajectory,)))
+
+            async with anyio.create_task_group() as members:
+                for member in range(size):
+                    spawn(members, f"member {member} of group {ticket.group_id}", play_member, member)
+        except* EpisodeFailed:
+            failed = True
+        if failed:
+            await self._end_failed(ticket, lost[0])
+            return None
+        trajectories = tuple(played[member] for member in sorted(played))
+        if lost:
+            ports.recorder.count("rollout/lost_members", len(lost))
+            left = len(trajectories)
+            trajectories = tuple(replace(t, member=n, group_size=left) for n, t in enumerate(trajectories))
+        return Scoring(ticket, prompt, trajectories)
+
+    async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, group_size: int) -> Trajectory:
         ports, group_id = self._ports, prompt.group_id
-        group_size = ports.config.rollout.group_size
         with ports.recorder.span("rollout", track="rollout", group=group_id, member=member):
             # The deadline is the priority. So the second round of an old group is served before the first round of a new group.
             trajectory = await self._episodes.play(prompt, member, group_size, ports.engine.generate, ticket.deadline)
@@ -204,15 +247,12 @@ class RolloutPump:
         except Exception as error:
             # The environment has a bug, which a retry would not remove.
             raise EpisodeFailed from error
-        if ports.score_groups:
-            played[member] = trajectory
-        else:
-            await put_item(self._scoring, Scoring(ticket, prompt, (trajectory,)))
+        return trajectory
 
-    async def _end_failed(self, ticket: Ticket, failures: BaseExceptionGroup[EpisodeFailed]) -> None:
+    async def _end_failed(self, ticket: Ticket, failure: EpisodeFailed) -> None:
         """End a failed group, which releases its slot. Errors: GenerationError if more groups failed than the run allows."""
         book, rollout = self._ports.book, self._ports.config.rollout
-        error = failures.exceptions[0].__cause__
+        error = failure.__cause__
         assert error is not None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -221,13 +261,14 @@ class RolloutPump:
         if limit is None:
             setting += " (not set: a tenth of all groups, and at least the groups of one step)"
             limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
-        if book.failed > limit and not self._over_budget:
+        if book.failed > limit and not book.over_budget:
             # Other groups that fail before the run has ended must not raise this error again.
-            self._over_budget = True
+            book.over_budget = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
                 f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}), as {book.failed} groups "
-                f"did; {setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}"
+                f"did; {setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}. To "
+                f"go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
             ) from error
 
 
@@ -268,7 +309,8 @@ class Episodes:
 
         async def generate_counted(request: GenerationRequest) -> Generation:
             nonlocal sent, unanswered, tokens
-            seed = request_seed(request.seed, next(request_numbers))
+            # A session numbers its requests by conversation, so that parallel requests do not depend on their order.
+            seed = request.seed if request.session else request_seed(request.seed, next(request_numbers))
             request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
             sent, unanswered = sent + 1, unanswered + 1
             watched.change_actor("the engine")
@@ -281,6 +323,10 @@ class Episodes:
             tokens += len(generation.token_ids)
             return generation
 
+        async def attempt_episode() -> Trajectory:
+            watched.task = asyncio.current_task()
+            return await self._environment.run(prompt, member, group_size, generate_counted)
+
         with (
             anyio.move_on_after(self._limit_s),
             self._recorder.watch(name, "its episode", on="the environment") as watched,
@@ -288,7 +334,7 @@ class Episodes:
             for attempt in itertools.count():
                 request_numbers = itertools.count()
                 try:
-                    return await self._environment.run(prompt, member, group_size, generate_counted)
+                    return await run_apart(attempt_episode, name)
                 except BaseException as error:
                     failure = await self._failure(error)
                 self._log(name, failure)
@@ -311,15 +357,14 @@ class Episodes:
             raise error
         if is_interrupt(error):
             raise error
-        if not isinstance(error, asyncio.CancelledError):
-            return error
-        if anyio.current_effective_deadline() == -math.inf:
+        if isinstance(error, asyncio.CancelledError):
             raise error
-        # The run did not cancel this task. The environment awaited a task of its own that was cancelled. A task group would treat
-        # this CancelledError as an ordinary end, and the slot of the group would be lost without an error.
-        failure = GenerationError(f"the episode was cancelled from inside the environment {error}")
-        failure.__cause__ = error
-        return failure
+        if isinstance(error, CancelledItself):
+            # The environment awaited a task of its own that was cancelled.
+            failure = GenerationError(f"the episode was cancelled from inside the environment {error}")
+            failure.__cause__ = error.__cause__
+            return failure
+        return error
 
     def _log(self, name: str, failure: BaseException) -> None:
         """Log the first failure of each kind. A kind is an error class and the line that raised the error."""

@@ -12,6 +12,7 @@ from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import last_version, row_limit, turns_bound
+from asyncrl.config.schema import Config
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
@@ -19,8 +20,12 @@ from asyncrl.data.texts import CompletionText
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
-from asyncrl.environments.loading import load_environment
+from asyncrl.environments.chat import Chat
+from asyncrl.environments.loading import is_episode, load_environment
+from asyncrl.environments.policy import AgentEnvironment, Agents
+from asyncrl.environments.session import EpisodeLimits
 from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.tools import Toolbox
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.requests import sampling_params
@@ -68,7 +73,7 @@ async def open_ports(run: OpenRun) -> None:
     hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
-    replay, batch, given = config.replay, config.reward.batch, flat_values(config.algorithm)
+    replay, given = config.replay, flat_values(config.algorithm)
     run.ports = Ports(
         config=config,
         recorder=run.recorder,
@@ -95,7 +100,7 @@ async def open_ports(run: OpenRun) -> None:
         generates=world.generates,
         gather=gather,
         round=run.round,
-        score_groups=isinstance(environment, SingleTurn) if batch == "auto" else batch == "group",
+        score_groups=_score_groups(config, environment),
         weights=_reward_weights(run, reward),
         replay=ReplayBuffer(replay.size, replay.max_age, config.seed) if replay.size else None,
         hooks=hooks,
@@ -108,6 +113,12 @@ async def open_ports(run: OpenRun) -> None:
     await _open_apart(run)
 
 
+def _score_groups(config: Config, environment: Environment) -> bool:
+    """Whether one call of the reward functions scores all members of a group."""
+    single_turn = config.reward.batch == "auto" and isinstance(environment, SingleTurn)
+    return config.rollout.keep_viable or single_turn or config.reward.batch == "group"
+
+
 def _environment_and_rewards(
     run: OpenRun, functions: RewardPool, trainer: Trainer
 ) -> tuple[Environment, RewardPool | ModelRewards]:
@@ -115,7 +126,7 @@ def _environment_and_rewards(
     if not run.world.generates:
         absent = Absent(_configured_weights(run))
         return cast(Environment, absent), cast(ModelRewards, absent)
-    environment, reward = _environment(run, functions), _with_models(run, functions, trainer)
+    environment, reward = _environment(run, functions, trainer), _with_models(run, functions, trainer)
     check_components(run.config, reward.weights)
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
@@ -243,17 +254,33 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _environment(run: OpenRun, functions: RewardPool) -> Environment:
+def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Environment:
     config, tokenizer = run.config, run.tokenizer
     chosen, arguments = config.reward.text.model_dump(), config.data.chat_template_kwargs
     text = CompletionText(tokenizer, **chosen, arguments=arguments, recorder=run.recorder)
     functions.generation_prompt = text.generation_prompt
-    return run.decided.environment or load_environment(
-        config.rollout.environment,
+    sampling, rollout = sampling_params(config.rollout, tokenizer), config.rollout
+    run.agents = Agents(
+        chat=Chat(tokenizer, config.data, recorder=run.recorder),
+        sampling=sampling,
+        seed=config.seed,
+        limits=EpisodeLimits.of(config),
+        toolbox=Toolbox(rollout.tool_timeout_s, rollout.tool_max_chars, run.recorder),
+        recorder=run.recorder,
+        version=lambda: trainer.version,
+        scores=bool(run.decided.rewards or config.reward.functions or run.reward_models),
+        column=config.data.prompt_column,
+    )
+    given: Any = run.decided.environment
+    if given is not None:
+        return AgentEnvironment(run.agents, given) if is_episode(given) else cast(Environment, given)
+    return load_environment(
+        rollout.environment,
         tokenizer=tokenizer,
-        sampling=sampling_params(config.rollout, tokenizer),
+        sampling=sampling,
         seed=config.seed,
         text=text,
+        agents=run.agents,
     )
 
 

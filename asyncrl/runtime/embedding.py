@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +12,12 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.texts import decode
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
+from asyncrl.environments.policy import as_numbers
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.pumps.rollout import EpisodeFailed, Episodes
 from asyncrl.rewards.forms import RESERVED
 from asyncrl.types import Prompt, Trajectory
-
-_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
@@ -32,6 +29,16 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
     ids = encode_prompt(prompt, config, tokenizer, columns)
     return Prompt(group_id=group_id, ids=ids, prompt=read_prompt(prompt, config), columns=columns)
+
+
+def as_task(task: Any, group_id: int, config: DataConfig, tokenizer: Any) -> Prompt:
+    """The prompt of a task: a row, or the prompt of a row without other columns. A row may have no prompt, because its episode may
+    make all messages of the other columns. Errors: DataError."""
+    row = dict(task) if isinstance(task, Mapping) else {config.prompt_column: task}
+    prompt = row.pop(config.prompt_column, None)
+    if prompt is None:
+        return Prompt(group_id=group_id, ids=np.zeros(0, np.int32), prompt="", columns=row)
+    return as_prompt(prompt, group_id, row, config, tokenizer)
 
 
 async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
@@ -56,32 +63,6 @@ async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Gener
         for member in range(n):
             tasks.start_soon(play_member, member)
     return [results[member] for member in range(n)]
-
-
-def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
-    """For each of `count` members: name -> number. `named`: name -> a list with a value for each member, or one value for all
-    members; a value is a number or None, which is left out. `argument` is for errors. Errors: DataError."""
-    rows: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, values in named.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise DataError(f"{argument}: {name!r:.80} is no name: letters, digits, _ - . : @, parts between slashes")
-        has_many = isinstance(values, list | tuple) or bool(getattr(values, "shape", None))
-        member_values = list(values) if has_many else [values] * count
-        if len(member_values) != count:
-            raise DataError(f"{argument}: {name} has {len(member_values)} values for {count} trajectories")
-        for member, value in enumerate(member_values):
-            if value is None:
-                continue
-            try:
-                # Tensors and arrays of one number have `item`.
-                plain = value.item() if hasattr(value, "item") else value
-                number = math.nan if isinstance(plain, str | bytes) else float(plain)
-            except (TypeError, ValueError, OverflowError, RuntimeError):
-                number = math.nan
-            if not math.isfinite(number):
-                raise DataError(f"{argument}: {name} {member} is {value!r:.80}; expected a finite number, or None")
-            rows[member][f"{prefix}{name}"] = number
-    return rows
 
 
 def as_group(

@@ -23,6 +23,7 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
+from asyncrl.environments.policy import Agents
 from asyncrl.errors import (
     ConfigError,
     LedgerError,
@@ -98,6 +99,7 @@ class OpenRun:
     rates: DeviceRates | None = None
     verdict: Verdict | None = None
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
+    agents: Agents | None = None  # on ranks that generate
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None
@@ -153,6 +155,12 @@ class OpenRun:
         if (joined := self.world.joined) is not None:
             return joined.base
         return self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
+
+    def own_agents(self) -> Agents:
+        """What episodes of a program need. Errors: LifecycleError on a rank that does not generate."""
+        if self.agents is None:
+            raise LifecycleError("this rank does not generate (distributed.roles); play episodes on a rank that does")
+        return self.agents
 
     def wire(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
@@ -357,6 +365,7 @@ class OpenRun:
                             )
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
+                    await self.graph.intake.end_plays()
                     # With roles rank 0 saves the live groups of all ranks, so no other rank may end them first.
                     if error is None or self.remote is None:
                         await self.ports.book.end_all(outcome)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from asyncrl.concurrency.offload import offload, standby_threads
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
+from asyncrl.environments.loading import check_episode, takes_policy
+from asyncrl.environments.policy import AgentEnvironment, EpisodeFunction, as_numbers
 from asyncrl.errors import AsyncrlError, DataError, LifecycleError, RankLost, StallError
 from asyncrl.ports import Environment
 from asyncrl.pumps.evaluate import EvaluatePump
@@ -45,7 +47,7 @@ from asyncrl.types import Prompt, SamplingParams, Trajectory
 
 from .decided import decide
 from .directory import RunDirectory
-from .embedding import as_group, as_numbers, as_prompt, play_group
+from .embedding import as_group, as_prompt, as_task, play_group
 from .opened import OpenRun, RunSummary
 from .opening import open_run
 from .plan import announcement
@@ -279,6 +281,20 @@ class Runtime:
         # The environment has set the run's temperature. The trainer divides logits by the temperature of the trajectory.
         return [replace(trajectory, temperature=sampling.temperature) for trajectory in trajectories]
 
+    async def play(self, episode: EpisodeFunction, task: Any, *, n: int | None = None) -> list[Trajectory]:
+        """Play and submit a group: `n` episodes of the coroutine function `episode(task, policy)`. Waits for a slot (backpressure).
+
+        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`. Retries and limits are those of a run. Returns
+        the episodes with their rewards. The list is empty if the group has failed, which the run counts.
+        Errors: GenerationError if more groups failed than `rollout.max_failed_groups`; DataError, ConfigError, LifecycleError."""
+        run = self._require_open("play")
+        environment = AgentEnvironment(run.own_agents(), check_episode(episode, "play: the episode"))
+        size = self.config.rollout.group_size if n is None else n
+        if size < 1:
+            raise DataError(f"play: n is {n}; expected 1 or more episodes")
+        prompt = as_task(task, run.ports.ids.take(), self.config.data, self.tokenizer)
+        return list(await run.graph.play(environment, prompt, size))
+
     async def submit(
         self,
         trajectories: Sequence[Trajectory],
@@ -292,7 +308,7 @@ class Runtime:
 
         A reward of None: the run's reward functions score that trajectory, with `columns` as the columns of its prompt.
         `components` are parts of the reward; `metrics` are numbers of your own. Both map a name to a list with a number or None for
-        each trajectory, or to one number for all. They become the step's metrics `reward/NAME/mean` and `reward/own/NAME/mean`.
+        each trajectory, or to one number for all. They become the step's metrics `reward/NAME/mean` and `own/NAME`.
         Reward shaping and filters apply.
 
         Returns False if the oldest token is too old for `max_staleness`: the group is counted and not trained.
@@ -310,26 +326,35 @@ class Runtime:
             self.recorder.log(metric, number)
 
     async def evaluate(
-        self, play: Callable[[Any], Awaitable[Trajectory]], prompts: Iterable[Any], *, name: str = "own"
+        self,
+        play: EpisodeFunction | Callable[[Any], Awaitable[Any]],
+        prompts: Iterable[Any],
+        *,
+        name: str = "own",
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
-        `await play(prompt)` returns the trajectory of one episode. If it has no reward, the run's functions score the trajectory.
+        `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
+        trajectory of one episode. If an episode has no reward, the run's functions score it.
         A failed episode is played again. The weights do not change during the call, so a `submit` in `play` may wait for ever.
         The metrics have the names of those of `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
-        run = self._require_open("evaluate")
+        run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
             raise DataError(f"evaluate: {name!r} is the name of the evaluation of data.eval; choose another name")
 
         async def episode(prompt: Prompt, *_: Any) -> Trajectory:
-            trajectory = await play(prompt.prompt)
+            trajectory = await function(prompt.prompt)
             if not isinstance(trajectory, Trajectory):
                 raise DataError(f"evaluate: an episode returned {trajectory!r:.80}; expected an asyncrl.Trajectory")
             run.graph.intake.check(trajectory, self.limits)
             return trajectory
 
-        ports = replace(run.ports, environment=SimpleNamespace(run=episode))
-        pump = EvaluatePump(ports, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
+        rows = [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts]
+        environment: Any = SimpleNamespace(run=episode)
+        if takes_policy(play):
+            environment = AgentEnvironment(run.own_agents(), function)
+            rows = [as_task(row.prompt, 0, self.config.data, self.tokenizer) for row in rows]
+        pump = EvaluatePump(replace(run.ports, environment=environment), rows, name)
         async with run.ports.book.weights_lock:
             await run.graph.wait_published()
             await run.journal.write(self.version, metrics := await pump.run(self.version))

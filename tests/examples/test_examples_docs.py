@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -297,33 +298,79 @@ def test_the_nightly_sweep_runs_as_the_page_starts_it(desk: Desk) -> None:
     assert "0 WRONG" in desk.finish(desk.terminal(shlex.join([*sweep, "--types", "llama", "--out", "models.md"])))
 
 
+SMALL = """
+import calculator
+
+calculator.BATCHES = 2
+build = calculator.build
+"""
+
+
+def test_the_agent_of_the_readme_is_a_run(desk: Desk) -> None:
+    agent, settings = blocks("own agent")
+    assert agent.page.name == "README.md" and len([line for line in agent.text.splitlines() if line.strip()]) <= 15
+    (desk.folder / "agent.py").write_text(agent.text)
+    (desk.folder / "x.yaml").write_text(settings.text)
+    (desk.folder / "train.jsonl").write_text('{"prompt": "32*45", "answer": "1440"}\n' * 8)
+    (desk.folder / "small.py").write_text(SMALL)
+    for name in ("calculator.py", "agents_model.py"):
+        shutil.copy(ROOT / "examples" / name, desk.folder)
+    words = ["model.path=small.py:build", "data.max_prompt_tokens=20", "rollout.max_context=100", *TINY[1:]]
+    assert "done: version 2" in desk.finish(desk.terminal(shlex.join(["asyncrl", "run", "x.yaml", *words])))
+    [settings] = blocks("agents settings")
+    assert settings.text.count("agent.py:episode") == 1
+
+
+@pytest.mark.parametrize("block", blocks("agents"), ids=str)
+async def test_each_agent_of_the_page_is_played_and_trained(
+    block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "small.py").write_text(SMALL)
+    names: dict[str, Any] = {}
+    exec(compile(block.text, str(block), "exec"), names)
+    words = [f"model.path={tmp_path}/small.py:build", "rollout.groups_per_step=1", "rollout.max_context=120"]
+    async with Runtime(load_config([ROOT / "examples" / "agent_loop.yaml"], words), write=False) as runtime:
+        group = await runtime.play(names["episode"], {"prompt": "32*45", "answer": "1440"}, n=3)
+        assert len(group) == 3 and (await runtime.finish()).books.admitted == 1
+
+
+def test_the_program_of_the_page_plays_an_agent_of_a_file(desk: Desk) -> None:
+    [program], agents = blocks("agents program"), blocks("agents")
+    (desk.folder / "agent.py").write_text(agents[1].text)
+    (desk.folder / "small.py").write_text(SMALL)
+    for name in ("calculator.py", "agents_model.py"):
+        shutil.copy(ROOT / "examples" / name, desk.folder)
+    text = program.text.replace('calculator.yaml"]', 'calculator.yaml"], ["model.path=small.py:build"]')
+    assert "version 2" in desk.finish(desk.program(text))
+
+
 def test_the_tool_loop_trains_what_the_policy_sampled_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import tool_loop
 
-    submitted: list[Trajectory] = []
+    played: list[Trajectory] = []
 
     class Watched(Runtime):
-        async def submit(self, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> bool:
-            submitted.extend(trajectories)
-            for each in trajectories:
-                said = self.tokenizer.decode(each.tokens[each.mask]).replace("<eos>", "")  # that ended a turn
-                heard = self.tokenizer.decode(each.tokens[each.prompt_length :][~each.mask[each.prompt_length :]])
-                turns = str(each.completion).split(
-                    "|"
-                )  # an answer; then a result with an answer, for each further turn
-                assert said == turns[0] + "".join(turn[3:] for turn in turns[1:])
-                assert heard == "".join(turn[:3] for turn in turns[1:])
-            return await super().submit(trajectories, rewards)
+        async def play(self, *arguments: Any, **options: Any) -> list[Trajectory]:
+            group = await super().play(*arguments, **options)
+            for each in group:
+                text = self.tokenizer.decode(each.tokens)
+                heard = re.sub(r"\\s", "", self.tokenizer.decode(each.tokens[~each.mask]))
+                assert re.fullmatch(r"([abcd][1-9]=)+", heard) and text.startswith(heard[:3])
+                assert each.turns is not None or heard == text[:3]
+            played.extend(group)
+            return group
 
     monkeypatch.setattr(tool_loop, "Runtime", Watched)
     rewards = asyncio.run(tool_loop.main(steps=3))
     assert len(rewards) == capsys.readouterr().out.count("version ") == 3
-    assert len(submitted) >= 3 * 8 * 8
-    for each in submitted:
-        assert each.tokens.size == each.mask.size == each.logprobs.size == each.versions.size
+    assert len(played) == 3 * 8 * 8
+    for each in played:
+        assert each.branches is None and each.tokens.size == each.mask.size == each.versions.size
         assert (each.versions[each.mask] >= 0).all() and (each.versions[~each.mask] == -1).all()
         assert (each.logprobs[~each.mask] == 0).all() and (each.logprobs[each.mask] < 0).mean() > 0.9
-    assert sum("|" in str(each.completion) for each in submitted) > len(submitted) / 4
+    assert sum(each.turns is not None for each in played) > len(played) / 4

@@ -203,7 +203,7 @@ async def test_numbers_of_ones_own_are_means_of_their_step(tmp_path: Path) -> No
     assert [t.extras for t in step.groups[0].trajectories] == [{"own/turns": n, "own/cost": 0.5} for n in (1, 4)]
     assert (found["reward/mean"], found["own/seconds"], found["own/loss"], found["loss"]) == (2, 4.5, 1, 0)
     assert (found["reward/style/mean"], found["reward/style/applicable"]) == (3, 0.75)
-    assert (found["reward/own/turns/mean"], found["reward/own/cost/mean"]) == (2.5, 0.5)
+    assert (found["own/turns"], found["own/cost"]) == (2.5, 0.5)
     assert [line["own/seconds"] for _, line in summary.history] == [4.5]
     assert not any(name.endswith("#") for name in found)
     assert [line["own/final"] for version, line in runtime.summary().history if "own/final" in line] == [3]

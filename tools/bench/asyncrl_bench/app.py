@@ -20,6 +20,7 @@ BENCHES = (
     "weights",
     "transport",
     "nodes",
+    "agents",
 )  # each a module with its BENCH
 USAGE = f"""\
 usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
@@ -35,6 +36,7 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
   nodes       ledger transitions and groups a second over the line between ranks; weights by broadcast to other nodes;
               a simulation of many nodes
+  agents      whole steps of agents whose tools take 0.2 to 2 s, against the same agents with instant tools
 
 `asyncrl bench step --help` lists the options; `--quick` is a smoke test of some seconds, of each of them.
 """

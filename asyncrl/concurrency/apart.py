@@ -1,0 +1,76 @@
+"""Runs code of a user in a task of its own, so that its cancellation, its exit and its cleanup stay its own affair."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from .shield import wait_shielded
+
+T = TypeVar("T")
+
+# A cancelled task may clean up for so long. Then it is cancelled again, and after the second time it is left behind.
+CLEANUP_S, LEFT_BEHIND_S = 8.0, 10.0
+logger = logging.getLogger("asyncrl.concurrency")
+
+
+class CancelledItself(Exception):
+    """The work raised a CancelledError, and nobody had cancelled the caller."""
+
+
+async def run_apart(work: Callable[[], Awaitable[T]], name: str) -> T:
+    """The result of `work`, which runs in a task of its own. Errors: `CancelledItself`; those of `work`. In a task without this
+    function, SystemExit would end the event loop.
+
+    If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can wait for their cleanup,
+    which an anyio scope would cancel at every `await`. A cleanup of more than `CLEANUP_S` is cancelled, too. A task that ignores
+    both cancellations is left behind with a warning.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    async def carry() -> None:
+        try:
+            results.append(await work())
+        except BaseException as error:
+            errors.append(error)
+
+    task = asyncio.create_task(carry(), name=name)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        await _end(task, name)
+        raise
+    if not errors and not results:
+        # Cancelled before its first step.
+        errors.append(asyncio.CancelledError())
+    if errors:
+        error = errors.pop()
+        if isinstance(error, asyncio.CancelledError):
+            raise CancelledItself(*error.args) from error
+        try:
+            raise error
+        finally:
+            # The exception's traceback holds this frame, which must not hold the exception.
+            del error
+    return results[0]
+
+
+async def _end(task: asyncio.Task[None], name: str) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(end)
+    task.cancel()
+    timers = loop.call_later(CLEANUP_S, task.cancel), loop.call_later(LEFT_BEHIND_S, end)
+    await wait_shielded(ended)
+    for timer in timers:
+        timer.cancel()
+    if not task.done():
+        logger.warning("%s ignores its cancellation and is left behind: its cleanup never ends", name)

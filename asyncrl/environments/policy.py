@@ -1,0 +1,303 @@
+"""Agents: the coroutine `episode(task, policy)` that a user writes, and the policy that the coroutine gets.
+
+Agents             what the episodes of a run share
+  AgentEnvironment   plays one coroutine function: an `Environment`
+    AgentPolicy             of one episode; a thin face of its `Session`, which records all tokens
+      Reply              of one request
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from asyncrl.errors import ConfigError, DataError, EpisodeLimit, LifecycleError
+from asyncrl.ports import Generate
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import (
+    FinishReason,
+    Float32Array,
+    Generation,
+    Int32Array,
+    Messages,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+)
+
+from .chat import Chat
+from .session import EpisodeLimits, Session
+from .tools import AnyTool, Tool, Toolbox, as_tool
+
+# A coroutine function `episode(task, policy)`.
+EpisodeFunction: TypeAlias = Callable[[dict[str, Any], "AgentPolicy"], Awaitable[Any]]
+# Opens the endpoint for the requests of a session on a line. Returns (base URL, key).
+OpenEndpoint: TypeAlias = Callable[[Session, str], tuple[str, str]]
+_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
+_SAMPLING = {each.name for each in fields(SamplingParams)}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reply to one request. `message`: in OpenAI's form, to be appended to the messages. `logprobs` [C]: at the sampling
+    temperature over the whole vocabulary. `versions` [C]: of the weights that sampled each token."""
+
+    message: dict[str, Any]
+    prompt_ids: Int32Array  # [P]
+    token_ids: Int32Array  # [C] sampled
+    logprobs: Float32Array
+    versions: Int32Array
+    finish_reason: FinishReason
+    _tools: Sequence[Tool] = field(default=(), repr=False)
+    _toolbox: Toolbox | None = field(default=None, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The content of the message, without reasoning and without calls of tools."""
+        return str(self.message.get("content") or "")
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in OpenAI's form. `arguments` are JSON text that the model wrote."""
+        return list(self.message.get("tool_calls") or ())
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of the prompt and the reply: the beginning of a next `complete`."""
+        return [*self.prompt_ids.tolist(), *self.token_ids.tolist()]
+
+    async def run_tools(self) -> Messages:
+        """Make the calls of this reply at the same time. Returns their messages in order. A failure is a text for the model."""
+        if self._toolbox is None or not self.tool_calls:
+            return []
+        return await self._toolbox.run(self._tools, self.tool_calls)
+
+
+class AgentPolicy:
+    """The policy for one episode. All requests are recorded with their tokens, log-probs and versions."""
+
+    def __init__(self, episode: _Episode, line: str = "") -> None:
+        self._episode = episode
+        self._line = line
+        self._branches = 0
+
+    async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] = (), **sampling: Any) -> Reply:
+        """The reply to a conversation in OpenAI's form. If the conversation goes on from an earlier one, its tokens do, too.
+
+        `tools`: functions with types and a docstring, or `Tool`s. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
+        Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
+        known = [as_tool(tool) for tool in tools]
+        schemas = [dict(tool.schema) for tool in known]
+        answer = await self._session.chat(messages, schemas, self._sampling(sampling), line=self._line)
+        return self._reply(answer.message, answer.prompt_ids, answer.generation, known)
+
+    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
+        """The completion of a text or of token ids, without a chat template. A text gets no control tokens. `Reply.ids` and
+        `encode` make the ids of a next request, which continue the sampled tokens. Errors: as `chat`."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = np.asarray(ids, np.int32)
+        generation = await self._session.sample(prompt_ids, self._sampling(sampling), line=self._line)
+        text = self._session.format.parse(prompt_ids, generation)["content"]
+        return self._reply({"role": "assistant", "content": text}, prompt_ids, generation, ())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, such as a tool's result, without control tokens."""
+        return list(map(int, self._session.encode(text)))
+
+    def branch(self, name: str | None = None) -> AgentPolicy:
+        """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
+        needed only if the order of the calls of `branch` differs from one play to the next."""
+        self._branches += name is None
+        return AgentPolicy(self._episode, f"{self._line}/{self._branches if name is None else name}")
+
+    def note(self, name: str, value: float) -> None:
+        """A number of this episode, which replaces an earlier number of this name. The metric `own/NAME` of a step is the mean over
+        its episodes. Errors: DataError for an invalid name or value."""
+        self._episode.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
+
+    @property
+    def version(self) -> int:
+        """The policy version of the run now: the number of optimizer steps so far."""
+        return self._episode.agents.version()
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI's or Anthropic's protocol, together with `api_key`. The first use opens the endpoint."""
+        return self._episode.endpoint(self._line)[0]
+
+    @property
+    def api_key(self) -> str:
+        """The key that belongs to this episode alone."""
+        return self._episode.endpoint(self._line)[1]
+
+    @property
+    def _session(self) -> Session:
+        if self._episode.ended:
+            raise LifecycleError("policy: the episode has ended; await all requests before the coroutine returns")
+        return self._episode.session
+
+    def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
+        if unknown := given.keys() - _SAMPLING:
+            raise ConfigError(f"policy: {sorted(unknown)[0]!r} is no setting; expected: {', '.join(sorted(_SAMPLING))}")
+        return replace(self._episode.session.sampling, **given)
+
+    def _reply(
+        self, message: dict[str, Any], prompt_ids: Int32Array, generation: Generation, tools: Sequence[Tool]
+    ) -> Reply:
+        columns = generation.token_ids, generation.logprobs, generation.versions, generation.finish_reason
+        return Reply(message, prompt_ids, *columns, tools, self._episode.agents.toolbox)
+
+
+class _Episode:
+    """What the policies of one episode share."""
+
+    def __init__(self, agents: Agents, session: Session) -> None:
+        self.agents, self.session = agents, session
+        self.notes: dict[str, float] = {}
+        self.ended = False
+        self._endpoints: dict[str, tuple[str, str]] = {}
+
+    def endpoint(self, line: str) -> tuple[str, str]:
+        if self.agents.open_endpoint is None:
+            raise ConfigError("policy.base_url: this run has no endpoint; it needs the extra [http]")
+        if line not in self._endpoints:
+            self._endpoints[line] = self.agents.open_endpoint(self.session, line)
+        return self._endpoints[line]
+
+    def end(self) -> None:
+        self.ended = True
+        if self.agents.end_endpoint is not None:
+            self.agents.end_endpoint(self.session)
+        self.session.close()
+
+
+@dataclass(slots=True)
+class Agents:
+    """What the episodes of a run share. `sampling`: of requests that set nothing else. `scores`: whether reward functions score an
+    episode that returns None. `column`: the name of the prompt's column. `version`: the policy version now."""
+
+    chat: Chat
+    sampling: SamplingParams
+    seed: int
+    limits: EpisodeLimits
+    toolbox: Toolbox
+    recorder: Recorder
+    version: Callable[[], int]
+    scores: bool = True
+    column: str = "prompt"
+    end_session: Callable[[str], object] | None = None
+    # Set by the endpoint of the run.
+    open_endpoint: OpenEndpoint | None = None
+    end_endpoint: Callable[[Session], object] | None = None
+
+
+class AgentEnvironment:
+    """Plays the episodes of one coroutine function. See `loading.load_environment`."""
+
+    def __init__(self, agents: Agents, episode: EpisodeFunction) -> None:
+        self._agents, self._play = agents, episode
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
+        """Errors: those of the coroutine; ConfigError and DataError for what it returned."""
+        agents = self._agents
+        session = Session(
+            prompt,
+            member,
+            group_size,
+            generate=generate,
+            chat=agents.chat,
+            sampling=agents.sampling,
+            seed=agents.seed,
+            limits=agents.limits,
+            end_session=agents.end_session,
+        )
+        episode = _Episode(agents, session)
+        limited = False
+        try:
+            result = await self._play(self._task(prompt), AgentPolicy(episode))
+        except Exception as error:
+            if not (session.turns and _is_limit(error)):
+                raise
+            # The coroutine was not written for this limit. What was sampled is trained.
+            agents.recorder.count("rollout/limited")
+            limited, result = True, None if agents.scores else 0.0
+        finally:
+            episode.end()
+        reward, turn_rewards = _rewards(result)
+        if reward is None and not agents.scores:
+            raise ConfigError(
+                "the episode returned no reward, and the run has no reward functions to score it; return a number, or set "
+                "reward.functions"
+            )
+        trajectory = session.trajectory(reward, turn_rewards)
+        if limited:
+            trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
+        return replace(trajectory, extras={**trajectory.extras, **episode.notes})
+
+    def _task(self, prompt: Prompt) -> dict[str, Any]:
+        """The row. Each episode gets a copy, because an episode may append to a list of messages in its row."""
+        row = dict(prompt.columns)
+        if prompt.ids.size:
+            row |= {self._agents.column: prompt.prompt, "prompt": prompt.prompt}
+        return copy.deepcopy(row)
+
+
+def _is_limit(error: BaseException) -> bool:
+    """Whether the error, or each error in a group of a user's tasks, is an EpisodeLimit."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_limit, error.exceptions))
+    return isinstance(error, EpisodeLimit)
+
+
+def _rewards(result: Any) -> tuple[float | None, list[float] | None]:
+    """(reward of the episode, rewards of its turns) for what a coroutine returned."""
+    if result is None:
+        return None, None
+    if isinstance(result, list | tuple) or getattr(result, "shape", None):
+        turns = [_number(value) for value in result]
+        return math.fsum(turns), turns
+    return _number(result), None
+
+
+def _number(value: Any) -> float:
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, bool | int | float):
+        raise ConfigError(
+            f"the episode returned {value!r:.80}; expected a number, None (reward functions score the episode), or a list with a "
+            "number for each reply"
+        )
+    if not math.isfinite(plain):
+        raise DataError(f"the episode returned the reward {plain}; expected a finite number")
+    return float(plain)
+
+
+def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
+    """For each of `count` members: name -> number. `named`: name -> a list with a value for each member, or one value for all
+    members; a value is a number or None, which is left out. `argument` is for errors. Errors: DataError."""
+    rows: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, values in named.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise DataError(f"{argument}: {name!r:.80} is no name: letters, digits, _ - . : @, parts between slashes")
+        has_many = isinstance(values, list | tuple) or bool(getattr(values, "shape", None))
+        member_values = list(values) if has_many else [values] * count
+        if len(member_values) != count:
+            raise DataError(f"{argument}: {name} has {len(member_values)} values for {count} trajectories")
+        for member, value in enumerate(member_values):
+            if value is None:
+                continue
+            try:
+                # Tensors and arrays of one number have `item`.
+                plain = value.item() if hasattr(value, "item") else value
+                number = math.nan if isinstance(plain, str | bytes) else float(plain)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise DataError(f"{argument}: {name} {member} is {value!r:.80}; expected a finite number, or None")
+            rows[member][f"{prefix}{name}"] = number
+    return rows

@@ -1,0 +1,292 @@
+"""Tools of agents: plain functions that a model may call.
+
+    function --> `as_tool` --> schema for the chat template
+    calls of a reply --> `Toolbox.run` --> one message for each call, in the order of the calls
+
+The model may write anything as the arguments of a call, and a tool may do anything. Each failure becomes a short text for the model
+and a count `tools/NAME/...`, and no exception of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import enum
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import anyio
+from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
+
+from asyncrl.concurrency.apart import run_apart
+from asyncrl.concurrency.offload import offload
+from asyncrl.concurrency.shield import call_soon
+from asyncrl.config.imports import is_interrupt
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Messages
+
+# Calls of synchronous tools that may run at a time, those that were given up but have not ended included.
+MOST_THREADS = 256
+# The most characters of an error that the model reads.
+_ERROR_CHARACTERS = 300
+_SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_BASIC: dict[Any, dict[str, Any]] = {
+    **{scalar: {"type": name} for scalar, name in _SCALARS.items()},
+    **{list: {"type": "array"}, tuple: {"type": "array"}, dict: {"type": "object"}, Any: {}},
+}
+# The sections of a docstring in Google's style, as transformers reads them.
+_DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
+_ARGUMENTS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
+_RETURNS = re.compile(r"\n\s*Returns:\n\s*(.*?)[\n\s]*(Raises:|\Z)", re.DOTALL)
+# An argument's name with its description, up to the next name that is not indented deeper.
+_ARGUMENT = re.compile(
+    r"(?:^|\n)([ \t]*)(\w+)(?:[ \t]*\([^()\n]*\))?:\s*(.*?)\s*"
+    r"(?=\n(?!\1[ \t])[ \t]*\w+(?:[ \t]*\([^()\n]*\))?:|\Z)",
+    re.DOTALL,
+)
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool. `schema`: in OpenAI's form. `call` gets the arguments by name. A coroutine function runs on the event loop, any other
+    function on a thread. The result is a text, or any value that JSON can hold."""
+
+    name: str
+    schema: Mapping[str, Any]
+    call: Callable[..., Any]
+
+
+AnyTool: TypeAlias = Tool | Callable[..., Any]
+
+
+def as_tool(tool: AnyTool) -> Tool:
+    """The tool that a function is. Its docstring describes the tool and each argument in Google's style, and each argument has a
+    type. The arguments of a call are checked against the types. Errors: ConfigError."""
+    if isinstance(tool, Tool):
+        return tool
+    name = getattr(tool, "__name__", "")
+    if not callable(tool) or not name.isidentifier():
+        raise ConfigError(f"{tool!r:.80} is no tool; give a function with a name, or an asyncrl.Tool")
+    # A method is a new object each time it is read.
+    function = getattr(tool, "__func__", tool)
+    schema, checked = _checked(function)
+    return Tool(name, schema, checked if function is tool else partial(checked, tool.__self__))  # type: ignore[attr-defined]  # a method
+
+
+@lru_cache(maxsize=256)
+def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """(schema, the function with checked arguments). Errors: ConfigError."""
+    try:
+        return json_schema(function), validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+    except (ValueError, TypeError, NameError, PydanticUserError) as error:
+        raise ConfigError(f"{function!r:.80} cannot be a tool: {error}") from error
+
+
+def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a function, equal to that of `transformers.utils.get_json_schema`, which imports torch. Errors: ConfigError."""
+    name = getattr(function, "__name__", "operation")
+    documentation = inspect.getdoc(function) or ""
+    if not documentation:
+        raise ConfigError(f"the tool {name} has no docstring; describe there what the tool does, for the model")
+    described = _ARGUMENTS.search(documentation)
+    lines = "\n".join(line for line in (described[1] if described else "").split("\n") if line.strip())
+    texts = {match[1]: re.sub(r"\s*\n+\s*", " ", match[2].strip()) for match in _ARGUMENT.findall(lines)}
+    hints, required = get_type_hints(function), list[str]()
+    properties: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.annotation is parameter.empty:
+            if parameter.name in ("self", "cls") and not properties:
+                continue
+            raise ConfigError(
+                f"the argument {parameter.name} of the tool {name} has no type; write one, such as `: str`"
+            )
+        if parameter.name not in texts:
+            raise ConfigError(
+                f"the argument {parameter.name} of the tool {name} has no description; write a line `{parameter.name}: ...` "
+                "below `Args:` in its docstring"
+            )
+        text, choices = texts[parameter.name], _CHOICES.search(texts[parameter.name])
+        shape = _shape(hints[parameter.name], f"the argument {parameter.name} of the tool {name}")
+        if choices:
+            shape, text = {**shape, "enum": json.loads(choices[1])}, text[: choices.start()].strip()
+        properties[parameter.name] = {**shape, "description": text}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
+    description = _DESCRIPTION.search(documentation)
+    summary = description[1].strip() if description else ""
+    result: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
+    if "return" in hints:
+        returned = _RETURNS.search(documentation)
+        try:
+            result["return"] = _shape(hints["return"], "")
+        except ConfigError:
+            result["return"] = {}
+        if returned:
+            result["return"] = {**result["return"], "description": returned[1].strip()}
+    return {"type": "function", "function": result}
+
+
+def _shape(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a type hint. `where`: the beginning of an error. Errors: ConfigError."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _choices([member.value for member in hint], where)
+    if origin is Literal:
+        return _choices([*inner], where)
+    if origin in (Union, types.UnionType):
+        shapes = [_shape(each, where) for each in inner if each is not type(None)]
+        if len(shapes) == 1:
+            [union] = shapes
+        elif all(shape.keys() == {"type"} and isinstance(shape["type"], str) for shape in shapes):
+            names = sorted({shape["type"] for shape in shapes})
+            union = {"type": names[0] if len(names) == 1 else names}
+        else:
+            union = {"anyOf": shapes}
+        return {**union, "nullable": True} if type(None) in inner else union
+    if origin is list:
+        return {"type": "array", "items": _shape(inner[0], where)}
+    if origin is tuple and len(inner) > 1 and ... not in inner:
+        return {"type": "array", "prefixItems": [_shape(each, where) for each in inner]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _shape(inner[1], where)}
+    if origin is None and hint in _BASIC:
+        return dict(_BASIC[hint])
+    raise ConfigError(
+        f"{where} has the type {hint}, which has no JSON schema; use int, float, str, bool, an Enum, Literal, list[...], "
+        "dict[...] and unions of them, or give an asyncrl.Tool with a schema of your own"
+    )
+
+
+def _choices(values: list[Any], where: str) -> dict[str, Any]:
+    if not values or any(type(value) not in _SCALARS for value in values):
+        raise ConfigError(f"{where} has the choices {values}; expected numbers, texts, booleans or None")
+    names = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+    return {"type": names[0] if len(names) == 1 else names, "enum": values}
+
+
+class CallRefused(Exception):
+    """The call of a tool cannot be made. The text is for the model."""
+
+
+class Toolbox:
+    """Runs the calls of tools, with the limits and the counts of a run."""
+
+    def __init__(self, timeout_s: float, most_characters: int, recorder: Recorder) -> None:
+        """`timeout_s`: the deadline of one call. `most_characters`: a longer result is cut."""
+        self._timeout_s, self._most = timeout_s, most_characters
+        self._recorder = recorder
+        self._threads = asyncio.Semaphore(MOST_THREADS)
+
+    async def run(self, tools: Sequence[Tool], calls: Sequence[Mapping[str, Any]]) -> Messages:
+        """Make these calls at the same time. `calls`: in OpenAI's form. Returns their messages with the role `tool`, in order."""
+        by_name = {tool.name: tool for tool in tools}
+        return list(await asyncio.gather(*(self._message(by_name, call) for call in calls)))
+
+    async def _message(self, tools: Mapping[str, Tool], call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or {}
+        name = str(function.get("name"))
+        tool = tools.get(name)
+        if tool is None:
+            # The name is the model's, so it becomes no name of a metric.
+            self._recorder.count("tools/unknown")
+            text = f"Error: there is no tool {name!r:.80}; the tools are: {', '.join(tools) or 'none'}"
+        else:
+            text = await self._answer(tool, function.get("arguments"))
+        return {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": text}
+
+    async def _answer(self, tool: Tool, arguments: Any) -> str:
+        self._recorder.count(f"tools/{tool.name}/calls")
+        try:
+            values = _arguments(arguments)
+            began = anyio.current_time()
+            with anyio.move_on_after(self._timeout_s) as timer:
+                text = _text(await self._call(tool, values))
+            self._recorder.observe(f"tools/{tool.name}/seconds", anyio.current_time() - began)
+            if timer.cancelled_caught:
+                self._recorder.count(f"tools/{tool.name}/timeouts")
+                return f"Error: {tool.name} did not answer within {self._timeout_s:g} s"
+        except Exception as error:
+            # Other errors of pydantic come from inside the tool.
+            refused = isinstance(error, CallRefused) or (
+                isinstance(error, ValidationError) and error.title == tool.name
+            )
+            self._recorder.count(f"tools/{tool.name}/{'refused' if refused else 'failed'}")
+            return f"Error: {'' if refused else f'{type(error).__name__}: '}{_brief(error)}"
+        if len(text) > self._most:
+            self._recorder.count(f"tools/{tool.name}/cut")
+            text = f"{text[: self._most]}\n[cut: the first {self._most:,} of {len(text):,} characters]"
+        return text
+
+    async def _call(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        call, name = partial(tool.call, **arguments), f"tool {tool.name}"
+
+        async def work() -> Any:
+            result = call() if inspect.iscoroutinefunction(tool.call) else await self._in_thread(call, name)
+            return await result if inspect.isawaitable(result) else result
+
+        try:
+            return await run_apart(work, name)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            # SystemExit, for example.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    async def _in_thread(self, function: Callable[[], Any], name: str) -> Any:
+        """A thread cannot be stopped. So a call that is given up keeps its place among `MOST_THREADS` until it ends."""
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        await self._threads.acquire()
+
+        def work() -> Any:
+            try:
+                return context.run(function)
+            finally:
+                call_soon(loop, self._threads.release)
+
+        return await offload(work, name, abandon=True)
+
+
+def _arguments(written: Any) -> dict[str, Any]:
+    """The arguments that the model wrote, as JSON text or as a mapping. Errors: CallRefused."""
+    if isinstance(written, str) and written.strip():
+        try:
+            written = json.loads(written)
+        except (ValueError, RecursionError) as error:
+            raise CallRefused(f"the arguments are no JSON: {error}") from None
+    written = written or {}
+    if not isinstance(written, Mapping):
+        raise CallRefused(
+            f"the arguments are {json.dumps(written)[:80]}; expected a JSON object of the arguments by name"
+        )
+    return {str(name): value for name, value in written.items()}
+
+
+def _text(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def _brief(error: Exception) -> str:
+    """The error in one line, for the model."""
+    if isinstance(error, ValidationError):
+        text = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)
+        )
+    else:
+        text = " ".join(str(error).split())
+    return text if len(text) <= _ERROR_CHARACTERS else f"{text[:_ERROR_CHARACTERS]}..."

@@ -1,0 +1,277 @@
+"""Agents in whole runs: named by a configuration, played by a program, evaluated, and whatever one of them may do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_helpers import DRY, MODEL, REAL, config_of
+from test_runtime_embedding import embedded
+
+from asyncrl import NotebookRuntime, Runtime
+from asyncrl.concurrency import apart
+from asyncrl.errors import ConfigError, DataError, GenerationError, LifecycleError
+from asyncrl.telemetry.sinks import read_jsonl
+
+AGENTS = Path(__file__).with_name("runtime_agents.py")
+
+
+def of_agents(folder: Path, name: str, *overrides: str, base: dict[str, Any] = REAL) -> Any:
+    return config_of(folder, f"rollout.environment={AGENTS}:{name}", "data.max_prompt_tokens=30", *overrides, base=base)
+
+
+async def test_a_configuration_names_an_agent_which_is_trained_and_evaluated(tmp_path: Path) -> None:
+    tree = {key: value for key, value in REAL.items() if key != "reward"}
+    config = of_agents(
+        tmp_path, "scored_here", f"data.eval={MODEL}:rows", "evaluate.every=3", "evaluate.limit=2", base=tree
+    )
+    async with Runtime(config) as runtime:
+        summary = await runtime.run()
+    assert runtime.directory is not None
+    lines = read_jsonl(runtime.directory.path / "metrics.jsonl")
+    steps = [line for line in lines if "own/letters" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3] and summary.books.failed == 0
+    assert all(line["own/letters"] > 0 for line in steps)
+    assert "eval/scored_here/own/letters/mean" in lines[-1] and "eval/scored_here/avg@1" in lines[-1]
+
+
+async def test_reward_functions_score_an_agent_that_returns_none(tmp_path: Path) -> None:
+    async with Runtime(of_agents(tmp_path, "scored_elsewhere"), write=False) as runtime:
+        reports = [report async for report in await started(runtime)]
+    assert [report.version for report in reports] == [1, 2, 3]
+    assert all("reward/share/mean" in report.metrics for report in reports)
+
+
+async def started(runtime: Runtime) -> Any:
+    steps = runtime.steps()
+    runtime.start("the run", runtime.run)
+    return steps
+
+
+async def test_an_agent_without_a_reward_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    tree = {key: value for key, value in REAL.items() if key != "reward"}
+    config = of_agents(tmp_path, "scored_elsewhere", "rollout.max_failed_groups=0", base=tree)
+    with pytest.raises(GenerationError, match="the run has no reward functions to score it; return a number"):
+        async with Runtime(config, write=False) as runtime:
+            await runtime.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("one_argument", "too many positional arguments; expected `async def episode"),
+        ("number", "expected a coroutine"),
+    ],
+)
+async def test_what_is_no_agent_is_refused_at_the_start(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        async with Runtime(of_agents(tmp_path, name), write=False):
+            raise AssertionError
+
+
+# -- played by a program ---------------------------------------------------------------------------------------------
+
+
+async def two_turns(task: Any, policy: Any) -> list[float]:
+    reply = await policy.complete(task["prompt"])
+    await policy.complete(reply.ids + policy.encode("="))
+    return [0.25, float(policy.version)]
+
+
+async def test_a_program_plays_groups_which_are_trained(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, REAL, "data.max_prompt_tokens=30"), write=False) as runtime:
+        steps = runtime.steps()
+        tasks: list[Any] = ["a3=", {"prompt": "b4=", "answer": "b"}] * 3
+        groups = await asyncio.gather(*(runtime.play(two_turns, task) for task in tasks))
+        assert all([t.member for t in group] == [0, 1, 2, 3] for group in groups)
+        assert all(t.turn_rewards == (0.25, t.reward - 0.25) for group in groups for t in group)
+        assert len({tuple(t.tokens) for group in groups for t in group}) > len(groups)
+        assert len(await runtime.play(two_turns, "c2=", n=2)) == 2
+        assert len(await runtime.play(two_turns, "c3=", n=2)) == 2
+        metrics = await runtime.evaluate(two_turns, ["a3=", {"prompt": "b2="}], name="own")
+        assert metrics["eval/own/avg@1"] == 0.25 + runtime.version
+        summary = await runtime.finish()
+        assert [report.version async for report in steps] == [1, 2, 3, 4] and summary.books.trained == 8
+        with pytest.raises(LifecycleError, match="takes no more groups"):
+            await runtime.play(two_turns, "a3=")
+
+
+async def test_a_row_needs_no_prompt_if_the_agent_makes_its_messages(tmp_path: Path) -> None:
+    async def episode(task: Any, policy: Any) -> float:
+        assert task == {"level": 3}
+        await policy.complete(f"level {task['level']}")
+        return 1.0
+
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        assert [t.reward for t in await runtime.play(episode, {"level": 3}, n=3)] == [1.0] * 3
+
+
+async def test_what_cannot_be_played_is_refused(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        with pytest.raises(DataError, match="n is 0"):
+            await runtime.play(two_turns, "a3=", n=0)
+        with pytest.raises(ConfigError, match="expected `async def episode"):
+            await runtime.play(lambda task, policy: 1.0, "a3=")  # type: ignore[arg-type,return-value]
+        with pytest.raises(DataError, match="prompt"):
+            await runtime.play(two_turns, 3)
+
+
+async def test_a_notebook_plays_groups(tmp_path: Path) -> None:
+    runtime = await NotebookRuntime(embedded(tmp_path, DRY), write=False).open()
+    for _ in range(2):
+        assert len(await asyncio.create_task(runtime.play(two_turns, "a3=", n=4))) == 4
+    await runtime.close()
+    assert runtime.summary().books.trained == 2
+
+
+# -- what fails ------------------------------------------------------------------------------------------------------
+
+
+class Own(BaseException):
+    """As an interpreter within the environment may have one."""
+
+
+def failing(where: str, error: Any) -> Any:
+    """An agent whose state fails in its reset, in a turn or in its close."""
+
+    class State:
+        async def __aenter__(self) -> State:
+            if where == "reset":
+                raise error
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            if where == "close":
+                raise error
+
+    async def episode(task: Any, policy: Any) -> float:
+        async with State():
+            await policy.complete("a")
+            if where == "turn":
+                raise error
+        return 1.0
+
+    return episode
+
+
+@pytest.mark.parametrize("where", ["reset", "turn", "close"])
+@pytest.mark.parametrize("error", [ValueError("no browser"), SystemExit(0), asyncio.CancelledError(), Own()], ids=repr)
+async def test_an_agent_that_fails_is_played_again_then_counted_and_the_program_goes_on(
+    tmp_path: Path, where: str, error: BaseException
+) -> None:
+    tasks = asyncio.all_tasks()
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        assert await runtime.play(failing(where, error), "a3=") == []
+        assert runtime.recorder.drain()["rollout/retries"] >= 2
+        for _ in range(2):
+            assert len(await runtime.play(two_turns, "a3=")) == 4
+        summary = await runtime.finish()
+    assert summary.books.failed == 1 and summary.books.trained == 2
+    [reason] = summary.reasons
+    assert reason.startswith("failed: ") and (type(error).__name__ in reason or "cancelled from inside" in reason)
+    assert asyncio.all_tasks() == tasks
+
+
+async def test_more_failures_than_the_budget_end_the_run_and_name_how_to_raise_it(tmp_path: Path) -> None:
+    broken = failing("reset", ValueError("no browser"))
+    words = (
+        "rollout.max_failed_groups allows 1 .* set rollout.max_failed_groups to more, or rollout.keep_viable to true"
+    )
+    async with Runtime(embedded(tmp_path, DRY, "rollout.max_failed_groups=1"), write=False) as runtime:
+        assert await runtime.play(broken, "a3=") == []
+        with pytest.raises(GenerationError, match=words):
+            await runtime.play(broken, "a3=")
+
+
+@pytest.mark.parametrize(("lost", "left"), [(1, 3), (2, 2), (3, 0)])
+async def test_keep_viable_trains_what_is_left_of_a_group(tmp_path: Path, lost: int, left: int) -> None:
+    members = itertools.count()
+
+    async def episode(task: Any, policy: Any) -> float:
+        number = next(members)
+        await policy.complete("a")
+        if number < lost:
+            raise ValueError("no browser")
+        return float(number)
+
+    overrides = "rollout.keep_viable=true", "rollout.retries=0"
+    async with Runtime(embedded(tmp_path, DRY, *overrides), write=False) as runtime:
+        group = await runtime.play(episode, "a3=")
+        assert [(t.member, t.group_size) for t in group] == [(n, left) for n in range(left)]
+        assert sorted(t.reward for t in group) == [float(n) for n in range(lost, lost + left)]  # type: ignore[type-var]
+        if left:
+            assert runtime.recorder.drain()["rollout/lost_members"] == lost
+            await runtime.play(two_turns, "a3=")
+        summary = await runtime.finish()
+    assert summary.books.failed == (left == 0) and summary.books.trained == (2 if left else 0)
+
+
+async def test_an_episode_beyond_its_time_closes_its_environment_and_its_group_is_counted(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    async def episode(task: Any, policy: Any) -> float:
+        try:
+            await policy.complete("a")
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            closed.append("closed")
+        return 1.0
+
+    async with Runtime(embedded(tmp_path, DRY, "rollout.timeout_s=0.5"), write=False) as runtime:
+        assert await runtime.play(episode, "a3=") == []
+        # The other members of the group are cancelled and close, too.
+        assert closed == ["closed"] * 4
+        assert "did not end within rollout.timeout_s = 0.5 s" in str(runtime.summary().reasons)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "closed"])
+async def test_a_cleanup_that_hangs_has_a_deadline(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "CLEANUP_S", 0.2)
+    monkeypatch.setattr(apart, "LEFT_BEHIND_S", 5.0)
+    entered, cancelled = asyncio.Barrier(3), 0
+    tasks = asyncio.all_tasks()
+
+    async def episode(task: Any, policy: Any) -> float:
+        nonlocal cancelled
+        try:
+            await policy.complete("a")
+            await entered.wait()
+            await asyncio.sleep(3600)
+        finally:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled += 1
+                raise
+        return 1.0
+
+    class Stop(Exception):
+        pass
+
+    async def program(players: list[asyncio.Task[Any]]) -> None:
+        async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+            player = asyncio.create_task(runtime.play(episode, "a3=", n=2))
+            players.append(player)
+            await entered.wait()
+            if end == "closed":
+                raise Stop
+            player.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await player
+            assert runtime.summary().books.live == 0
+            await runtime.finish()
+
+    if end == "closed":
+        players: list[asyncio.Task[Any]] = []
+        with pytest.raises(Stop):
+            await program(players)
+        with pytest.raises(LifecycleError, match="the Runtime was closed before the group was complete"):
+            await players[0]
+        assert cancelled == 2
+    else:
+        await program([])
+    assert cancelled == 2 and asyncio.all_tasks() == tasks
