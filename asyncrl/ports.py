@@ -45,6 +45,10 @@ class Engine(Protocol):
         """Sample one sequence. Cancelling the caller aborts the request. Errors: `GenerationError`, `EngineClosed`."""
         ...
 
+    def end_session(self, session: str) -> None:
+        """No request of this session follows: free what the engine keeps for it. It may be called again, and after closing."""
+        ...
+
     def statistics(self) -> dict[str, float]:
         """The requests that are `running` and `waiting`, the `tokens` sampled so far, `decode_steps`, and others."""
         ...

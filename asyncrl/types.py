@@ -89,6 +89,9 @@ class GenerationRequest:
 
     The random numbers of a request depend on `seed` alone, not on its arrival or its neighbours in the batch. Waiting requests
     start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
+
+    Requests of one `session` continue each other, or branch from a common beginning. The engine may keep the keys and values of a
+    finished request for the next one, until `Engine.end_session`. They go to one worker, unless it dies or has too much to do.
     """
 
     prompt_ids: Int32Array  # [P]
@@ -98,7 +101,6 @@ class GenerationRequest:
     priority: int = 0
     # Id of the group of this request. With `preset: sync` the id determines the worker.
     group: int | None = None
-    # Id of the conversation that this request continues. Its requests go to one worker.
     session: str | None = None
 
 

@@ -153,6 +153,12 @@ def _check_preset(config: Config) -> Iterator[str]:
             f"rollout.max_staleness is {rollout.max_staleness} but preset is sync, which means 0; "
             "use preset=one_off or preset=async, or leave max_staleness out"
         )
+    if config.engine.kept_prefix_max_age:
+        yield (
+            f"engine.kept_prefix_max_age is {config.engine.kept_prefix_max_age} but preset is sync, where every turn computes its "
+            "whole history: which rows are kept depends on how long tools take; use preset=async (with rollout.max_staleness=0 for "
+            "no staleness), or leave kept_prefix_max_age out"
+        )
     if rollout.streaming:
         yield (
             "rollout.streaming is true but preset is sync, which trains whole steps in prompt order so that reruns are "
@@ -163,6 +169,12 @@ def _check_preset(config: Config) -> Iterator[str]:
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine.kind
     in_workers = config.generation.placement == "worker" or _has_roles(config)
+    kept_age = config.engine.kept_prefix_max_age
+    if kept_age is not None and kept_age > 1 and config.engine.kv_after_update == "recompute":
+        yield (
+            f"engine.kept_prefix_max_age is {kept_age} but engine.kv_after_update is recompute, where nothing that is kept is "
+            "older than the weights; leave kept_prefix_max_age out, or set kv_after_update=keep"
+        )
     if rollout.weight_sync_interval > 1 and engine == "embedded" and not in_workers:
         yield (
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but generation.placement is "

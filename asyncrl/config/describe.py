@@ -28,7 +28,7 @@ _FREE = (
     "rollout.min_tokens rollout.max_tokens rollout.stop rollout.stop_token_ids rollout.ignore_eos rollout.max_failed_groups "
     "rollout.keep_viable rollout.tool_timeout_s rollout.tool_max_chars "
     "rollout.retries rollout.timeout_s rollout.max_turns rollout.max_context engine.max_sequences engine.kv_positions "
-    "engine.prefill_tokens engine.kv_after_update "
+    "engine.prefill_tokens engine.kv_after_update engine.kept_prefix_max_age "
     "algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio train.weight_decay "
     "train.decay_norms_and_biases train.eps train.grad_clip train.tokens_per_microbatch train.gradient_checkpointing "
     "train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s train.partial_final_step "

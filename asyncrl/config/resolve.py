@@ -113,6 +113,9 @@ def resolve(
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // (generating or world_size))
         derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
+    if config.engine.kept_prefix_max_age is None:
+        oldest = 1 if config.engine.kv_after_update == "recompute" else max(1, staleness_bound(config))
+        derived["engine.kept_prefix_max_age"] = 0 if config.preset == "sync" else oldest
     if config.evaluate.temperature is None:
         derived["evaluate.temperature"] = config.rollout.temperature
     return with_values(config, derived)

@@ -138,6 +138,13 @@ class EngineConfig(SettingsSection):
         "Cached keys and values of sequences in flight when the weights change: keep, or rebuild. Left out: keep, but "
         "recompute for a model on the plain path, which cannot keep them.",
     )
+    kept_prefix_max_age: int | None = field(
+        None,
+        "Largest age, in policy versions, of the cached keys and values of an episode's earlier turns that its next turn goes on "
+        "with; older ones are computed again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results "
+        "must not depend on which rows were kept; else the largest age of a trained token, at least 1.",
+        ge=0,
+    )
 
 
 class GenerationConfig(SettingsSection):

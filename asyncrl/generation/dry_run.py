@@ -88,7 +88,7 @@ class DryRunEngine(OwnedEngine):
         self._rows[slot] = self._draw(job)
         return slot
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: Job, finished: bool) -> None:
         del self._rows[job.slot]
         self._free.append(job.slot)
 

@@ -10,6 +10,9 @@ some time, unless requests with smaller `priority` keep arriving.
 
 Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
+
+An engine may keep the cache of a finished request for the next request of its session (`_remove`). What is kept counts as free:
+`_admit` does not see it, and the engine drops it where a running request needs the room.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -45,6 +48,12 @@ class Job:
     def positions(self) -> int:
         """Cache positions that the request needs: prompt + max_tokens."""
         return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
+
+
+def kept_age_limit(setting: int, recompute: bool) -> int | None:
+    """Largest age of a kept prefix in versions; None: nothing is kept. `setting`: `engine.kept_prefix_max_age`. With `recompute` no
+    key or value is older than the weights."""
+    return None if setting == 0 else 0 if recompute else setting
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +86,7 @@ class OwnedEngine(EngineLife):
         self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot
         self._aborted: list[Job] = []
+        self._ended_sessions: list[str] = []
         self._updates: list[_Update] = []
         self._wake = anyio.Event()
         self._tokens = 0
@@ -99,8 +109,11 @@ class OwnedEngine(EngineLife):
         """Add the request to the batch, which has room for it. Returns its slot."""
 
     @abstractmethod
-    def _remove(self, job: Job) -> None:
-        """Remove the request from the batch."""
+    def _remove(self, job: Job, finished: bool) -> None:
+        """Remove the request from the batch. `finished`: it ended by itself, and its cache may be kept for its session."""
+
+    def _end_session(self, session: str) -> None:
+        """Drop what is kept for the session, and keep nothing of its running requests. Engines that keep nothing do nothing."""
 
     @abstractmethod
     async def _advance(self) -> list[tuple[Job, Generation]]:
@@ -137,6 +150,11 @@ class OwnedEngine(EngineLife):
         self._wake.set()
         await update.future
 
+    def end_session(self, session: str) -> None:
+        """See `ports.Engine`. The owner task drops what is kept before it admits another request."""
+        self._ended_sessions.append(session)
+        self._wake.set()
+
     def statistics(self) -> dict[str, float]:
         """See `ports.Engine`. Now: `running` and `waiting` requests, `reserved_positions`. So far: `tokens`, `decode_steps`,
         `finished` and `aborted` requests."""
@@ -167,6 +185,7 @@ class OwnedEngine(EngineLife):
             self._wake = anyio.Event()
             with self.recorder.work(TRACK, "admit"):
                 self._remove_aborted()
+                self._end_sessions()
                 self._admit()
             if self._updates:
                 await self._complete_updates()
@@ -183,9 +202,25 @@ class OwnedEngine(EngineLife):
         for job in self._aborted:
             # -1: the sequence has ended by itself since the abort.
             if job.slot >= 0:
-                self._remove_running(job)
+                self._remove_running(job, finished=False)
                 self._aborted_count += 1
         self._aborted.clear()
+
+    def _end_sessions(self) -> None:
+        for session in self._ended_sessions:
+            self._end_session(session)
+            for job in self._waiting:
+                if job.request.session == session:
+                    job.request = replace(job.request, session=None)
+        self._ended_sessions.clear()
+
+    def _count_reused(self, tokens: int, age: int) -> None:
+        """Count a finished request that went on with so many cached tokens of its session, the oldest `age` versions old when its
+        first token was sampled."""
+        self.recorder.count("engine/kept_prefix_hits")
+        self.recorder.count("engine/kept_prefix_tokens_reused", tokens)
+        self.recorder.observe("engine/kept_prefix_age", age)
+        self.recorder.observe("engine/kept_prefix_age_max", age, reduce="max")
 
     async def _complete_updates(self) -> None:
         version = await self._refresh()
@@ -218,13 +253,13 @@ class OwnedEngine(EngineLife):
         self.recorder.gauge("engine/running", len(self._running))
         self.recorder.gauge("engine/waiting", len(self._waiting))
 
-    def _remove_running(self, job: Job) -> None:
-        self._remove(job)
+    def _remove_running(self, job: Job, finished: bool) -> None:
+        self._remove(job, finished)
         del self._running[job.slot]
         job.slot = -1
 
     def _deliver(self, job: Job, generation: Generation) -> None:
-        self._remove_running(job)
+        self._remove_running(job, finished=True)
         self._finished_count += 1
         # The future is done if the caller was cancelled during the last closure.
         if not job.future.done():

@@ -30,6 +30,9 @@ class Absent:
     def statistics(self) -> dict[str, float]:
         return {}
 
+    def end_session(self, session: str) -> None:
+        return
+
     async def generate(self, request: Any) -> NoReturn:
         raise LifecycleError(
             "this rank only trains (distributed.roles): it has no engine, no environment and no rewards"

@@ -122,6 +122,7 @@ async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine,
         kv_positions=kv_positions,
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
+        kept_prefix_max_age=config.engine.kept_prefix_max_age or 0,
         record_routes=config.algorithm.router_replay,
     )
     await run.stack.enter_async_context(engine)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generation_cores import small_model
@@ -121,6 +123,27 @@ async def test_what_is_sampled_is_what_the_model_computes(architecture: str, cap
         "of 1, 2, 4, and as many rows as the cache has"
     )
     assert shape.positions != 96
+
+
+async def test_surplus_rows_of_a_graph_write_nothing_into_rows_that_are_kept(captured: list[Recorder]) -> None:
+    """Three rows run in a bucket of four, and the fourth row is that of a session whose tool runs."""
+    plain = small_model("qwen3")
+    policy = PolicyModel(copy.deepcopy(plain), "float32")
+    async with opened(policy, max_sequences=7, kept_prefix_max_age=1) as run:
+        asked = [replace(request(12 + n, n, max_tokens=6), session=f"s{n}") for n in range(3)]
+        answers = await generate_all(run.engine, asked)
+        beside = [request(20, 10 + n, max_tokens=9) for n in range(3)]
+        assert_plain(plain, beside, await generate_all(run.engine, beside))
+        assert run.engine.statistics()["kept_rows"] == 3
+        before = run.engine.statistics()["prefill_tokens"]
+        histories = [
+            np.concatenate([each.prompt_ids, answer.token_ids, [7, 8]])
+            for each, answer in zip(asked, answers, strict=True)
+        ]
+        asked = [replace(each, prompt_ids=ids.astype(np.int32)) for each, ids in zip(asked, histories, strict=True)]
+        assert_plain(plain, asked, await generate_all(run.engine, asked))
+        assert run.engine.statistics()["prefill_tokens"] - before == 3 * 2
+    assert captured
 
 
 async def test_a_step_that_cannot_be_captured_is_run_as_before(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,28 @@ def test_who_shares_a_prompt_that_was_computed_again_has_the_routes_of_its_own_c
     while again not in steps(core, 1):
         pass
     check(core.sequences.generation(again, FinishReason.LENGTH), prompt, plain)
+
+
+def test_the_next_turn_has_the_routes_of_the_whole_history() -> None:
+    """One branch goes on in the kept row, one in a copy; the last sampled token gets its routes only now."""
+    module = mixture()
+    plain = copy.deepcopy(module)
+    core = open_core(PolicyModel(module, path=PACKED), **NUMBERS, recompute=False, record_routes=True, kept_max_age=1)
+    assert isinstance(core, Core)
+    asked = replace(request(np.arange(9, dtype=np.int32), 4, 1), session="a")
+    slot = core.add(asked, ())
+    assert steps(core, 4) == [slot]
+    answer = core.sequences.generation(slot, FinishReason.LENGTH)
+    core.remove(slot, keep_prefix=False, keep_row=True)
+    assert core.sequences.routes is not None
+    core.sequences.routes[[other for other in range(4) if other != slot]] = 5  # of nobody
+    before, prompts = core.tokens_prefilled, {}
+    for tool in ([3, 4, 5], [6, 7]):
+        prompt = np.concatenate([asked.prompt_ids, answer.token_ids, tool]).astype(np.int32)
+        prompts[core.add(replace(asked, prompt_ids=prompt), ())] = prompt
+    assert set(steps(core, 4)) == set(prompts) and core.tokens_prefilled - before == 3 + 2
+    for other, prompt in prompts.items():
+        check(core.sequences.generation(other, FinishReason.LENGTH), prompt, plain)
 
 
 def test_routes_cross_from_a_worker_to_its_node() -> None:

@@ -94,6 +94,7 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
         f"run.dir={folder}", f"model.path={MODEL}:build", "model.dtype=float32", f"data.train={MODEL}:rows",
         f"reward={REWARDS}:share", f"data.max_prompt_tokens={CONTEXT - 40}", "rollout.max_tokens=40", "engine.max_sequences=6",
         "rollout.group_size=4", f"engine.kv_after_update={kv_after_update}", "seed=1",
+        "engine.kept_prefix_max_age=1",
     ]  # fmt: skip
     config = await asyncio.to_thread(load_config, [], overrides)
     directory = await asyncio.to_thread(RunDirectory, config)
@@ -234,6 +235,41 @@ def test_the_members_of_a_group_share_one_prefill(held: Held) -> None:
         await until(lambda: made.engine.statistics()["tokens"] == tokens)
         # The last token of the prompt begins the decoding.
         assert made.engine.statistics()["prefill_tokens"] - before["prefill_tokens"] == 16
+
+    held.run(test)
+
+
+def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its_own_with_it(held: Held) -> None:
+    def next_turns(asked: list[GenerationRequest], answers: list[Generation]) -> list[GenerationRequest]:
+        histories = zip(asked, answers, strict=True)
+        rows = [np.concatenate([each.prompt_ids, answer.token_ids, [3, 4, 5]]) for each, answer in histories]
+        return [replace(each, prompt_ids=row.astype(np.int32)) for each, row in zip(asked, rows, strict=True)]
+
+    async def test(made: Opened) -> None:
+        engine = made.engine
+        asked = [replace(request(9, 700 + n, max_tokens=6, ignore_eos=True), session=f"s{n}") for n in range(6)]
+        answers = await generate_all(engine, asked)
+        homes = dict(engine._router._sessions)
+        assert sorted(homes.values()) == [0] * 3 + [1] * 3
+        await until(lambda: engine.statistics()["kept_rows"] == 6)
+        await reported(made)
+        before = engine.statistics()["prefill_tokens"]
+        asked = next_turns(asked, answers)
+        answers = await generate_all(engine, asked)
+        assert_same(answers, await made.expected(asked))
+        await reported(made)
+        assert engine.statistics()["prefill_tokens"] - before == 6 * 3 and engine._router._sessions == homes
+        # Killed between two turns: three sessions compute their histories again.
+        lost = engine._peers[0].process.pid
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: 0 in engine._peers and engine._peers[0].process.pid != lost and engine._router.serves(0))
+        assert {home for home in engine._router._sessions.values()} == {1}
+        asked = next_turns(asked, answers)
+        assert_same(await generate_all(engine, asked), await made.expected(asked))
+        for each in asked:
+            engine.end_session(str(each.session))
+        await until(lambda: engine.statistics()["kept_rows"] == 0)
+        assert engine._router._sessions == {}
 
     held.run(test)
 

@@ -83,6 +83,73 @@ def test_what_a_lost_worker_had_goes_on_elsewhere_before_what_came_later(two: Ro
     assert two.router.waiting == 3 and two.router.remove_worker(0) == 0
 
 
+def session(name: str, prompt: int = 4, max_tokens: int = 8) -> GenerationRequest:
+    return replace(request(None, prompt, max_tokens), session=name)
+
+
+def sent_to(two: Routed, asked: GenerationRequest, pinned: bool = False) -> RoutedJob:
+    job = two.router.add(asked, two.loop.create_future(), pinned=pinned)
+    two.assign()
+    return job
+
+
+def test_a_session_stays_at_its_worker_while_the_load_is_even(two: Routed) -> None:
+    router = two.router
+    first = sent_to(two, session("a"))
+    router.remove(first)
+    beside = sent_to(two, request())
+    assert first.worker == beside.worker == 0
+    # Worker 1 has nothing, and the session's worker has as much as the request itself.
+    again = sent_to(two, session("a"))
+    assert again.worker == 0
+    router.remove(again)
+    others = [sent_to(two, request(max_tokens=96)) for _ in range(2)]
+    assert [job.worker for job in others] == [1, 0]
+    # Worker 0 has 112 tokens and worker 1 has 100. Then worker 1 has nothing, and the session moves and stays.
+    assert sent_to(two, session("a")).worker == 0
+    router.remove(others[0])
+    moved = sent_to(two, session("a"))
+    assert moved.worker == 1
+    router.remove(moved)
+    router.remove(others[1])
+    assert sent_to(two, session("a")).worker == 1
+
+
+def test_a_session_goes_elsewhere_if_its_worker_is_full_pinned_or_lost(two: Routed) -> None:
+    router = two.router
+    for name in ("a", "b"):
+        router.remove(sent_to(two, session(name)))
+    full = [sent_to(two, session("a", max_tokens=1)) for _ in range(4)]
+    assert {job.worker for job in full[:2]} == {0} and router.sent == 4
+    for job in full:
+        router.remove(job)
+    home = sent_to(two, session("b"))
+    other = 1 - home.worker  # type: ignore[operator]
+    router.remove(home)
+    assert router.pin([home.worker]) == home.worker  # type: ignore[list-item]
+    away = sent_to(two, session("b"))
+    assert away.worker == other
+    router.remove(away)
+    held_out = sent_to(two, session("c"), pinned=True)
+    assert held_out.worker == home.worker
+    router.remove(held_out)
+    router.unpin()
+    assert sent_to(two, session("c")).worker == home.worker
+    router.remove_worker(other)
+    assert sent_to(two, session("b")).worker == home.worker
+
+
+def test_nothing_is_left_of_a_session_that_has_ended(two: Routed) -> None:
+    running, waiting = sent_to(two, session("a")), two.router.add(session("a"), two.loop.create_future())
+    two.router.end_session("a")
+    assert running.request.session is waiting.request.session is None
+    two.assign()
+    assert two.router._sessions == {}
+    two.router.remove_worker(0)
+    two.assign()
+    assert two.router._sessions == {}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_in_any_order_of_events_every_request_is_at_one_place(seed: int) -> None:
     """Arrivals, answers, deaths and births at random: the sums hold after every one of them, and all end."""

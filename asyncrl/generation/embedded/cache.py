@@ -156,6 +156,15 @@ class KVCache:
         if length and source != target:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
+    def swap_rows(self, row: int, other: int, length: int, other_length: int) -> None:
+        """Let two rows change places. Each holds so many positions, or none."""
+        if not length:
+            row, other, length, other_length = other, row, other_length, length
+        saved = self.save(other, other_length) if other_length else None
+        self.copy_row(row, other, length)
+        if saved is not None:
+            self.restore(saved, row)
+
     def save(self, row: int, length: int) -> Tensor:
         """A copy [layers, 2, K, length, D] that outlives the row."""
         return self.data[:, :, row, :, :length].clone()

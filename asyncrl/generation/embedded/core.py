@@ -11,6 +11,11 @@ the closure's end. All its tokens get that version.
 
 Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys and values of the prompt are computed once per
 (key, version). The other sequences copy them from the row of a running sequence or from a saved copy.
+
+Sessions: the row of a finished request is kept until the next request of its session, which computes only the tokens behind the
+longest common beginning. If that request needs only a part of a kept row, or the row of a running request, it copies the part.
+Kept rows are dropped, oldest first, where running sequences need rows or positions. A prefix that is more than `kept_max_age`
+versions old is computed again. So is an older prefix without a sampled token, because no version of a token would tell its age.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -85,8 +91,16 @@ class Core:
     """The running batch. The owner task calls `needs_prefill`, `add` and `remove` between closures; the lane calls the rest."""
 
     def __init__(
-        self, policy: Policy, cache: KVCache, sequences: Sequences, *, prefill_tokens: int, recompute: bool
+        self,
+        policy: Policy,
+        cache: KVCache,
+        sequences: Sequences,
+        *,
+        prefill_tokens: int,
+        recompute: bool,
+        kept_max_age: int | None = None,
     ) -> None:
+        """`recompute`: see `kv_after_update`. `kept_max_age`: see the module docstring; None: no row is kept for its session."""
         self.policy = policy
         self.cache = cache
         self.sequences = sequences
@@ -94,6 +108,7 @@ class Core:
         self.graphs = DecodeGraphs.of(policy, cache, sequences.max_context)
         self.prefill_tokens = prefill_tokens
         self.recompute = recompute
+        self.kept_max_age = kept_max_age
         self.version = policy.version
         self.tokens_prefilled = 0
         self.tokens_copied = 0
@@ -113,12 +128,85 @@ class Core:
         return bool((columns.cached[slots] < columns.length[slots] - 1).any())
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
-        """Assign a slot and a row to the request. Returns the slot. The caller has checked that a slot is free."""
+        """Assign a slot and a row to the request. Returns the slot. The caller has checked that running sequences leave room."""
         self._run_ends = None
-        return self.sequences.add(request, stop_ids)
+        columns = self.sequences
+        limit = int(request.prompt_ids.size) + request.sampling.max_tokens
+        source, reused = self._find_prefix(request)
+        # A kept row is taken over if the request needs all of it, or if no room is left for a copy.
+        if source in columns.kept and (reused == columns.cached[source] or not self._has_room(1, limit)):
+            columns.resume(source, request, stop_ids, reused)
+            self._queue_moves()
+            self._make_room(0, limit)
+            return source
+        self._make_room(1, limit)
+        # Moves and copies may reach a row that the cache's shape does not have yet.
+        if columns.kept or reused:
+            self._pending_copies.append(self._fit(columns.occupied_slots.size + 1, max(columns.longest, limit)))
+        slot = columns.add(request, stop_ids)
+        self._queue_moves()
+        if reused:
+            columns.inherit(slot, source, reused)
+            rows = int(columns.row_of[source]), int(columns.row_of[slot])
+            self._pending_copies.append(partial(self.cache.copy_row, *rows, reused))
+        return slot
 
-    def remove(self, slot: int, *, keep_prefix: bool) -> None:
-        """Free the slot. `keep_prefix`: a waiting request has the same prompt, so its keys and values are saved."""
+    def end_session(self, session: str) -> None:
+        """Drop the rows that are kept for the session, and keep none of its running requests."""
+        columns = self.sequences
+        for slot in columns.occupied_slots.tolist():
+            if columns.session[slot] == session:
+                columns.session[slot] = None
+                if slot in columns.kept:
+                    self._drop(slot)
+
+    def _find_prefix(self, request: GenerationRequest) -> tuple[int, int]:
+        """The slot of the request's session whose cache has the longest usable beginning of the prompt, and the length of that
+        beginning. The length is 0 if there is none."""
+        columns, best = self.sequences, (0, False, -1)
+        if request.session is None or self.kept_max_age is None:
+            return -1, 0
+        for slot in columns.occupied_slots.tolist():
+            if columns.session[slot] != request.session:
+                continue
+            if slot in columns.kept and self.version - columns.oldest[slot] > self.kept_max_age:
+                self._drop(slot)
+                continue
+            most = min(int(columns.cached[slot]), int(request.prompt_ids.size) - 1)
+            differs = np.flatnonzero(columns.tokens[slot, :most] != request.prompt_ids[:most])
+            length = int(differs[0]) if differs.size else most
+            if length and self._is_usable(length, int(columns.oldest[slot]), int(columns.first_sampled[slot])):
+                best = max(best, (length, slot in columns.kept and length == columns.cached[slot], slot))
+        return best[2], best[0]
+
+    def _is_usable(self, length: int, oldest: int, first_sampled: int) -> bool:
+        """Whether a request may go on with a cached prefix of this length. See the module docstring."""
+        age = self.version - oldest
+        return age == 0 or (self.kept_max_age is not None and age <= self.kept_max_age and length > first_sampled)
+
+    def _has_room(self, rows: int, limit: int) -> bool:
+        """Whether `rows` more rows, with `limit` positions at least, have room beside all others."""
+        columns = self.sequences
+        rows += columns.occupied_slots.size
+        return rows <= columns.capacity and rows * max(columns.longest, limit) <= self.cache.total_positions
+
+    def _make_room(self, rows: int, limit: int) -> None:
+        """Drop kept rows, oldest first, until there is room."""
+        columns = self.sequences
+        while columns.kept and not self._has_room(rows, limit):
+            self._drop(next(iter(columns.kept)))
+
+    def _drop(self, slot: int) -> None:
+        self.sequences.remove(slot)
+        self._queue_moves()
+
+    def _queue_moves(self) -> None:
+        self._pending_copies += [partial(self.cache.swap_rows, *move) for move in self.sequences.moves]
+        self.sequences.moves.clear()
+
+    def remove(self, slot: int, *, keep_prefix: bool, keep_row: bool = False) -> None:
+        """Free the slot. `keep_prefix`: a waiting request has the same prompt, so its keys and values are saved. `keep_row`: keep
+        the row if the request has a session."""
         columns = self.sequences
         key, row = columns.prefix_key[slot], int(columns.row_of[slot])
         prefix = self._prefixes.get(key) if key is not None else None
@@ -132,9 +220,11 @@ class Core:
                     self._pending_copies.append(lambda: self._save_prefix(key, prefix, row))
                 else:
                     del self._prefixes[key]
-        move = columns.remove(slot)
-        if move is not None:
-            self._pending_copies.append(lambda: self.cache.copy_row(*move))
+        if keep_row and self.kept_max_age is not None and columns.session[slot] is not None and columns.cached[slot]:
+            columns.keep(slot)
+        else:
+            columns.remove(slot)
+        self._queue_moves()
         self._run_ends = None
 
     # -- on the lane --------------------------------------------------------------------------------------------------
@@ -145,7 +235,8 @@ class Core:
         for copy in self._pending_copies:
             copy()
         self._pending_copies.clear()
-        self._fit_cache()
+        if (rows := self.sequences.occupied_slots.size) > 0:
+            self._fit(rows, self.sequences.longest)()
         if version != self.version:
             self.version = version
             self._prefixes.clear()
@@ -156,23 +247,24 @@ class Core:
             stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt[slots]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
-            columns.cached[stale] = 0
+                reused = int(columns.reused[slot])
+                if not self._is_usable(reused, int(columns.oldest[slot]), int(columns.first_sampled[slot])):
+                    reused, columns.first_sampled[slot] = 0, columns.prompt[slot]
+                columns.cached[slot] = columns.reused[slot] = reused
         return version
 
-    def _fit_cache(self) -> None:
-        """Make the cache's rows long enough for the longest running sequence. Admission has checked that they fit the budget."""
+    def _fit(self, rows: int, longest: int) -> Callable[[], None]:
+        """Gives the cache `rows` rows of `longest` positions. `add` has checked that they fit the budget. Rows are those of now."""
         columns = self.sequences
-        slots = columns.running_slots
-        if slots.size:
-            usual_row_length = min(columns.max_context, self.cache.total_positions // columns.capacity)
-            self.cache.fit(slots.size, int(columns.limit[slots].max()), usual_row_length, columns.cached[slots])
+        usual_row_length = min(columns.max_context, self.cache.total_positions // columns.capacity)
+        return partial(self.cache.fit, rows, longest, usual_row_length, columns.cached[columns.occupied_slots])
 
     def prefill(self) -> int:
         """Compute keys and values of at most `prefill_tokens` tokens. Returns the number of computed tokens."""
         disable_training(self.policy)
         with torch.no_grad():
             self.sync()
-            self.cache.use(self.sequences.running_slots.size)
+            self.cache.use(self.sequences.occupied_slots.size)
             pieces = self._plan_pieces()
             if pieces:
                 self._extend(pieces)
@@ -190,7 +282,7 @@ class Core:
                 return Decoded(0)
             columns = self.sequences
             slots = columns.running_slots.copy()
-            self.cache.use(slots.size)
+            self.cache.use(columns.occupied_slots.size)
             position = columns.length[slots] - 1
             hidden, routes = self._hidden(slots, position)
             sampled = self._sample(hidden, slots)
@@ -205,7 +297,7 @@ class Core:
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:
-            captured = self.graphs.hidden(tokens, position)
+            captured = self.graphs.hidden(tokens, position, columns.cached[columns.occupied_slots[slots.size :]])
             if captured is not None:
                 return captured, None
         if self._run_ends is None:
@@ -257,6 +349,8 @@ class Core:
         if plan.routes is not None:
             self._store_prompt_routes(pieces, plan.routes)
         for piece in pieces:
+            if not piece.start:
+                columns.oldest[piece.slot] = self.version
             columns.cached[piece.slot] = piece.start + piece.length
             self._register_holder(piece.slot)
 
@@ -303,7 +397,7 @@ class Core:
                 columns.routes[slot, : prefix.length] = prefix.routes
         prefix.saved = prefix.routes = None  # not needed while a row holds the prompt
         prefix.holders.add(slot)
-        columns.cached[slot] = prefix.length
+        columns.cached[slot], columns.oldest[slot] = prefix.length, self.version
         self.tokens_copied += prefix.length
 
     def _save_prefix(self, key: PrefixKey, prefix: Prefix, row: int) -> None:

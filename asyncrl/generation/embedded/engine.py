@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncrl.concurrency.lane import Lane
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.generation.life import TRACK
-from asyncrl.generation.owner import Job, OwnedEngine
+from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.routing import require_routing
 from asyncrl.types import FinishReason, Generation, GenerationRequest
@@ -51,6 +51,7 @@ def open_core(
     prefill_tokens: int,
     recompute: bool,
     record_routes: bool = False,
+    kept_max_age: int | None = None,
 ) -> Core | PlainCore:
     """The running batch for the policy's `ModelPath`. The parameters are those of `EmbeddedEngine`. Errors: ConfigError if routes
     are to be recorded and the model has no experts."""
@@ -63,7 +64,7 @@ def open_core(
     # One row of all positions. `Core` changes the shape to fit the running sequences.
     shape = cache_shape(policy.config, 1, kv_positions)
     cache = KVCache(shape, policy.dtype, policy.device)
-    return Core(policy, cache, sequences, prefill_tokens=prefill_tokens, recompute=recompute)
+    return Core(policy, cache, sequences, prefill_tokens=prefill_tokens, recompute=recompute, kept_max_age=kept_max_age)
 
 
 class EmbeddedEngine(OwnedEngine):
@@ -72,7 +73,8 @@ class EmbeddedEngine(OwnedEngine):
     max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
     cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.
     prefill_tokens: most tokens of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
-    keys and values when the version changes. record_routes: generations contain the experts of each token.
+    keys and values when the version changes. kept_prefix_max_age: largest age, in versions, of the cached prefix with which the
+    next request of a session goes on; 0: no row is kept. record_routes: generations contain the experts of each token.
     eos: ids of all tokens that end a completion; None: those of the tokenizer and the model.
     """
 
@@ -88,6 +90,7 @@ class EmbeddedEngine(OwnedEngine):
         kv_positions: int | None = None,
         prefill_tokens: int = 2048,
         kv_after_update: Literal["keep", "recompute"] = "keep",
+        kept_prefix_max_age: int = 0,
         record_routes: bool = False,
         eos: tuple[int, ...] | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class EmbeddedEngine(OwnedEngine):
             raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
         self.policy = policy
         self.tokenizer = tokenizer
+        recompute = kv_after_update == "recompute"
         self._open_core = partial(
             open_core,
             policy,
@@ -105,8 +109,9 @@ class EmbeddedEngine(OwnedEngine):
             max_context=max_context,
             kv_positions=self.kv_positions,
             prefill_tokens=prefill_tokens,
-            recompute=kv_after_update == "recompute",
+            recompute=recompute,
             record_routes=record_routes,
+            kept_max_age=kept_age_limit(kept_prefix_max_age, recompute),
         )
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(policy.module, tokenizer) if eos is None else eos
@@ -118,10 +123,13 @@ class EmbeddedEngine(OwnedEngine):
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt."""
+        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. Now:
+        `kept_rows` for sessions whose next request may come."""
         core = self._core
-        prefilled, copied = (core.tokens_prefilled, core.tokens_copied) if core is not None else (0, 0)
-        return super().statistics() | {"prefill_tokens": float(prefilled), "copied_tokens": float(copied)}
+        if core is None:
+            return super().statistics() | dict.fromkeys(("prefill_tokens", "copied_tokens", "kept_rows"), 0.0)
+        counts = {"prefill_tokens": float(core.tokens_prefilled), "copied_tokens": float(core.tokens_copied)}
+        return super().statistics() | counts | {"kept_rows": float(len(core.sequences.kept))}
 
     # -- the batch ----------------------------------------------------------------------------------------------------
 
@@ -144,11 +152,14 @@ class EmbeddedEngine(OwnedEngine):
             self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         return slot
 
-    def _remove(self, job: Job) -> None:
+    def _end_session(self, session: str) -> None:
+        self.core.end_session(session)
+
+    def _remove(self, job: Job, finished: bool) -> None:
         key = prefix_key(job.request)
         needed_again = key is not None and any(prefix_key(other.request) == key for other in self._waiting)
         self._stop_strings.pop(job.slot, None)
-        self.core.remove(job.slot, keep_prefix=needed_again)
+        self.core.remove(job.slot, keep_prefix=needed_again, keep_row=finished)
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core
@@ -178,7 +189,10 @@ class EmbeddedEngine(OwnedEngine):
                 continue
             if string := search.hit(core.sequences.completion(slot)):
                 reasons[slot], strings[slot] = FinishReason.STOP, string
-        generation = core.sequences.generation
+        columns, generation = core.sequences, core.sequences.generation
+        for slot in reasons:
+            if reused := int(columns.reused[slot]):
+                self._count_reused(reused, int(columns.versions[slot, columns.prompt[slot]] - columns.oldest[slot]))
         return [(self._running[slot], generation(slot, reason, strings.get(slot))) for slot, reason in reasons.items()]
 
     async def _refresh(self) -> int:

@@ -8,7 +8,8 @@ input tensor and replay the graph. A graph stores addresses, not values:
 * The cache indices of the rows are among its inputs, so rows may move.
 * It keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
 
-A bucket may have more rows than are running. The surplus rows write to position 0 of free cache rows; their results are ignored.
+A bucket may have more rows than are running. The surplus rows write to a free position of their cache rows: position 0, or the one
+behind the tokens of a row that is kept for its session. Their results are ignored.
 """
 
 from __future__ import annotations
@@ -94,14 +95,15 @@ class DecodeGraphs:
             return None
         return cls(policy, cache, longest, CudaCapture(cache.device))
 
-    def hidden(self, tokens_n: Int64Array, position_n: Int64Array) -> Tensor | None:
-        """Tokens and positions [n] on the host -> hidden states [n, E], which the next call overwrites. None: a capture failed."""
+    def hidden(self, tokens_n: Int64Array, position_n: Int64Array, kept_k: Int64Array) -> Tensor | None:
+        """Tokens and positions [n] on the host -> hidden states [n, E], which the next call overwrites. None: a capture failed.
+        `kept_k`: tokens in the rows [n..n + k), which are kept."""
         if self.failed:
             return None
         count = tokens_n.size
         rows = min(bucket(count), self.cache.shape.rows)
         key = rows, self.policy.weights.bound.data_ptr()  # the address of the weights
-        host = self._inputs(tokens_n, position_n, rows)
+        host = self._inputs(tokens_n, np.concatenate([position_n, kept_k])[:rows], rows)
         graph = self._graphs.get(key)
         if graph is None:
             try:
@@ -120,8 +122,7 @@ class DecodeGraphs:
         return graph.out[:count]
 
     def _inputs(self, tokens_n: Int64Array, position_n: Int64Array, rows: int) -> Int64Array:
-        padding = np.zeros(rows - tokens_n.size, np.int64)
-        tokens, position = np.concatenate([tokens_n, padding]), np.concatenate([position_n, padding])
+        tokens, position = (np.pad(given, (0, rows - given.size)) for given in (tokens_n, position_n))
         return np.concatenate([tokens, position, DecodePlan.layout(self.cache, position)])
 
     def _make(self, host: Int64Array, rows: int) -> _Graph:

@@ -70,9 +70,13 @@ class PlainCore:
         self._without_cohort.append(slot)
         return slot
 
-    def remove(self, slot: int, *, keep_prefix: bool) -> None:
-        """Free the slot. `keep_prefix` is ignored, because prompts are not shared here."""
+    def end_session(self, session: str) -> None:
+        """Nothing is kept here for a session."""
+
+    def remove(self, slot: int, *, keep_prefix: bool, keep_row: bool = False) -> None:
+        """Free the slot. `keep_prefix` and `keep_row` are ignored, because requests share no cache here."""
         self.sequences.remove(slot)
+        self.sequences.moves.clear()
         if slot in self._without_cohort:
             self._without_cohort.remove(slot)
             return

@@ -1,10 +1,13 @@
 """Data of the running sequences in numpy arrays on the host, allocated once.
 
 A *slot* is the index of a sequence in these arrays; it does not change. A *row* is the index of its keys and values in the cache.
-When a sequence ends, the last row moves into the free row, so rows are always [0..n). While a closure runs on the lane, only that
-closure may use these arrays. Between closures the owner task uses them.
+When a sequence ends, the last row moves into the free row, so running rows are always [0..n). While a closure runs on the lane,
+only that closure may use these arrays. Between closures the owner task uses them.
 
-Shape legend: R slots, C longest context, n running sequences.
+A finished sequence whose session may go on is *kept*: its slot and row stay, as one of the kept rows [n..n + k) behind the running
+ones. The next request of the session takes slot and row over, or copies the beginning. Methods that move rows append to `moves`.
+
+Shape legend: R slots, C longest context, n running sequences, k kept sequences.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from .sampling import LogitChanges, RowParams, Sampled, keyed_uniform, seed_arra
 NO_TOKEN = -1
 
 PrefixKey: TypeAlias = tuple[str, bytes]
+# Two rows that change places, and the positions that each holds: (row, other, length, other length).
+Move: TypeAlias = tuple[int, int, int, int]
 
 
 def prefix_key(request: GenerationRequest) -> PrefixKey | None:
@@ -30,7 +35,7 @@ def prefix_key(request: GenerationRequest) -> PrefixKey | None:
 
 
 class Sequences:
-    """Arrays indexed by slot, and the map from rows to slots."""
+    """Arrays indexed by slot, and the map from rows to slots. See the module docstring."""
 
     def __init__(self, capacity: int, max_context: int, routes: RoutesShape | None = None) -> None:
         """`capacity`: number of slots. `max_context`: most tokens of a sequence. `routes`: shape of recorded routes, or None."""
@@ -49,7 +54,17 @@ class Sequences:
         self.prompt = np.zeros(capacity, dtype=np.int64)  # tokens of the prompt
         self.length = np.zeros(capacity, dtype=np.int64)  # tokens of prompt and completion so far
         self.cached = np.zeros(capacity, dtype=np.int64)  # tokens with keys and values in the cache
-        self.limit = np.zeros(capacity, dtype=np.int64)  # prompt + max_tokens
+        # prompt + max_tokens; of a kept sequence its tokens
+        self.limit = np.zeros(capacity, dtype=np.int64)
+        self.session: list[str | None] = [None] * capacity
+        # Cached tokens of the prompt that an earlier request of the session has left.
+        self.reused = np.zeros(capacity, dtype=np.int64)
+        # Version of the weights that computed the first cached token, which no other cached token is older than.
+        self.oldest = np.zeros(capacity, dtype=np.int32)
+        # Index of the first sampled token of the requests that made the row. Its version is `oldest`.
+        self.first_sampled = np.zeros(capacity, dtype=np.int64)
+        self.kept: dict[int, None] = {}  # slots of kept sequences, oldest first
+        self.moves: list[Move] = []
         self.seed = np.zeros(capacity, dtype=np.uint64)
         self.temperature = np.ones(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
@@ -70,19 +85,53 @@ class Sequences:
         return self._slot_of_row[: self.count]
 
     @property
-    def full(self) -> bool:
-        return not self._free
+    def occupied_slots(self) -> Int64Array:
+        """The slots of rows [0..n + k), in the order of the rows: int64 [n + k], a view."""
+        return self._slot_of_row[: self.count + len(self.kept)]
+
+    @property
+    def longest(self) -> int:
+        """Positions that a row needs, so that every row is long enough."""
+        return int(self.limit[self.occupied_slots].max(initial=0))
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
-        """Assign a free slot and the next row to the request. Returns the slot. The caller has checked that a slot is free."""
-        slot, row = self._free.pop(), self.count
+        """Assign a free slot and row n to the request. Returns the slot. The caller has checked that a slot is free."""
+        slot = self._free.pop()
+        self._swap(self.count, self.count + len(self.kept))
+        self._slot_of_row[self.count] = slot
+        self.row_of[slot] = self.count
+        self.count += 1
+        self._fill(slot, request, stop_ids, 0)
+        return slot
+
+    def resume(self, slot: int, request: GenerationRequest, stop_ids: tuple[int, ...], reused: int) -> None:
+        """Let the request go on in the slot of a kept sequence, with its first `reused` cached tokens."""
+        del self.kept[slot]
+        self._swap(int(self.row_of[slot]), self.count)
+        self.count += 1
+        self._fill(slot, request, stop_ids, reused)
+
+    def inherit(self, slot: int, source: int, reused: int) -> None:
+        """The row of the new `slot` gets a copy of the first `reused` cached tokens of `source`."""
+        self.cached[slot] = self.reused[slot] = reused
+        self.oldest[slot] = self.oldest[source]
+        self.prefix_key[slot] = None
+        if self.first_sampled[source] < reused:
+            self.first_sampled[slot] = self.first_sampled[source]
+        if self.routes is not None:
+            self.routes[slot, :reused] = self.routes[source, :reused]
+
+    def _fill(self, slot: int, request: GenerationRequest, stop_ids: tuple[int, ...], reused: int) -> None:
         sampling, size = request.sampling, int(request.prompt_ids.size)
         self.tokens[slot, :size] = request.prompt_ids
         self.prompt[slot] = self.length[slot] = size
-        self.cached[slot] = 0
+        self.cached[slot] = self.reused[slot] = reused
         self.limit[slot] = size + sampling.max_tokens
+        self.session[slot] = request.session
+        if self.first_sampled[slot] >= reused:
+            self.first_sampled[slot] = size
         if self.routes is not None:
-            self.routes[slot, : self.limit[slot]] = MISSING
+            self.routes[slot, reused : self.limit[slot]] = MISSING
         self.seed[slot] = seed_array(request.seed)[0]
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
@@ -96,27 +145,48 @@ class Sequences:
             self.stops = wider
         self.stops[slot] = NO_TOKEN
         self.stops[slot, : len(stop_ids)] = stop_ids
-        self.prefix_key[slot] = prefix_key(request)
-        self._slot_of_row[row] = slot
-        self.row_of[slot] = row
-        self.count += 1
-        return slot
+        # Rows with reused tokens are no source of shared prompts, which have the keys and values of one version.
+        self.prefix_key[slot] = None if reused else prefix_key(request)
 
-    def remove(self, slot: int) -> tuple[int, int, int] | None:
-        """Free a slot. Returns the copy that the cache must make, (source row, target row, positions), or None."""
+    def remove(self, slot: int) -> None:
+        """Free the slot of a running or a kept sequence."""
         row, last = int(self.row_of[slot]), self.count - 1
-        self.row_of[slot] = -1
+        kept = slot in self.kept
+        self._clear(slot)
+        self.session[slot] = None
+        self._free.append(slot)
+        self.row_of[slot] = self._slot_of_row[row] = -1
+        if kept:
+            del self.kept[slot]
+        else:
+            self._swap(row, last)
+            self.count, row = last, last
+        self._swap(row, self.count + len(self.kept))
+
+    def keep(self, slot: int) -> None:
+        """Turn a running sequence into a kept one."""
+        self._clear(slot)
+        self._swap(int(self.row_of[slot]), self.count - 1)
+        self.count -= 1
+        self.kept[slot] = None
+        self.limit[slot] = self.length[slot]
+
+    def _clear(self, slot: int) -> None:
         self.prefix_key[slot] = None
         self._first_prompt_routes.pop(slot, None)
         self._logit_changes.pop(slot, None)
-        self._free.append(slot)
-        self.count = last
-        if row == last:
-            return None
-        moved = int(self._slot_of_row[last])
-        self._slot_of_row[row] = moved
-        self.row_of[moved] = row
-        return last, row, int(self.cached[moved])
+
+    def _swap(self, row: int, other: int) -> None:
+        """Let two rows change places. A row may be empty."""
+        slots = [int(self._slot_of_row[each]) for each in (row, other)]
+        if row == other or max(slots) < 0:
+            return
+        self._slot_of_row[[other, row]] = slots
+        for slot, target in zip(slots, (other, row), strict=True):
+            if slot >= 0:
+                self.row_of[slot] = target
+        length, other_length = (int(self.cached[slot]) if slot >= 0 else 0 for slot in slots)
+        self.moves.append((row, other, length, other_length))
 
     def parameters(self, slots: Int64Array) -> RowParams:
         """Sampling parameters for the next token of each slot. Row i of the result belongs to `slots[i]`."""

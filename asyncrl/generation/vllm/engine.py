@@ -8,7 +8,8 @@ Guarantees, the same as those of the embedded engine
 * `logprobs` are over the full vocabulary at the sampling temperature. `sampled_logprobs` are after all filters.
 * Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
 * After a change of weights, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes the
-  other sequences again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt.
+  other sequences again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt, except
+  within a session: its next request may go on with the cached tokens of an earlier one, see `_Line`.
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 * If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
   its first token used, even if another request computed them.
@@ -31,7 +32,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
 from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.generation.life import TRACK
-from asyncrl.generation.owner import Job, OwnedEngine
+from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import DECODED, bound_of, fixed_row
 from asyncrl.models.routing import RoutesShape
@@ -62,6 +63,16 @@ class CoreSpec:
     has_experts: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A finished request whose prompt was computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
+    under the salt of that version. A later request of the session whose prompt begins with `tokens` uses that salt. `tokens`: the
+    prompt and the first sampled token, whose version tells the age of the cached prompt."""
+
+    version: int
+    tokens: Int64Array
+
+
 class RunningRequest:
     """One running request with its sampled tokens. Only the lane changes it."""
 
@@ -76,6 +87,10 @@ class RunningRequest:
         self.request = request
         self.stop_ids = stop_ids
         self.seed = seed_array(request.seed)[0]
+        self.session = request.session
+        # Version of the weights that computed the oldest cached tokens. None: the prompt is computed with the current weights.
+        self.base: int | None = None
+        self.reused = 0  # tokens of the prompt that were cached
         self.count = 0  # sampled tokens
         self._stop_strings = stop_strings
         self._prompt = int(request.prompt_ids.size)
@@ -86,6 +101,11 @@ class RunningRequest:
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
         self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)  # of the model; as sampled
         self._versions = np.zeros(sampling.max_tokens, np.int32)
+
+    @property
+    def first_version(self) -> int:
+        """Version of the weights that sampled the first token."""
+        return int(self._versions[0])
 
     @property
     def tokens(self) -> Int64Array:
@@ -163,6 +183,7 @@ class VllmEngine(OwnedEngine):
         max_context: int,
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
+        kept_prefix_max_age: int = 0,
     ) -> None:
         """`open_core`: creates the core. It is called on the lane, with the function that samples the tokens."""
         super().__init__(
@@ -174,9 +195,12 @@ class VllmEngine(OwnedEngine):
         self.tokenizer = tokenizer
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
+        self._kept_max_age = kept_age_limit(kept_prefix_max_age, self._recompute)
         self._numbers = itertools.count()
         # (slot, its new request; None: it has ended or was aborted). The owner task appends; the lane's next step applies them.
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
+        # Sessions that have ended since the lane's last step.
+        self._forgotten: deque[str] = deque()
         # Only the lane uses the following.
         self._core: Any = None
         self._sampler = Sampler()
@@ -184,9 +208,11 @@ class VllmEngine(OwnedEngine):
         self._slot_of_name: dict[str, int] = {}  # names of requests in the core
         self._sampled_logprobs: dict[str, tuple[float, float]] = {}  # (model, as sampled) of the newest token, by name
         self._replay: Replay | None = None
+        self._lines: dict[str, list[_Line]] = {}  # by session
         self._prefilled = self._copied = 0  # tokens so far
         # Results of steps that `_step` has not reported yet.
         self._ended: list[tuple[int, Generation]] = []
+        self._reused: list[tuple[int, int]] = []  # (tokens, age), see `_count_reused`
         self._new_prefilled = 0
         self._batches: list[int] = []  # sampled tokens of each step
 
@@ -252,13 +278,18 @@ class VllmEngine(OwnedEngine):
         self._changes.append((slot, running))
         return slot
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: Job, finished: bool) -> None:
         self._changes.append((job.slot, None))
+
+    def _end_session(self, session: str) -> None:
+        self._forgotten.append(session)
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         with self.recorder.span("decode", track=TRACK, sequences=len(self._running)):
-            batches, prefilled, ended = await self.lane.run(self._step, name="engine/decode")
+            batches, prefilled, ended, reused = await self.lane.run(self._step, name="engine/decode")
         self.recorder.count("engine/prefill_tokens", prefilled)
+        for tokens, age in reused:
+            self._count_reused(tokens, age)
         for rows in batches:
             self._tokens += rows
             self._decode_steps += 1
@@ -272,28 +303,35 @@ class VllmEngine(OwnedEngine):
 
     # -- on the lane
 
-    def _step(self) -> tuple[list[int], int, list[tuple[int, Generation]]]:
-        """(sampled tokens of each step, prefilled tokens, ended requests) since the last call, including steps of `replay`."""
+    def _step(self) -> tuple[list[int], int, list[tuple[int, Generation]], list[tuple[int, int]]]:
+        """(sampled tokens of each step, prefilled tokens, ended requests, reused tokens and ages) since the last call, including
+        steps of `replay`."""
         self._apply_changes()
         # Requests that ended in a step of `replay` are reported without another step.
         if not self._ended:
             self._compute()
-        batches, prefilled, ended = self._batches, self._new_prefilled, self._ended
-        self._batches, self._new_prefilled, self._ended = [], 0, []
-        return batches, prefilled, ended
+        news = self._batches, self._new_prefilled, self._ended, self._reused
+        self._batches, self._new_prefilled, self._ended, self._reused = [], 0, [], []
+        return news
 
     def _apply_changes(self) -> None:
-        """Add the new requests to the core, and remove those that have ended or were aborted."""
+        """Add the new requests to the core, and remove those that have ended or were aborted. Forget ended sessions."""
         while self._changes:
-            slot, running = self._changes.popleft()
-            if running is not None:
-                self._slots[slot] = running
+            slot, added = self._changes.popleft()
+            if added is not None:
+                self._slots[slot] = added
                 self._add_to_core(slot)
                 continue
             del self._slots[slot]
             for name in [name for name, other in self._slot_of_name.items() if other == slot]:
                 del self._slot_of_name[name]
                 self._core.abort([name])
+        while self._forgotten:
+            session = self._forgotten.popleft()
+            self._lines.pop(session, None)
+            for running in self._slots.values():
+                if running.session == session:
+                    running.session = None
 
     def _add_to_core(self, slot: int) -> None:
         # A new name: the core keeps the name of an aborted request until its next step.
@@ -301,7 +339,31 @@ class VllmEngine(OwnedEngine):
         self._slot_of_name[name] = slot
         request = running.request
         limit = request.sampling.max_tokens
-        self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=str(self.version))
+        salt, running.base = self._choose_salt(running, name)
+        running.reused = 0
+        self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=salt)
+
+    def _choose_salt(self, running: RunningRequest, name: str) -> tuple[str, int | None]:
+        """The salt of the blocks that the request may share, and `RunningRequest.base`."""
+        prompt = running.request.prompt_ids
+        lines = [] if running.session is None else self._lines.get(running.session, [])
+        versions = [line.version for line in lines if np.array_equal(prompt[: line.tokens.size], line.tokens)]
+        # If nothing is kept, a request that continues another one must not find its blocks by accident.
+        if versions and self._kept_max_age is None:
+            return name, None
+        base = max(versions, default=None)
+        if base is None or self._kept_max_age is None or self.version - base > self._kept_max_age:
+            return str(self.version), None
+        return str(base), base
+
+    def _keep_line(self, running: RunningRequest) -> None:
+        """Let later requests of the session go on with the cached tokens of this finished request."""
+        if running.base is not None and running.reused:
+            self._reused.append((running.reused, running.first_version - running.base))
+        # A request with a base continues a line that has the same salt.
+        if running.session is not None and running.base is None:
+            lines = self._lines.setdefault(running.session, [])
+            lines.append(_Line(running.first_version, running.tokens[: running.request.prompt_ids.size + 1]))
 
     def _compute(self) -> None:
         """Run one step of the core and store its outputs."""
@@ -316,6 +378,7 @@ class VllmEngine(OwnedEngine):
             self._prefilled += output.computed
             self._new_prefilled += output.computed
             self._copied += output.cached
+            running.reused = max(running.reused, output.cached)
             if output.token is None:
                 continue
             rows += 1
@@ -324,6 +387,7 @@ class VllmEngine(OwnedEngine):
             if not stop_string and not output.ended:
                 continue
             reason = FinishReason.STOP if stop_string or output.stopped else FinishReason.LENGTH
+            self._keep_line(running)
             self._ended.append((slot, running.generation(reason, None if output.stopped else stop_string)))
             if not output.ended:
                 self._core.abort([output.name])

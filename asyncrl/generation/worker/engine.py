@@ -7,7 +7,7 @@
 Guarantees
 * A request is answered once. The engine takes every answer that a worker sent before it died. The worker's other requests go to
   another worker or to the worker's successor, with the same seeds. A successor starts with the current weights, but the
-  successor of a pinned worker starts with the pinned weights.
+  successor of a pinned worker starts with the pinned weights. What the dead worker kept for sessions is computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
   While it starts, both limits are `stage_timeout_s`, and it is also killed after `loop_timeout_s` of no message and no CPU time.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
@@ -119,6 +119,12 @@ class WorkerEngine(EngineLife):
         except asyncio.CancelledError:
             self._abort(job)
             raise
+
+    def end_session(self, session: str) -> None:
+        """See `ports.Engine`. Every worker gets the message, because a session may have moved from one to another."""
+        self._router.end_session(session)
+        for peer in self._peers.values():
+            peer.end_session(session)
 
     def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Set the weights that workers start with; the board has them already. Call this before opening the engine."""

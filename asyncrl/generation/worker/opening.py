@@ -37,6 +37,7 @@ async def open_serving(
     is called with a text at each stage. Errors: ConfigError; TransportError if the board has another layout."""
     options = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
     options["kv_after_update"] = config.engine.kv_after_update or "keep"
+    options["kept_prefix_max_age"] = config.engine.kept_prefix_max_age or 0
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, device, lane, recorder, report_stage, options)
     report_stage("building the model")

@@ -53,24 +53,34 @@ class Peer:
         # Why the worker was killed.
         self._reason: str | None = None
         self._outbox: list[tuple[int, GenerationRequest | None]] = []
+        self._ended_sessions: list[str] = []
         environment, output = os.environ | setup.environment, open_output(setup.log)
         self.process = ChildProcess(f"worker {number}", PROGRAM, fds=setup.fds, environment=environment, output=output)
         self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
         """Send a request, or None to cancel it. Requests of one iteration of the event loop go out in one message, in order."""
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_soon()
         self._outbox.append((number, request))
+
+    def end_session(self, session: str) -> None:
+        """Send the end of a session. It goes out with the requests of this iteration, behind them."""
+        self._flush_soon()
+        self._ended_sessions.append(session)
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Send the worker its next weights. The worker binds them between two closures, reports that, and compares `outputs`."""
         self.sent_version = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
+    def _flush_soon(self) -> None:
+        if not self._outbox and not self._ended_sessions:
+            asyncio.get_running_loop().call_soon(self._flush)
+
     def _flush(self) -> None:
-        message, data = requests_message(self._outbox)
+        message, data = requests_message(self._outbox, self._ended_sessions)
         self._outbox.clear()
+        self._ended_sessions.clear()
         self.process.channel.send(message, data)
 
     async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:

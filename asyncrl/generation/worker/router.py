@@ -1,9 +1,10 @@
 """Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
 Requests with the same `prefix_key` go to one worker, their *home*, as long as the home has one of them. So their prompt is
-prefilled once. Other requests go to the worker with the fewest reserved tokens (prompt + max_tokens). A worker gets at most
-`capacity` requests: those that it can run and a small reserve, so that it never waits for the rank. The others wait in the router
-by priority, then in the order of arrival.
+prefilled once. A request of a session goes to the worker of the session's last request, which may have kept its keys and values,
+unless that worker is full or has too large a share of the reserved tokens (prompt + max_tokens). Other requests go to the worker
+with the fewest reserved tokens. A worker gets at most `capacity` requests: those that it can run and a small reserve, so that it
+never waits for the rank. The others wait in the router by priority, then in the order of arrival.
 
 In `preset: sync` the group of a request decides its worker, and the request is sent at once, whatever the worker has. So the
 requests that a worker runs together do not depend on timing.
@@ -17,9 +18,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.types import Generation, GenerationRequest
+
+# A session stays at its worker while the worker has at most so many times the reserved tokens that the least loaded worker would
+# have with the request.
+_MOST_LOAD = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +62,7 @@ class Router:
         self._loads: dict[int, _Load] = {}  # by worker, only workers in service
         # Prefix key -> (its home, number of unanswered sent requests). The number includes requests at an earlier home, now pinned.
         self._homes: dict[str, tuple[int, int]] = {}
+        self._sessions: dict[str, int] = {}  # session -> the worker of its last request
         self.pinned: int | None = None  # the pinned worker, even if it is out of service
 
     @property
@@ -115,6 +121,7 @@ class Router:
     def remove_worker(self, worker: int) -> int:
         """The worker is out of service. Its requests wait again, in their first order. Returns their number."""
         load = self._loads.pop(worker, None)
+        self._sessions = {session: home for session, home in self._sessions.items() if home != worker}
         if load is None or not load.jobs:
             return 0
         for job in load.jobs.values():
@@ -137,11 +144,20 @@ class Router:
             load.jobs[job.number] = job
             load.reserved += job.reserved
             job.worker = worker
-            key = job.request.prefix_key
+            key, session = job.request.prefix_key, job.request.session
             if key is not None:
                 _, count = self._homes.get(key, (worker, 0))
                 self._homes[key] = worker, count + 1
+            if session is not None:
+                self._sessions[session] = worker
             yield job
+
+    def end_session(self, session: str) -> None:
+        """Forget the worker of the session, for its unanswered requests, too."""
+        self._sessions.pop(session, None)
+        for job in self._all_jobs():
+            if job.request.session == session:
+                job.request = replace(job.request, session=None)
 
     def find(self, number: int) -> RoutedJob | None:
         """The request of this number if it was sent to a worker, else None."""
@@ -165,6 +181,7 @@ class Router:
         self._waiting.clear()
         self._loads.clear()
         self._homes.clear()
+        self._sessions.clear()
         return jobs
 
     def _all_jobs(self) -> list[RoutedJob]:
@@ -189,7 +206,11 @@ class Router:
         if home is not None and home in loads and home != self.pinned:
             return home if self._has_room(loads[home]) else None
         free = [worker for worker, load in loads.items() if worker != self.pinned and self._has_room(load)]
-        return min(free, key=lambda worker: (loads[worker].reserved, worker), default=None)
+        least = min(free, key=lambda worker: (loads[worker].reserved, worker), default=None)
+        home = None if job.request.session is None else self._sessions.get(job.request.session)
+        if least is None or home not in free:
+            return least
+        return home if loads[home].reserved <= _MOST_LOAD * (loads[least].reserved + job.reserved) else least
 
     def _has_room(self, load: _Load) -> bool:
         return len(load.jobs) < self.capacity

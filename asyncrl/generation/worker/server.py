@@ -78,6 +78,8 @@ class Server:
                     # A request without a scope has ended, and its answer was sent.
                     elif number in self._scopes:
                         self._scopes[number].cancel()
+                for session in message["ended"]:
+                    self._engine.end_session(session)
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         try:

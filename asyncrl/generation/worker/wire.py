@@ -1,6 +1,7 @@
 """Requests and finished sequences as messages of the channel between rank and worker.
 
-rank -> worker    {"requests": [[number, fields], ...]} + prompts int32    `fields` None: that request is cancelled
+rank -> worker    {"requests": [[number, fields], ...], "ended": [session, ...]} + prompts int32
+                                                    `fields` None: that request is cancelled
 worker -> rank    {"sequence": number, ...} + [4, C] of 4 bytes: token ids, both log-probs, versions; then the recorded routes
 """
 
@@ -18,6 +19,8 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingP
 
 # Sampling uses the low 64 bits of a seed, and JSON holds no larger integers.
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
+# Fields of a request that are sent as they are; a seed is sent by `_SEED_MASK`.
+_PLAIN_FIELDS = ("seed", "prefix_key", "priority", "session")
 Message = tuple[dict[str, Any], bytes]
 
 
@@ -29,11 +32,16 @@ def check_sendable(request: GenerationRequest) -> None:
         raise GenerationError(f"this request cannot be served: {error}") from error
 
 
-def requests_message(requests: Sequence[tuple[int, GenerationRequest | None]]) -> Message:
-    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together."""
+def requests_message(
+    requests: Sequence[tuple[int, GenerationRequest | None]], ended_sessions: Sequence[str] = ()
+) -> Message:
+    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together. The sessions end
+    behind them."""
     fields = [[number, None if request is None else _request_fields(request)] for number, request in requests]
     prompts = [request.prompt_ids for _, request in requests if request is not None]
-    return {"requests": fields}, b"".join(np.ascontiguousarray(ids, np.int32).tobytes() for ids in prompts)
+    return {"requests": fields, "ended": list(ended_sessions)}, b"".join(
+        np.ascontiguousarray(ids, np.int32).tobytes() for ids in prompts
+    )
 
 
 def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationRequest | None]]:
@@ -51,8 +59,8 @@ def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationReque
         sampling["logit_bias"] = dict(sampling["logit_bias"])
         prompt = prompts[start : start + size].copy()
         start += size
-        options = fields["seed"], fields["prefix_key"], fields["priority"]
-        requests.append((number, GenerationRequest(prompt, SamplingParams(**sampling), *options)))
+        options = {name: fields[name] for name in _PLAIN_FIELDS}
+        requests.append((number, GenerationRequest(prompt, SamplingParams(**sampling), **options)))
     return requests
 
 
@@ -88,9 +96,8 @@ def read_sequence(message: Mapping[str, Any]) -> Generation:
 
 def _request_fields(request: GenerationRequest) -> dict[str, Any]:
     return {
+        **{name: getattr(request, name) for name in _PLAIN_FIELDS},
         "tokens": int(request.prompt_ids.size),
         "seed": int(request.seed) & _SEED_MASK,
-        "prefix_key": request.prefix_key,
-        "priority": request.priority,
         "sampling": {**asdict(request.sampling), "logit_bias": list(request.sampling.logit_bias.items())},
     }
