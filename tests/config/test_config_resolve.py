@@ -55,6 +55,23 @@ def test_a_cache_has_room_for_one_sequence() -> None:
     assert "engine.kv_positions is 119; expected at least 120" in refused(*lengths, "engine.kv_positions=119")
 
 
+def test_a_prefix_that_is_kept_between_turns_is_no_older_than_a_trained_token() -> None:
+    def age(*overrides: str) -> int | None:
+        resolved = resolve(config(*overrides))
+        assert resolve(resolved) == resolved
+        return resolved.engine.kept_prefix_max_age
+
+    assert age("preset=sync") == 0 and age("preset=one_off") == 1 and age() == staleness_bound(config()) == 2
+    assert age("rollout.max_staleness=3", "algorithm.updates_per_batch=2") == 2 * 3 + 1
+    assert age("rollout.max_staleness=0") == age("engine.kv_after_update=recompute") == 1
+    assert age("engine.kept_prefix_max_age=0") == 0 and age("engine.kept_prefix_max_age=9") == 9
+    assert age("engine.kept_prefix_max_age=0", "preset=sync") == 0
+    text = refused("engine.kept_prefix_max_age=1", "preset=sync")
+    assert "engine.kept_prefix_max_age is 1 but preset is sync" in text and "how long tools take" in text
+    text = refused("engine.kept_prefix_max_age=2", "engine.kv_after_update=recompute")
+    assert "engine.kept_prefix_max_age is 2 but engine.kv_after_update is recompute" in text
+
+
 def test_the_context_of_an_agent_is_the_longest_row() -> None:
     agent = ("data.max_prompt_tokens=100", "rollout.max_tokens=20", "rollout.environment=agent.py:episode")
     resolved = resolve(config(*agent, "rollout.max_context=40000", "rollout.max_turns=9"))

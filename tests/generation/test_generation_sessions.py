@@ -345,9 +345,9 @@ async def test_a_turn_may_be_cancelled_at_every_closure(when: int) -> None:
 
 @pytest.mark.usefixtures("layout")
 async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> None:
-    """One to four turns, forks, tools that take a while, cancelled requests, and fewer rows than sessions."""
+    """One to four turns, forks, tools that take a while, cancelled requests, and too few positions for all that run and wait."""
     policy, plain = policy_and_plain("qwen3")
-    draw = random.Random(0)
+    draw, places = random.Random(0), asyncio.Semaphore(9)
     done: list[tuple[GenerationRequest, Generation]] = []
     async with opened(policy, max_sequences=12, kv_positions=500, prefill_tokens=64, **KEPT) as run:
 
@@ -366,6 +366,7 @@ async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> N
 
         async def episode(number: int) -> None:
             session = f"episode {number}"
+            await places.acquire()
             try:
                 asked = first_turn(draw.randint(2, 12), number, session, max_tokens=draw.randint(1, 7))
                 for _ in range(draw.randint(1, 4)):
@@ -380,6 +381,7 @@ async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> N
                     asked = next_turn(asked, answer, draw.randrange(1 << 20), draw.randint(1, 6))
             finally:
                 run.engine.end_session(session)
+                places.release()
 
         await asyncio.gather(*map(episode, range(200)))
         assert await kept_rows(run) == 0
@@ -388,6 +390,6 @@ async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> N
         assert columns.count == 0 and sorted(columns._free) == list(range(12)) and not columns.moves
         assert not any(columns.session) and (columns._slot_of_row == -1).all()
         found = run.recorder.drain()
-    assert found["engine/kept_prefix_hits"] > 20 and len(done) > 250
+    assert found["engine/kept_prefix_hits"] > 50 and len(done) > 250
     asked, answers = zip(*done, strict=True)
     assert_plain(plain, asked, answers)

@@ -13,6 +13,7 @@ from .command import run
 BENCHES = (
     "step",
     "generate",
+    "turns",
     "train",
     "head",
     "overlap",
@@ -27,6 +28,7 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
 
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
+  turns       episodes of several turns: keys and values kept between turns against computed again
   train       training alone: share of the GEMM rate, and where the time of a step goes
   head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
   overlap     generation and training on one core each: step time against either side alone, hand-over of weights, timeline

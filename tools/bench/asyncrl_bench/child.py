@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[type[jobs.Job], str, str]] = {
     "weights": (jobs.StepJob, "child_weights", "run_weights"),
     "train": (jobs.TrainJob, "child_train", "run_training"),
     "generate": (jobs.GenerateJob, "child_generate", "run_generation"),
+    "turns": (jobs.TurnsJob, "child_generate", "run_turns"),
     "sweep": (jobs.SweepJob, "child_generate", "run_sweep"),
     "head": (jobs.HeadJob, "child_head", "run_head"),
     "handover": (jobs.HandoverJob, "child_handover", "run_handover"),

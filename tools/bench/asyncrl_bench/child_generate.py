@@ -1,4 +1,4 @@
-"""`child.py generate` and `child.py sweep`: the real embedded engine, and decode steps of its core at chosen sizes."""
+"""`child.py generate`, `turns` and `sweep`: the real embedded engine, and decode steps of its core at chosen sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest, Int32Array, SamplingParams
 
-from .job import GenerateJob, SweepJob, new_loop
+from .job import GenerateJob, SweepJob, TurnsJob, new_loop
 from .machine import versions
 from .peers.side import peak_bytes
 
@@ -40,11 +40,16 @@ def load(model: str, dtype: str) -> PolicyModel:
 
 
 async def generate(job: GenerateJob, rows: list[Int32Array]) -> dict[str, Any]:
-    """All requests at once, as a step of a run hands them over; the clock stops when the last one is answered.
+    """All requests at once, as a step of a run hands them over; the clock stops when the last one is answered. Episodes of a
+    `TurnsJob` begin at once.
 
     `rows`: prompts of the groups, and as many for the warm-up.
     """
-    groups = len(rows) // 2
+    groups, play, context = len(rows) // 2, _batch, job.prompt_tokens + job.max_tokens
+    options: dict[str, Any] = {}
+    if isinstance(job, TurnsJob):
+        play, context = _episodes, job.prompt_tokens + job.turns * (job.max_tokens + job.tool_tokens)
+        options = {"kept_prefix_max_age": job.kept_prefix_max_age}
     recorder = Recorder()
     async with ThreadLane("cpu", recorder, lambda: torch.set_num_threads(job.threads)) as lane:
         policy = await lane.run(lambda: load(job.model, job.dtype), name="bench/load")
@@ -54,13 +59,14 @@ async def generate(job: GenerateJob, rows: list[Int32Array]) -> dict[str, Any]:
             lane,
             recorder,
             max_sequences=job.sequences,
-            max_context=job.prompt_tokens + job.max_tokens,
+            max_context=context,
             prefill_tokens=EngineConfig().prefill_tokens,
+            **options,
         ) as engine:
-            await _batch(engine, job, rows[groups:], job.warmup_tokens)
+            await play(engine, job, rows[groups:], job.warmup_tokens)
             before = engine.statistics()
             started = time.perf_counter()
-            tokens = await _batch(engine, job, rows[:groups], job.max_tokens)
+            tokens = await play(engine, job, rows[:groups], job.max_tokens)
             seconds = time.perf_counter() - started
             after = engine.statistics()
     return {
@@ -86,6 +92,33 @@ async def _batch(engine: EmbeddedEngine, job: GenerateJob, prompts: list[Int32Ar
         for number in range(job.sequences):
             tasks.start_soon(one, number)
     return sum(sizes)
+
+
+async def _episodes(engine: EmbeddedEngine, job: GenerateJob, prompts: list[Int32Array], tokens: int) -> int:
+    """Tools answer at once."""
+    assert isinstance(job, TurnsJob)
+    sizes: list[int] = []
+
+    async def one(number: int, turns: int) -> None:
+        group, session = number // job.group_size, f"{tokens}/{number}"
+        ids, tool = prompts[group], prompts[group][: job.tool_tokens]
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        for turn in range(turns):
+            key = None if turn else f"{tokens}/{group}"
+            request = GenerationRequest(ids, sampling, seed=turns * number + turn, prefix_key=key, session=session)
+            answer = await engine.generate(request)
+            sizes.append(answer.token_ids.size)
+            ids = np.concatenate([ids, answer.token_ids, tool]).astype(np.int32)
+        engine.end_session(session)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(job.sequences):
+            tasks.start_soon(one, number, job.turns)
+    return sum(sizes)
+
+
+def run_turns(job: TurnsJob) -> dict[str, Any]:
+    return run_generation(job)
 
 
 def run_generation(job: GenerateJob) -> dict[str, Any]:

@@ -153,6 +153,15 @@ class GenerateJob(Job):
 
 
 @dataclass(frozen=True, slots=True)
+class TurnsJob(GenerateJob):
+    """Episodes of `turns` requests. `sequences`: episodes. `max_tokens`: of each reply. `kept_prefix_max_age`: of the engine."""
+
+    turns: int = 4
+    tool_tokens: int = 32  # behind each reply
+    kept_prefix_max_age: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class SweepJob(Job):
     """Decode steps at every number of sequences and every context."""
 
