@@ -16,6 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,8 @@ class PromptEncoder:
         self._printed_content: tuple[bool, bool] | None = None
         self._openings: set[str] | None = None  # of `_find_openings`
         self._leading_ids: list[int] | None = None  # the tokenizer adds these before a text
+        # A conversation is rendered at each turn.
+        self._cached_hide = lru_cache(maxsize=1024)(self._hide)
         self._hidden: dict[str, int] = {}  # text of a control token -> its number in rendered texts
 
     @property
@@ -289,21 +292,26 @@ class PromptEncoder:
         """The text of a conversation up to the first sampled token, for `tokenize`. Control tokens in messages and arguments are
         numbers in this text. Errors: `DataError` if the template refuses the conversation."""
 
-        def hide(value: Any, control: re.Pattern[str]) -> Any:
+        def hide(value: Any, user: bool) -> Any:
             if isinstance(value, str):
-                return control.sub(hide_match, value)
+                return self._cached_hide(value, user)
             if isinstance(value, Mapping):
-                return {hide(key, control): hide(item, control) for key, item in value.items()}
-            return [hide(item, control) for item in value] if isinstance(value, (list, tuple)) else value
-
-        def hide_match(match: re.Match[str]) -> str:
-            return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
+                return {hide(key, user): hide(item, user) for key, item in value.items()}
+            return [hide(item, user) for item in value] if isinstance(value, (list, tuple)) else value
 
         if self.config.control_tokens == "template":
             # A message of the assistant may hold tokens such as <think>, which the model is trained to write.
-            messages = [hide(message, self._controls(message["role"] != "assistant")) for message in messages]
-            arguments = hide(arguments, self._controls(user=True))
+            messages = [hide(message, message["role"] != "assistant") for message in messages]
+            arguments = hide(arguments, True)
         return self._render_calls(messages, arguments)
+
+    def _hide(self, text: str, user: bool) -> str:
+        """The text with numbers in place of control tokens. See `_controls`."""
+
+        def number(match: re.Match[str]) -> str:
+            return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
+
+        return self._controls(user).sub(number, text)
 
     def tokenize(self, text: str, *, inside: bool = False) -> list[int]:
         """Token ids of a text of `render`, or of a part of it. `inside`: other tokens precede the text."""

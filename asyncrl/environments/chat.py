@@ -32,6 +32,8 @@ from .calls import read_calls
 
 # Marks in place of a reply's content and reasoning. They are for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
+# Characters at the end of a text, in which a thinking block is searched.
+_TAIL = 100
 # At the end of a text. Templates disagree with themselves about an empty thinking block before a reply.
 _EMPTY_THINKING = re.compile(r"\s*(<(think|thinking)>\s*(</\2>\s*)?)?\Z")
 _THINKING = re.compile(r"\s*<(think|thinking)>(.*?)(?:</\1>|\Z)(.*)", re.DOTALL)
@@ -107,18 +109,22 @@ class Chat:
         before = self._render(last.messages, last.tools)
         for marked in self._marked(last.reply, ended):
             try:
-                text = self._render([*messages[: begun - 1], marked, *messages[begun:]], tools)
+                text = self._render([*messages[: begun - 1], marked, *messages[begun:]], tools, strict=True)
             except DataError:
                 # Some templates want the calls before the results of tools, and others print a reply of calls alone.
                 continue
-            marks = re.findall(f"[{_CONTENT}{_REASONING}]", text)
-            if not marks or len(marks) != len(set(marks)) or (marked["content"] and _CONTENT not in marks):
+            marks = sorted((mark for mark in (_CONTENT, _REASONING) if mark in text), key=text.index)
+            if (
+                not marks
+                or any(text.count(mark) > 1 for mark in marks)
+                or (marked["content"] and _CONTENT not in marks)
+            ):
                 continue
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
-            same = is_bare and _EMPTY_THINKING.sub("", text[:start]) == _EMPTY_THINKING.sub("", before)
+            same = is_bare and _without_thinking(text[:start]) == _without_thinking(before)
             if not same and not text[:start].startswith(before):
                 return None
             # A reply that was cut off within its reasoning gets the text that the template writes behind the reasoning.
@@ -193,34 +199,55 @@ class Chat:
         thought = [{**marked, "content": "", **calls}] if "reasoning_content" in marked else []
         return [{**marked, **calls}, *thought, marked]
 
-    def _render(self, messages: Messages, tools: Sequence[Any]) -> str:
-        messages = [self._for_template(message) for message in messages]
+    def _render(self, messages: Messages, tools: Sequence[Any], *, strict: bool = False) -> str:
+        """The text of a conversation. Unless `strict`, calls are written as text if the template refuses them, such as two calls in
+        one reply."""
+        try:
+            return self._text_of(messages, tools, self._has_calls)
+        except DataError as error:
+            if strict or not self._has_calls or not any("tool_calls" in message for message in messages):
+                raise
+            refusal = error
+        try:
+            return self._text_of(messages, tools, False)
+        except DataError:
+            raise refusal from None
+
+    def _text_of(self, messages: Messages, tools: Sequence[Any], has_calls: bool) -> str:
+        written: Messages = []
+        for message in messages:
+            message = self._for_template(message, has_calls)
+            # Some templates want a user and an assistant by turns.
+            if message["role"] == "tool" and not has_calls:
+                message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+                if (
+                    written
+                    and written[-1].get("content", "").endswith("</tool_response>")
+                    and written[-1]["role"] == "user"
+                ):
+                    message["content"] = written.pop()["content"] + "\n" + message["content"]
+            written.append(message)
         arguments = dict(self._config.chat_template_kwargs)
         if tools and self._has_tools:
             arguments["tools"] = list(tools)
         elif tools:
             lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            system = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-            if not system and self._config.system_prompt:
-                system = self._config.system_prompt + "\n\n"
-            messages.insert(0, {"role": "system", "content": system + _TOOLS.format(lines)})
-        return self._encoder.render(self._encoder.messages(messages), arguments)
+            system = written.pop(0)["content"] if written[0]["role"] == "system" else self._config.system_prompt
+            written.insert(0, {"role": "system", "content": (f"{system}\n\n" if system else "") + _TOOLS.format(lines)})
+        return self._encoder.render(self._encoder.messages(written), arguments)
 
-    def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message in keys that the template reads. A template without calls gets calls and results in Hermes' format."""
+    def _for_template(self, message: dict[str, Any], has_calls: bool) -> dict[str, Any]:
+        """The message in keys that the template reads. Without `has_calls` a call is a text in Hermes' format."""
         message = dict(message)
         reasoning = message.pop("reasoning_content", None)
         if reasoning is not None and self._reasoning_key is not None:
             message[self._reasoning_key] = reasoning
         elif reasoning:
             message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
-        if self._has_calls:
-            return message
-        calls = message.pop("tool_calls", ())
-        texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
-        message["content"] = "\n".join(filter(None, [message["content"], *texts]))
-        if message["role"] == "tool":
-            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if not has_calls:
+            calls = message.pop("tool_calls", ())
+            texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+            message["content"] = "\n".join(filter(None, [message["content"], *texts]))
         return message
 
 
@@ -286,13 +313,28 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "tool_calls": calls}
 
 
-def continues(recorded: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a message of a client is the recorded one. Ids of calls may differ, and the reasoning of a reply may be missing."""
+def _without_thinking(text: str) -> str:
+    """The text without an empty thinking block at its end, and without spaces before it."""
+    return text[:-_TAIL] + _EMPTY_THINKING.sub("", text[-_TAIL:], count=1)
 
-    def compared(message: Mapping[str, Any], reasoning: bool) -> Any:
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        thought = (message.get("reasoning_content") or "").strip() if reasoning else None
-        return message["role"], message["content"].strip(), calls, message.get("name"), thought
 
-    reasoning = "reasoning_content" in message
-    return bool(compared(recorded, reasoning) == compared(message, reasoning))
+class Spelling:
+    """Messages as they are compared: ids of calls do not count, and a client may leave out the reasoning of a reply."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._keys = [(m["role"], m["content"].strip(), self._calls(m), m.get("name")) for m in messages]
+        self._thoughts = [m.get("reasoning_content") for m in messages]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def begins(self, other: Spelling) -> bool:
+        """Whether the messages of `other`, which a client sent, begin with these."""
+        pairs = zip(self._thoughts, other._thoughts, strict=False)
+        return self._keys == other._keys[: len(self)] and all(
+            sent is None or sent.strip() == (kept or "").strip() for kept, sent in pairs
+        )
+
+    @staticmethod
+    def _calls(message: Mapping[str, Any]) -> list[Any]:
+        return [call["function"] for call in message.get("tool_calls", ())]

@@ -33,7 +33,7 @@ from asyncrl.types import (
     Trajectory,
 )
 
-from .chat import Chat, Recorded, continues, normalise, normalise_tools
+from .chat import Chat, Recorded, Spelling, normalise, normalise_tools
 from .single_turn import episode_seed
 
 _TOKEN = np.dtype(
@@ -163,12 +163,12 @@ class Session:
         self.format, self.prompt, self.sampling = chat, prompt, sampling
         self._member, self._group_size = member, group_size
         self._generate, self._limits, self._end_session = generate, limits, end_session
+        self._name = f"{prompt.group_id}/{member}"
         self._seed = episode_seed(seed, prompt.group_id, member)
         self._tree = TokenTree()
-        self._exchanges: list[tuple[Recorded, list[Messages], int, str]] = []  # with spellings, last token, line
+        self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
         self._answers: dict[bytes, list[tuple[int, Generation]]] = {}  # by request: (number, reply)
         self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
-        self._lines: set[str] = set()
         self._last: Generation | None = None
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
@@ -260,10 +260,9 @@ class Session:
 
     def close(self) -> None:
         """Tell the engine that no more requests come, so that it forgets their keys and values."""
-        for line in self._lines:
-            if self._end_session is not None:
-                self._end_session(line)
-        self._lines.clear()
+        if self._end_session is not None:
+            self._end_session(self._name)
+            self._end_session = None
 
     async def _sample(
         self, prompt_ids: Int32Array, sampling: SamplingParams, line: str, retry: bool, through: int = -1
@@ -288,7 +287,7 @@ class Session:
                     sampling=replace(sampling, max_tokens=new),
                     seed=_request_seed(self._seed, key, number),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
-                    session=self._session_id(line),
+                    session=self._name,
                 )
             )
             end = self._tree.add(prompt_ids, generation, through)
@@ -339,19 +338,15 @@ class Session:
             )
         return room
 
-    def _session_id(self, line: str) -> str:
-        session = f"{self.prompt.group_id}/{self._member}/{line}"
-        self._lines.add(session)
-        return session
-
     def _place(
         self, messages: Messages, tools: list[Any], line: str
     ) -> tuple[Recorded | None, int, Int32Array, Messages]:
         """(the exchange that is continued, its last token, token ids of the request, messages with the recorded replies)."""
         best: tuple[tuple[int, bool, int], Recorded, int, Messages] | None = None
+        sent = Spelling(messages)
         for number, (exchange, spellings, end, of_line) in enumerate(self._exchanges):
             for spelling in spellings:
-                if len(spelling) > len(messages) or not all(map(continues, spelling, messages)):
+                if not spelling.begins(sent):
                     continue
                 rank = (len(spelling), of_line == line, number)
                 if best is None or rank > best[0]:
@@ -387,7 +382,7 @@ class Session:
                 [whole] = normalise([self.format.parse(last.prompt_ids, generation, new.tools)])
                 new = Recorded(messages[:-1], new.tools, last.prompt_ids, generation, whole)
             spellings.append([*new.messages, new.reply])
-        self._exchanges.append((new, spellings, end, line))
+        self._exchanges.append((new, [Spelling(each) for each in spellings], end, line))
 
     def _completion(self) -> str | Messages:
         """The messages behind the first request, on the path of the last reply. A text if no request had messages."""

@@ -396,3 +396,36 @@ def test_a_template_without_tools_gets_them_in_the_system_message() -> None:
     with pytest.raises(DataError, match="no chat template"):
         tokenizer = tokenizer_of("phi3").__class__(tokenizer_object=tokenizer_of("phi3").backend_tokenizer)
         Chat(tokenizer).render([USER])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama3_1"])
+async def test_parallel_calls_where_the_template_knows_one_or_none(family: str) -> None:
+    """Gemma wants a user and an assistant by turns, and Llama 3 refuses two calls in one reply."""
+    one = '<tool_call>{"name": "look", "arguments": {"city": "Bonn"}}</tool_call>'
+    script = Script(family, one + one, "Both sunny.", "again")
+    session = session_of(family, script)
+    first = await session.chat([USER], [TOOL])
+    calls = first.message["tool_calls"]
+    assert len({call["id"] for call in calls}) == 2
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"sun {n}"} for n, call in enumerate(calls)]
+    second = await session.chat([USER, first.message, *results], [TOOL])
+    assert session.trajectory().branches is None
+    text = tokenizer_of(family).decode(second.prompt_ids)
+    assert text.count("sun 0") == text.count("sun 1") == 1
+    if family == "gemma3":
+        assert text.endswith(
+            "<start_of_turn>user\n<tool_response>\nsun 0\n</tool_response>\n<tool_response>\nsun 1\n</tool_response><end_of_turn>\n"
+            "<start_of_turn>model\n"
+        )
+    # The same history in another episode, where nothing of it was sampled.
+    other = Script(family, "ok")
+    await session_of(family, other).chat([USER, first.message, *results], [TOOL])
+    whole = tokenizer_of(family).decode(other.requests[0].prompt_ids)
+    assert whole.count('"name": "look", "arguments": {"city": "Bonn"}') == 2 and "sun 1" in whole
+
+
+async def test_a_refusal_of_the_template_is_the_users_error() -> None:
+    script = Script("gemma3", "ok")
+    with pytest.raises(DataError, match=r"refused the conversation.*alternate"):
+        await session_of("gemma3", script).chat([USER, USER])
+    assert not script.requests
