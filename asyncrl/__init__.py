@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from asyncrl.environments.sandbox import Sandbox
     from asyncrl.ports import Environment
     from asyncrl.pumps.hooks import Hooks
+    from asyncrl.rewards.forms import whole_group
+    from asyncrl.rewards.judge import Judge
     from asyncrl.runtime.runtime import NotebookRuntime, Runtime
     from asyncrl.types import Generation, GenerationRequest, Group, Normaliser, Prompt, SamplingParams, Trajectory
 
@@ -37,14 +39,16 @@ _NAMES = {
     "asyncrl.environments.sandbox": "Sandbox",
     "asyncrl.ports": "Environment",
     "asyncrl.pumps.hooks": "Hooks",
+    "asyncrl.rewards.forms": "whole_group",
+    "asyncrl.rewards.judge": "Judge",
     "asyncrl.runtime.runtime": "NotebookRuntime Runtime",
     "asyncrl.types": "Generation GenerationRequest Group Normaliser Prompt SamplingParams Trajectory",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "LossInputs",
+    "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "Judge", "LossInputs",
     "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Sandbox", "Surrogate", "Trajectory",
-    "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio",
+    "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio", "whole_group",
 ]  # fmt: skip
 
 

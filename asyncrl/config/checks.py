@@ -353,7 +353,7 @@ def _check_deadlines(config: Config) -> Iterator[str]:
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
             f"{watchdog.interval_s}; raise the first or lower the second"
         )
-    if config.reward.functions and watchdog.stall_timeout_s <= config.reward.timeout_s:
+    if (config.reward.functions or config.reward.judge) and watchdog.stall_timeout_s <= config.reward.timeout_s:
         yield (
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than reward.timeout_s = "
             f"{config.reward.timeout_s}: one slow reward would end the run as stalled"
@@ -407,10 +407,10 @@ def _check_run(config: Config) -> Iterator[str]:
             "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
             "prompts, or door.ring, through which other processes bring groups"
         )
-    if not (config.reward.functions or config.reward.model) and config.rollout.environment == "single_turn":
+    if not config.reward.scores and config.rollout.environment == "single_turn":
         yield (
-            "reward.functions is empty; expected at least one `file.py:function` or `module:function`, or a reward.model "
-            "(or an environment of your own that sets the reward)"
+            "reward.functions is empty; expected at least one `file.py:function` or `module:function`, a reward.judge or a "
+            "reward.model (or an environment of your own that sets the reward)"
         )
 
 
@@ -470,12 +470,7 @@ def _check_door(config: Config) -> Iterator[str]:
             )
     if config.reroll.start_fraction < 1:
         yield "reroll plays prompts again, and with door.ring there are none; leave reroll.start_fraction out"
-    if (
-        config.evaluate.every is not None
-        and not config.reward.functions
-        and not config.reward.model
-        and config.rollout.environment == "single_turn"
-    ):
+    if config.evaluate.every is not None and not config.reward.scores and config.rollout.environment == "single_turn":
         yield "evaluate.every is set but reward.functions is empty: nothing would score the held-out completions"
 
 

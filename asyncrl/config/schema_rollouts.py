@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
-from .section import LocalPath, SettingsSection, field
+from .section import LocalPath, SettingsSection, Untyped, field
 
 
 class _Scorer(SettingsSection):
@@ -27,6 +27,36 @@ class RewardFunctionConfig(_Scorer):
     )
     weight: float = field(1.0, "Weight in the sum of the components.")
     name: str | None = field(None, "Name in metrics; default: the name of the function.")
+    components: dict[str, float] = field(
+        {},
+        "Name -> weight. The function returns a mapping with these names for each completion. Each is a component `NAME/name` of "
+        "the reward.",
+    )
+
+
+class CriterionConfig(_Scorer):
+    """One criterion of a judge."""
+
+    text: str = Field(description="What a completion must be or do for the highest score.", min_length=1)
+    weight: float = field(1.0, "Weight in the sum of the components.")
+
+
+class JudgeConfig(SettingsSection):
+    """A language model that scores completions, behind an OpenAI-compatible endpoint."""
+
+    url: str = Field(description="Base address of the endpoint, up to `/v1`.")
+    criteria: dict[str, CriterionConfig] | str = Field(
+        description="One text, or name -> text. Each named criterion is a component `NAME/name` of the reward. A criterion may be "
+        "`{text: ..., weight: ...}`.",
+        min_length=1,
+    )
+    name: str = field("judge", "Name in metrics.", min_length=1)
+    weight: float = field(1.0, "Weight in the sum of the components; the weights of criteria are multiplied by it.")
+    model: str | None = field(None, "Name of the model at the endpoint; null: requests name no model.")
+    key_env: str | None = field(None, "Name of the environment variable with the endpoint's key; null: no key.")
+    reference: str | None = field(None, "Column with a reference answer, which the judge reads beside the completion.")
+    scale: int = field(10, "The judge gives whole numbers from 0 to this. A score is that number divided by it.", ge=1)
+    request: Untyped = field({}, "Further fields of each request, such as temperature and max_tokens.")
 
 
 class RewardModelConfig(_Scorer):
@@ -88,27 +118,34 @@ class RewardConfig(SettingsSection):
     """The reward functions and reward models, the processes that run them, and the treatment of their scores."""
 
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
+    judge: tuple[JudgeConfig, ...] = field(
+        (),
+        "Judges: language models behind an endpoint, which score by criteria. Their scores are added to those of the functions.",
+    )
     model: tuple[RewardModelConfig, ...] = field(
         (), "Reward models, on the run's device: a path or a list. Their scores are added to those of the functions."
     )
     workers: int = field(1, "Number of processes of each rank that run the reward functions.", ge=1)
-    concurrency: int = field(64, "Most calls of `async def` functions that one worker runs at the same time.", ge=1)
+    concurrency: int = field(
+        512, "Most completions that `async def` functions of one worker score at the same time, over all groups.", ge=1
+    )
     timeout_s: float = field(
         30.0,
-        "Deadline of one call in seconds. After the deadline a coroutine is cancelled; for another function the worker is killed.",
+        "Deadline in seconds of one call, and of one request of a judge. After the deadline a coroutine is cancelled; for another "
+        "function the worker is killed.",
         gt=0,
     )
     retries: int = field(
         2,
-        "Number of retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds. Other "
-        "functions are not retried, because they would fail again.",
+        "Number of retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds. A judge "
+        "retries each request by itself. Other functions are not retried, because they would fail again.",
         ge=0,
     )
     on_error: Literal["fail", "none", "zero"] = field(
         "fail",
         "fail: end the run; none: the function is not applicable; zero: score 0. Errors are a function that raised, crashed or "
-        "timed out, a score that is not finite (of that completion only), and a text that a reward model cannot score. For groups "
-        "of other processes, fail ends the run at the second error.",
+        "timed out, a score that is not finite (of that completion only), a judge that gave no score, and a text that a reward "
+        "model cannot score. For groups of other processes, fail ends the run at the second error.",
     )
     worker_max_mib: int | None = field(
         2048,
@@ -127,6 +164,11 @@ class RewardConfig(SettingsSection):
     )
     text: TextConfig = TextConfig()
     overlong: OverlongConfig = OverlongConfig()
+
+    @property
+    def scores(self) -> bool:
+        """Whether the configuration has reward functions, judges or reward models."""
+        return bool(self.functions or self.judge or self.model)
 
 
 class DoorConfig(SettingsSection):

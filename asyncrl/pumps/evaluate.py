@@ -172,7 +172,7 @@ class EvaluatePump:
         names = {name for sample in scored for name in sample.components}
         if scored and pass_by != "reward" and pass_by not in names:
             raise ConfigError(f"evaluate.pass_by is {pass_by!r}; expected one of: reward, {', '.join(sorted(names))}")
-        components: dict[str, list[float]] = {}
+        components: dict[str, list[float]] = {name: [] for name in names}
         # Sorted, so that the rounding of the sums does not depend on the order of arrival.
         for sample in sorted(scored, key=lambda sample: (sample.row, sample.number)):
             if sample.reward is not None:
@@ -184,7 +184,10 @@ class EvaluatePump:
                 if value is not None:
                     components.setdefault(name, []).append(value)
         prefix = f"eval/{self._name}"
-        metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items()}
+        metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items() if values}
+        # A judge that answers half of the completions must not look like one that answers all.
+        parts = {f"{prefix}/{name}/applicable": len(components[name]) / len(scored) for name in names}
+        metrics.update({name: share for name, share in parts.items() if share < 1})
         if scored:
             metrics[f"{prefix}/completions/mean_length"] = float(np.mean([sample.length for sample in scored]))
         if len(scored) < rewards.size:

@@ -10,8 +10,9 @@ import cloudpickle
 
 from asyncrl.algorithms.advantages import combine_components
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, Trajectory
+
+from .forms import OF_EPISODE
 
 RewardFunction: TypeAlias = Callable[..., Any]
 
@@ -22,26 +23,42 @@ class RewardSpec:
 
         def f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]
 
-    The score None means "does not apply to this completion". `name` is the function's own name by default.
     Arguments are passed by keyword, and only if the signature accepts them. `trainer_state` has `global_step`, `epoch` and
     `max_steps` (or None). `log_metric(name, value)` logs a number of the call as `NAME/name`. `log_extra(column, values)` logs a
     value per completion as `NAME/column`. All other arguments are lists with one entry per completion:
-    `completions` (strings, or `[{"role": "assistant", "content": ...}]` for conversational prompts), `completion_ids` (token ids),
-    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. A column's value is the
-    same object in all entries, so a function must not change it."""
+    `completions` (strings, or the messages after a conversational prompt), `completion_ids` (token ids), `generation_prompt` (the
+    text of the chat template after the last message), and the columns of the row. A column's value is the same object in all
+    entries, so a function must not change it. A function whose signature names them also gets `num_turns` (replies of the policy),
+    `tool_calls` (in OpenAI's form) and `notes` (the values of `policy.note` by name).
+
+    A score is a number, or None: the function does not apply to this completion. A list has the reward of each reply of an episode,
+    and their sum is the score. A mapping has the score as `score`, and other values to log. With `components` (name -> weight) a
+    mapping has these names, and each is a component `NAME/name` of the reward. An exception is an error of this completion alone.
+    `name` is the function's own name by default. `timeout_s` is the deadline of one call; None: that of the pool."""
 
     function: str | RewardFunction
     weight: float = 1.0
     name: str | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+    def weights(self, name: str) -> dict[str, float]:
+        """Weight of each component, by the name of the component. `name`: the name of the function."""
+        if not self.components:
+            return {name: self.weight}
+        return {f"{name}/{part}": self.weight * weight for part, weight in self.components.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of one call of a reward function. Lists have one entry per completion."""
+    """The result of one call of a reward function. Inner lists have one entry per completion."""
 
-    scores: list[float | None]
-    # (index of the completion, text of the value) for each value that is not a score.
-    invalid: Sequence[tuple[int, str]] = ()
+    # One list for each component.
+    scores: list[list[float | None]]
+    # The rewards of the replies, where the function gave them.
+    by_turn: Sequence[list[list[float] | None]]
+    # (number of the component, index of the completion, text of the value) for each value that is not a score.
+    invalid: Sequence[tuple[int, int, str]] = ()
     # Columns that the function logged by `log_extra`.
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
 
@@ -53,13 +70,17 @@ class LoadedFunction:
     # The function's number in the worker.
     index: int
     name: str
-    # Names of the arguments. None: every column (`**kwargs`).
-    accepts: Sequence[str] | None
+    # Names of the arguments, and whether the function takes every other column, too (`**kwargs`).
+    named: Sequence[str]
+    takes_all: bool
     asynchronous: bool
+    # Needs all completions of a group in one call (`forms.whole_group`).
+    whole_group: bool
+    spec: RewardSpec
 
     def select(self, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """The arguments that the signature accepts. Only these are sent to the worker."""
-        return {k: v for k, v in arguments.items() if self.accepts is None or k in self.accepts}
+        return {k: v for k, v in arguments.items() if k in self.named or (self.takes_all and k not in OF_EPISODE)}
 
 
 def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, list[Any]]:
@@ -69,6 +90,13 @@ def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation
     arguments["completions"] = [t.completion for t in trajectories]
     arguments["completion_ids"] = [t.completion_ids.tolist() for t in trajectories]
     arguments["generation_prompt"] = [generation_prompt] * len(trajectories)
+    arguments["num_turns"] = [1 if t.turns is None else int(t.turns.size) for t in trajectories]
+    messages = [[] if isinstance(t.completion, str) else t.completion for t in trajectories]
+    arguments["tool_calls"] = [[call for each in m for call in each.get("tool_calls") or ()] for m in messages]
+    own = "own/"
+    arguments["notes"] = [
+        {k.removeprefix(own): v for k, v in t.extras.items() if k.startswith(own)} for t in trajectories
+    ]
     return arguments
 
 
@@ -76,19 +104,21 @@ def with_scores(
     trajectory: Trajectory,
     scores: Mapping[str, float | None],
     weights: Mapping[str, float],
-    recorder: Recorder,
     extras: Mapping[str, Any] | None = None,
+    by_turn: Mapping[str, list[float] | None] | None = None,
 ) -> Trajectory:
     """A copy of the trajectory with the scores as components, with the extras, and with the weighted sum of the scores added to
-    the reward. Errors: ValueError for an infinite score."""
-    for name, value in scores.items():
-        if value is not None:
-            recorder.observe(f"reward/{name}/mean", value)
+    the reward. `by_turn`: the scores that are sums over the replies, as lists. Errors: ValueError for an infinite score."""
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)
     components, all_extras = {**trajectory.components, **scores}, {**trajectory.extras, **(extras or {})}
-    return replace(trajectory, reward=reward, components=components, extras=all_extras)
+    turn_rewards = trajectory.turn_rewards
+    for name, parts in (by_turn or {}).items():
+        if parts is not None:
+            before = turn_rewards or [0.0] * len(parts)
+            turn_rewards = tuple(sum_ + weights[name] * part for sum_, part in zip(before, parts, strict=True))
+    return replace(trajectory, reward=reward, components=components, extras=all_extras, turn_rewards=turn_rewards)
 
 
 def function_source(spec: RewardSpec) -> str | bytes:

@@ -7,7 +7,7 @@
 | TRL           | any other, such as `f(prompts, completions, completion_ids, **columns)`            | once per group      |
 
 verl: `ground_truth` is the column `ground_truth` or `reward_model["ground_truth"]`, and `extra_info` is {} by default. Every other
-parameter is a column. The function may return a dictionary with `score`; its other keys are logged as by `log_extra`.
+parameter is a column.
 reasoning-gym: `entry` is the row. `answer` is the text between the last `<answer>` and `</answer>`, or else the whole completion.
 
 The worker processes import this module, so it needs only the standard library.
@@ -18,14 +18,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+F = TypeVar("F")
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Names of arguments that are not columns. A data column of such a name is refused if the function has such an argument.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
+# Arguments about an episode. Only a function whose signature names one gets it, so that `**columns` may have such columns.
+OF_EPISODE = ("num_turns", "tool_calls", "notes")
+
+
+def whole_group(function: F) -> F:
+    """A decorator for a reward function that compares completions: each call must have all completions of a group. Such a function
+    makes `reward.batch: auto` choose `group`, and is refused with `trajectory`."""
+    function.__dict__["whole_group"] = True
+    return function
 
 
 class UsageError(Exception):
@@ -64,7 +74,7 @@ def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARRED]
 
     def check(columns: Collection[str]) -> None:
-        available = {*columns, *RESERVED}
+        available = {*columns, *RESERVED, *OF_EPISODE}
         if missing := [name for name in needed if name not in available]:
             raise UsageError(
                 f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(available))}"
@@ -81,9 +91,11 @@ def is_async(call: Callable[..., Any]) -> bool:
     return any(inspect.iscoroutinefunction(method) for method in (call, getattr(call, "__call__", None)))  # noqa: B004
 
 
-def check_reserved(columns: Collection[str], accepts: Collection[str] | None) -> None:
-    """Errors: `UsageError` for a column with the name of a reserved argument that the function accepts (None: it accepts all)."""
-    if taken := [name for name in RESERVED if name in columns and (accepts is None or name in accepts)]:
+def check_reserved(columns: Collection[str], named: Collection[str], takes_all: bool) -> None:
+    """Errors: `UsageError` for a column with the name of an argument that the run gives to the function. `named`: the parameters of
+    the function. `takes_all`: it has `**kwargs`, too."""
+    given = {*named, *(RESERVED if takes_all else ())}
+    if taken := [name for name in (*RESERVED, *OF_EPISODE) if name in columns and name in given]:
         raise UsageError(
             f"the data has the columns {', '.join(taken)}, but the run itself gives rewards an argument of that name; rename them"
         )
@@ -145,7 +157,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
         row.setdefault("extra_info", {})
         arguments = {name: row[name] for name in required if name in row}
         results = [function(solution_str=_text_of(completion), **arguments) for completion in completions]
-        return _collect(results, columns["log_extra"])
+        return _collect(results)
 
     # Only the names of columns are known before the first call, so `reward_model` counts as one with a ground truth.
     return _AdaptedFunction(score, lambda columns: check(columns, "reward_model" in columns), is_async(function))
@@ -163,7 +175,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = {name: values[0] for name, values in columns.items() if name not in RESERVED}
         check(entry)
         entry.setdefault("question", prompts[0])
-        return _collect([function(answer=_answer_of(text), entry=entry) for text in completions], columns["log_extra"])
+        return _collect([function(answer=_answer_of(text), entry=entry) for text in completions])
 
     return _AdaptedFunction(score, check, is_async(function))
 
@@ -172,16 +184,16 @@ def _sorted_names(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _collect(results: list[Any], log_extra: Any) -> Any:
-    """The list of scores. If the function is async: a coroutine with that result, which runs the calls concurrently."""
+def _collect(results: list[Any]) -> Any:
+    """The list of results. If the function is async: a coroutine with that result, which runs the calls concurrently."""
     if not any(inspect.isawaitable(result) for result in results):
-        return _scores(results, log_extra)
+        return results
 
     async def wait_all() -> list[Any]:
         # After the first error the other tasks are cancelled: they must not run while the worker serves the next call.
         tasks = [asyncio.ensure_future(_value(result)) for result in results]
         try:
-            return _scores(await asyncio.gather(*tasks), log_extra)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -191,11 +203,3 @@ def _collect(results: list[Any], log_extra: Any) -> Any:
 
 async def _value(result: Any) -> Any:
     return await result if isinstance(result, Awaitable) else result
-
-
-def _scores(results: Sequence[Any], log_extra: Any) -> list[Any]:
-    """The scores. A dictionary is replaced by its `score` (if it has one), and its other keys are logged as columns."""
-    rows = [result if isinstance(result, Mapping) else {} for result in results]
-    for key in dict.fromkeys(key for row in rows for key in row if key != "score"):
-        log_extra(key, [row.get(key) for row in rows])
-    return [row.get("score", result) for row, result in zip(rows, results, strict=True)]

@@ -86,7 +86,7 @@ class ModelRewards:
         with self._recorder.timed("time/reward"):
             columns = {model.name: await self._column(model, prompt, scored) for model in self._models}
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(scored))]
-        return [with_scores(t, row, self._weights, self._recorder) for t, row in zip(scored, rows, strict=True)]
+        return [with_scores(t, row, self._weights) for t, row in zip(scored, rows, strict=True)]
 
     async def _column(self, model: TextModel, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float | None]:
         """The scores of one model, after `on_error`. Errors: RewardError."""

@@ -14,9 +14,9 @@
 | a task    | a cancelled coroutine      | `CANCEL_GRACE_S`               | its end; else its worker is killed      |
 
 Guarantees
-* A worker runs up to `concurrency` calls of `async def` functions at a time, and one blocking call (of any other function). A
-  blocking call goes to the worker with the fewest calls. While it runs, the coroutines of this worker cannot run: their deadlines
-  are moved by that time, and the worker gets no other call.
+* A worker runs calls of `async def` functions for up to `concurrency` completions at a time (one call may have more), and one
+  blocking call (of any other function). A blocking call goes to the worker with the fewest calls. While it runs, the coroutines of
+  this worker cannot run: their deadlines are moved by that time, and the worker gets no other call.
 * After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
   instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
 * A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
@@ -63,6 +63,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Int32Array, Prompt, Trajectory
 
 from .calls import Answer, LoadedFunction, RewardSpec, function_source, remote_text, trl_arguments, with_scores
+from .judge import Judge
 from .process import RewardCall, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
@@ -80,6 +81,21 @@ _MOST_NAMED = 4  # calls that a message about a crash names
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
 
+def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = ()) -> list[RewardSpec]:
+    """The functions and judges of the configuration. `functions`: used instead of the functions. Errors: ConfigError."""
+    specs = [*functions] or [RewardSpec(f.function, f.weight, f.name, f.components) for f in config.functions]
+    for each in config.judge:
+        fields = each.model_dump(exclude={"name", "weight", "criteria"})
+        named = {} if isinstance(each.criteria, str) else each.criteria
+        weights = {name: criterion.weight for name, criterion in named.items()}
+        criteria = {name: criterion.text for name, criterion in named.items()} or str(each.criteria)
+        judge = Judge(criteria=criteria, weights=weights, timeout_s=config.timeout_s, retries=config.retries, **fields)
+        # Of all tries, with the longest pause between two.
+        deadline_s = (config.retries + 1) * (config.timeout_s + 60.0)
+        specs.append(RewardSpec(judge, each.weight, each.name, weights, deadline_s))
+    return specs
+
+
 class _PoolState(Enum):
     NEW = "new"
     OPEN = "open"
@@ -92,7 +108,7 @@ class RewardPool:
     `on_error` decides what happens if a function raises, crashes or misses its deadline. `fail` raises. `none` and `zero` log the
     error, count it as `reward/{fn}/errors`, and set the component to "not applicable" or to 0. A worker is replaced after it gained
     `max_mib` of memory or had `max_calls` calls (None: no limit); `reward/workers_recycled` counts the replacements.
-    `concurrency` and `retries` apply to `async def` functions: calls at a time in one worker, and tries after a failed try.
+    `concurrency` and `retries` apply to `async def` functions: completions at a time in one worker, and tries after a failed try.
     """
 
     def __init__(
@@ -104,7 +120,7 @@ class RewardPool:
         recorder: Recorder | None = None,
         max_mib: int | None = None,
         max_calls: int | None = None,
-        concurrency: int = 64,
+        concurrency: int = 512,
         retries: int = 0,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
@@ -141,23 +157,22 @@ class RewardPool:
         cls, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
     ) -> RewardPool:
         """`functions`: used instead of the functions of the configuration."""
-        specs = functions or [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
+        specs = configured_rewards(config, functions)
         limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the functions in order; known once the pool is open."""
-        return tuple(function.name for function in self._loaded)
+    def whole_group(self) -> str | None:
+        """The name of a function that needs all completions of a group in one call; known once the pool is open."""
+        return next((function.name for function in self._loaded if function.whole_group), None)
 
-    @property
-    def calls_at_once(self) -> int:
-        """How many calls may run at a time; known once the pool is open."""
-        return self._workers * (self._concurrency if any(f.asynchronous for f in self._loaded) else 1)
+    def calls_at_once(self, size: int) -> int:
+        """How many calls with `size` completions may run at a time; known once the pool is open."""
+        return self._workers * (max(1, self._concurrency // size) if any(f.asynchronous for f in self._loaded) else 1)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each function in the sum, by name; known once the pool is open."""
+        """Weight of each component in the sum, by name; known once the pool is open."""
         return dict(self._weights)
 
     # ---- life
@@ -200,12 +215,12 @@ class RewardPool:
         async with plain_task_group() as starters:
             for _ in range(self._workers):
                 starters.start_soon(start_one)
-        for name in (names := self.names):
+        for name in (names := [function.name for function in self._loaded]):
             if names.count(name) > 1:
                 raise ConfigError(
                     f"{names.count(name)} reward functions are named {name!r}; give each another name (`name` in reward.functions)"
                 )
-        self._weights = {f.name: spec.weight for f, spec in zip(self._loaded, self._specs, strict=True)}
+        self._weights = {name: weight for f in self._loaded for name, weight in f.spec.weights(f.name).items()}
 
     async def _close(self) -> None:
         if self._state is _PoolState.CLOSED:
@@ -363,13 +378,13 @@ class RewardPool:
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
         # A blocking call stops the coroutines of its worker, so their number does not matter.
-        most = math.inf if call.alone else self._concurrency
+        most = math.inf if call.alone else max(0, self._concurrency - call.size)
         fit = [
             process
             for process in self._alive
             if process.serving
             and process.usable
-            and len(process.calls) < most
+            and (not process.calls or sum(c.size for c in process.calls) <= most)
             and not any(c.alone for c in process.calls)
         ]
         return min(fit, key=lambda process: (len(process.calls), process.place), default=None)
@@ -396,10 +411,12 @@ class RewardPool:
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]
+            turns = [0 if t.turns is None else int(t.turns.size) for t in trajectories]
             state = {**self.progress(), "epoch": float(prompt.epoch)}
 
             async def call(function: LoadedFunction) -> None:
                 request = {"function": function.index, "completions": len(members), "state": state}
+                request |= {"components": [*function.spec.components], "turns": turns}
                 request["arguments"] = function.select(arguments)
                 answers[function.name] = await self._call_or_default(function, prompt.group_id, members, request)
 
@@ -409,9 +426,14 @@ class RewardPool:
                     calls.start_soon(call, function)
         scored = []
         for i, trajectory in enumerate(trajectories):
-            scores = {name: answers[name].scores[i] for name in self.names}
-            extras = {f"{name}/{k}": v[i] for name in self.names for k, v in answers[name].extras.items()}
-            scored.append(with_scores(trajectory, scores, self._weights, self._recorder, extras))
+            scores, by_turn, extras = dict[str, float | None](), dict[str, list[float] | None](), dict[str, Any]()
+            for function in self._loaded:
+                answer = answers[function.name]
+                names = function.spec.weights(function.name)
+                scores.update(zip(names, [column[i] for column in answer.scores], strict=True))
+                by_turn.update(zip(names, [column[i] for column in answer.by_turn], strict=True))
+                extras.update({f"{function.name}/{k}": values[i] for k, values in answer.extras.items()})
+            scored.append(with_scores(trajectory, scores, self._weights, extras, by_turn))
         return scored
 
     async def _call_or_default(
@@ -423,10 +445,10 @@ class RewardPool:
             answer = await self._call(function, group_id, request)
             if not answer.invalid:
                 return answer
-            invalid = ", ".join(f"{value} for member {members[index]}" for index, value in answer.invalid)
+            invalid = dict.fromkeys(f"{value} for member {members[index]}" for _, index, value in answer.invalid)
             raise RewardError(
-                f"reward {function.name!r} failed (group {group_id}): it returned {invalid}; expected finite numbers or None (a "
-                "function in verl's form may also return dictionaries with `score`)"
+                f"reward {function.name!r} failed (group {group_id}): it returned {', '.join(invalid)}; expected finite numbers or "
+                f"None, or mappings with {', '.join(map(repr, function.spec.components or ['score']))}"
             )
         except RewardError as error:
             if self._on_error == "fail" or self._broken is not None:
@@ -435,9 +457,10 @@ class RewardPool:
             self._recorder.count(f"reward/{function.name}/errors")
             default = None if self._on_error == "none" else 0.0
             if answer is None:
-                return Answer([default] * len(members))
-            for index, _ in answer.invalid:
-                answer.scores[index] = default
+                size, count = len(members), len(function.spec.components) or 1
+                return Answer([[default] * size for _ in range(count)], [[None] * size] * count)
+            for part, index, _ in answer.invalid:
+                answer.scores[part][index] = default
             return answer
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
@@ -462,7 +485,7 @@ class RewardPool:
         who, what = f"group {group_id}", f"reward {function.name!r}"
         alone, was_resent = not function.asynchronous, False
         while True:
-            call = RewardCall(f"{what} of {who}", alone)
+            call = RewardCall(f"{what} of {who}", alone, request["completions"])
             with (
                 self._recorder.wait(who, what, on="a reward worker with room", cause="reward"),
                 self._recorder.timed("time/reward_queue"),
@@ -493,12 +516,13 @@ class RewardPool:
         """Send the call to this worker, release the worker, and return the answer. Errors: WorkerDiedError, RewardError."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         number: int | None = None
+        limit_s = function.spec.timeout_s or self._timeout_s
         try:
             with (
                 self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),
                 self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.place}", group=group_id),
-                self._deadlines_moved(process, call),
-                anyio.fail_after(self._timeout_s) as call.scope,
+                self._deadlines_moved(process, call, limit_s),
+                anyio.fail_after(limit_s) as call.scope,
             ):
                 number = process.send(request)
                 reply = await process.reply(number)
@@ -507,7 +531,7 @@ class RewardPool:
             raise
         except BaseException as error:
             # After a deadline or a cancellation the worker may still run the call.
-            late = f"{what} did not answer within {self._timeout_s:g} s (group {group_id})"
+            late = f"{what} did not answer within {limit_s:g} s (group {group_id})"
             self._abandon(process, call, number, late)
             if not isinstance(error, TimeoutError):
                 raise
@@ -520,17 +544,17 @@ class RewardPool:
         return Answer(**reply["answer"])
 
     @contextmanager
-    def _deadlines_moved(self, process: RewardWorker, call: RewardCall) -> Iterator[None]:
+    def _deadlines_moved(self, process: RewardWorker, call: RewardCall, limit_s: float) -> Iterator[None]:
         """Move the deadlines of the worker's coroutines by the time of a blocking call, during which coroutines cannot run."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
         for other in others:
-            other.scope.deadline += self._timeout_s
+            other.scope.deadline += limit_s
         try:
             yield
         finally:
             for other in others:
-                other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
+                other.scope.deadline -= limit_s - (anyio.current_time() - started)
 
     def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
         """End a call without a caller: cancel its coroutine, or kill its worker."""

@@ -52,6 +52,8 @@ class RewardCall:
 
     what: str
     alone: bool
+    # The number of completions.
+    size: int
     # Its deadline is the call's.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
@@ -131,7 +133,7 @@ class RewardWorker:
             raise ConfigError(f"reward functions {sources}: {remote_text(reply['error'])}")
         self.pid = reply["answer"]["pid"]
         return [
-            LoadedFunction(i, spec.name or loaded["name"], loaded["accepts"], loaded["asynchronous"])
+            LoadedFunction(**loaded | {"index": i, "name": spec.name or loaded["name"], "spec": spec})
             for i, (spec, loaded) in enumerate(zip(specs, reply["answer"]["functions"], strict=True))
         ]
 

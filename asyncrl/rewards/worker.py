@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import orjson
@@ -43,27 +43,27 @@ _NICENESS = 10  # reward code yields to the lane's torch threads
 class Function:
     """A loaded reward function and what its signature takes."""
 
-    def __init__(self, call: Callable[..., Any], name: str) -> None:
+    def __init__(self, call: Callable[..., Any], name: str, whole_group: bool) -> None:
         self.call = call
         self.name = name
         self.asynchronous = is_async(call)
+        self.whole_group = whole_group
         self.check = columns_check(call)
-        # Parameter names that may be passed by keyword; None: all (**kwargs).
-        self.accepts: list[str] | None = []
+        # Parameter names that may be passed by keyword, and whether all others may, too (**kwargs).
+        self.named: list[str] = []
+        self.takes_all = False
         for parameter in inspect.signature(call).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.accepts = None
-            elif parameter.kind is parameter.VAR_POSITIONAL:
-                continue
+                self.takes_all = True
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 raise UsageError(f"parameter {parameter.name!r} is positional-only; arguments are passed by name")
-            elif self.accepts is not None:
-                self.accepts.append(parameter.name)
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                self.named.append(parameter.name)
 
     def begin(self, request: dict[str, Any], log: Log) -> Any:
         """Call the function. The caller must await an awaitable result."""
         extra = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
-        taken = {name: extra[name] for name in extra if self.accepts is None or name in self.accepts}
+        taken = {name: extra[name] for name in extra if self.takes_all or name in self.named}
         self.check(request["arguments"])
         return self.call(**request["arguments"], **taken)
 
@@ -120,8 +120,8 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def check_scores(answer: Any, completions: int) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """Returns (a finite float or None for each completion, (number, text) of each completion whose score is anything else).
+def as_list(answer: Any, completions: int) -> list[Any]:
+    """The values of an answer, one for each completion.
 
     Errors: `UsageError` if the answer has another length, or is no iterator, no list or tuple, and no array of one dimension.
     """
@@ -135,10 +135,19 @@ def check_scores(answer: Any, completions: int) -> tuple[list[float | None], lis
     values = list(plain(answer))
     if len(values) != completions:
         raise UsageError(f"it returned {len(values)} values for {completions} completions")
+    return values
+
+
+def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[int, str]]]:
+    """Returns (a finite float or None for each value, (number, text) of each value that is anything else)."""
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
     invalid = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
-    return kept, [(place, _utf8(brief(values[place]))) for place in invalid]
+    return kept, [(place, _utf8(_named(values[place]))) for place in invalid]
+
+
+def _named(value: Any) -> str:
+    return f"{type(value).__name__}: {value}" if isinstance(value, Exception) else brief(value)
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
@@ -148,10 +157,11 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
         call = as_trl(found, source if isinstance(source, str) else brief(found))
-        function = Function(call, str(getattr(found, "__name__", type(found).__name__)))
+        name = str(getattr(found, "__name__", type(found).__name__))
+        function = Function(call, name, bool(getattr(found, "whole_group", False)))
         for names in columns:
             try:
-                check_reserved(names, function.accepts)
+                check_reserved(names, function.named, function.takes_all)
                 function.check(names)
             except UsageError as error:
                 raise UsageError(f"{function.name}: {error}") from None
@@ -289,7 +299,8 @@ class SocketSession:
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
         self._functions = load_functions(request["functions"], request["columns"])
-        found = [{"name": f.name, "accepts": f.accepts, "asynchronous": f.asynchronous} for f in self._functions]
+        facts = ("name", "named", "takes_all", "asynchronous", "whole_group")
+        found = [{fact: getattr(function, fact) for fact in facts} for function in self._functions]
         self._expected = anonymous_bytes()
         return {"pid": self._pid, "functions": found}
 
@@ -322,8 +333,34 @@ class SocketSession:
 
 
 def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
-    scores, invalid = check_scores(answer, request["completions"])
-    return {"scores": scores, "invalid": invalid, "extras": log.columns(request["completions"])}
+    """The content of a reply. The values of a mapping that are no scores are logged."""
+    completions, parts = request["completions"], request["components"]
+    values = as_list(answer, completions)
+    rows = [value if isinstance(value, Mapping) else {} for value in values]
+    names = parts or ["score"]
+    for key in dict.fromkeys(key for row in rows for key in row if key not in names):
+        log.extra(key, [row.get(key) for row in rows])
+    scores, by_turn, invalid = [], [], []
+    for part, name in enumerate(names):
+        column = [row.get(name, value) for row, value in zip(rows, values, strict=True)]
+        for place, value in enumerate(values):
+            if parts and not isinstance(value, (Mapping, Exception, NoneType)):
+                column[place] = UsageError(f"{brief(value)} in place of a mapping with {', '.join(parts)}")
+        turns = [_turn_rewards(value, count) for value, count in zip(column, request["turns"], strict=True)]
+        by_turn.append(turns)
+        kept, wrong = check_scores([v if t is None else sum(t) for v, t in zip(column, turns, strict=True)])
+        scores.append(kept)
+        invalid += [(part, place, text) for place, text in wrong]
+    return {"scores": scores, "by_turn": by_turn, "invalid": invalid, "extras": log.columns(completions)}
+
+
+def _turn_rewards(value: Any, turns: int) -> list[float] | None:
+    """The rewards of the replies, if `value` is a list with a finite number for each. `turns`: 0 if replies are not told apart."""
+    values = plain(value)
+    if not turns or not isinstance(values, (list, tuple)) or len(values) != turns:
+        return None
+    numbers = [math.nan if (number := as_number(each)) is None else number for each in values]
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 async def _await(awaitable: Any) -> Any:

@@ -41,7 +41,7 @@ from asyncrl.pumps.screen import OVERLONG
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 
 from .absent import Absent, TellVersions, ToldVersions
@@ -55,11 +55,9 @@ async def open_ports(run: OpenRun) -> None:
     """Open ledger, reward workers, model, trainer and engine, each after those it needs. Errors: ConfigError, and those of loading
     a model."""
     decided, config, stack = run.decided, run.config, run.stack
-    dry = config.train.kind == "dry_run"
-    if dry != (config.engine.kind == "dry_run"):
-        raise ConfigError(
-            f"engine.kind={config.engine.kind} with train.kind={config.train.kind}: both are dry_run or none is"
-        )
+    dry, engine_kind = config.train.kind == "dry_run", config.engine.kind
+    if dry != (engine_kind == "dry_run"):
+        raise ConfigError(f"engine.kind={engine_kind} with train.kind={config.train.kind}: both are dry_run or none is")
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
     # Before the model, which may take minutes to load: a failed import ends the start at once.
     import_code(config, decided.environment is not None, decided.hooks is not None)
@@ -74,6 +72,7 @@ async def open_ports(run: OpenRun) -> None:
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
     replay, given = config.replay, flat_values(config.algorithm)
+    score_groups = _scores_groups(config, environment, functions.whole_group)
     run.ports = Ports(
         config=config,
         recorder=run.recorder,
@@ -89,8 +88,8 @@ async def open_ports(run: OpenRun) -> None:
         advantage=build_advantage(config.algorithm.advantage, **given),
         book=GroupBook(ledger, store),
         ids=GroupIds(_first_group(run), world.world_size),
-        scores=bool(decided.rewards or config.reward.functions or run.reward_models),
-        calls_at_once=functions.calls_at_once,
+        scores=bool(decided.rewards or config.reward.scores),
+        calls_at_once=functions.calls_at_once(config.rollout.group_size if score_groups else 1),
         base=run.base,
         rank=world.rank,
         ranks=len(world.roles.train),
@@ -100,7 +99,7 @@ async def open_ports(run: OpenRun) -> None:
         generates=world.generates,
         gather=gather,
         round=run.round,
-        score_groups=_score_groups(config, environment),
+        score_groups=score_groups,
         weights=_reward_weights(run, reward),
         replay=ReplayBuffer(replay.size, replay.max_age, config.seed) if replay.size else None,
         hooks=hooks,
@@ -113,10 +112,15 @@ async def open_ports(run: OpenRun) -> None:
     await _open_apart(run)
 
 
-def _score_groups(config: Config, environment: Environment) -> bool:
-    """Whether one call of the reward functions scores all members of a group."""
-    single_turn = config.reward.batch == "auto" and isinstance(environment, SingleTurn)
-    return config.rollout.keep_viable or single_turn or config.reward.batch == "group"
+def _scores_groups(config: Config, environment: Environment, name: str | None) -> bool:
+    """Whether one call of the reward functions scores all members of a group. `name`: of a function that needs that."""
+    if name is not None and config.reward.batch == "trajectory":
+        raise ConfigError(
+            f"reward function {name!r} compares the completions of a group (`whole_group`), but reward.batch is trajectory: each "
+            "call would have one completion; set reward.batch to auto or group"
+        )
+    by_default = config.reward.batch == "auto" and (name is not None or isinstance(environment, SingleTurn))
+    return config.rollout.keep_viable or by_default or config.reward.batch == "group"
 
 
 def _environment_and_rewards(
@@ -243,7 +247,8 @@ def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str
 def _configured_weights(run: OpenRun) -> dict[str, float]:
     """The weights of the reward components as the configuration has them. Loads no reward function."""
     reward = run.config.reward
-    weights = {each.name or _name(each.function): each.weight for each in run.decided.rewards or reward.functions}
+    specs = configured_rewards(reward, run.decided.rewards)
+    weights = {name: w for each in specs for name, w in each.weights(each.name or _name(each.function)).items()}
     return weights | {reward_model_name(each): each.weight for each in reward.model}
 
 

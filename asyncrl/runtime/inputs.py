@@ -43,7 +43,7 @@ from asyncrl.models.parameters.source import (
     tokenizer_source,
 )
 from asyncrl.pumps.screen import OVERLONG
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.types import GenerationRequest, Prompt
 
 from . import method_trial
@@ -145,7 +145,7 @@ async def load_rewards(config: Config) -> None:
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
-        check_components(config, [*pool.names, *(reward_model_name(model) for model in config.reward.model)])
+        check_components(config, [*pool.weights, *(reward_model_name(model) for model in config.reward.model)])
 
 
 def check_components(config: Config, scored: Collection[str]) -> None:
@@ -211,6 +211,7 @@ def _check_names(
             check(require_data_hub, source, setting=setting)
         for function in () if rewards else config.reward.functions:
             check(check_address, function.function, setting="reward.functions")
+        check(configured_rewards, config.reward)
         if not environment and config.rollout.environment != "single_turn":
             check(check_address, config.rollout.environment, setting="rollout.environment")
         if not hooks and config.hooks is not None:

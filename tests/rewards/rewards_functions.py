@@ -337,3 +337,27 @@ def waits_for(completions):
 def kills_its_group(completions):
     """As a grader does that wants to be rid of what it has started."""
     os.killpg(0, signal.SIGKILL)
+
+
+def of_episodes(completions, num_turns, tool_calls, notes, **columns):
+    """What a function of an agent's episode sees."""
+    assert "num_turns" not in columns and all(isinstance(each, list) for each in completions)
+    names = [[call["function"]["name"] for call in calls] for calls in tool_calls]
+    return [[float(turn + len(names[i]) + notes[i]["tries"]) for turn in range(n)] for i, n in enumerate(num_turns)]
+
+
+def per_turn(completions):
+    """A value for each completion, as its text says."""
+    return [eval(text) for text in completions]
+
+
+def parts(completions):
+    """Two components and a number beside them."""
+    wrong = {
+        "missing": {"a": 1.0},
+        "number": 0.5,
+        "nothing": None,
+        "error": ValueError("no judge"),
+        "bad": {"a": "x", "b": 1},
+    }
+    return [wrong.get(text, {"a": 0.5, "b": len(text), "seen": 1}) for text in completions]

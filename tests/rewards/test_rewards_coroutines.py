@@ -21,7 +21,7 @@ async def components(rewards, word, group=0):
 async def test_calls_of_all_groups_share_the_loop_of_a_worker(name):
     """Every call waits for all others: one after the other they would never end."""
     async with pool(name, timeout_s=20) as rewards, asyncio.TaskGroup() as tasks:
-        assert rewards.calls_at_once == 64
+        assert rewards.calls_at_once(8) == 64
         calls = [tasks.create_task(components(rewards, str(GROUPS), group)) for group in range(GROUPS)]
     assert len({tuple(call.result().values()) for call in calls}) == 1
 
@@ -102,5 +102,5 @@ async def test_failed_calls_are_tried_again_if_they_are_coroutines():
     async with pool("raises", recorder=recorder, retries=2) as rewards:
         with pytest.raises(RewardError, match="KeyError"):
             await components(rewards, "a")
-        assert rewards.calls_at_once == 1
+        assert rewards.calls_at_once(8) == 1
     assert "reward/raises/retries" not in recorder.drain()

@@ -114,8 +114,7 @@ async def test_verl_gets_the_text_of_a_conversation(file: str) -> None:
         ),
         ("compute_score", {}, "the columns of the data are: none"),
         ("needs_info", VERL, "needs the columns difficulty; the columns of the data are: ability, data_source, reward_m"),
-        ("odd", VERL, "it returned {'acc': 1.0} (dict) for member 0; expected finite numbers or None (a function in "
-         "verl's form may also return dictionaries with `score`)"),
+        ("odd", VERL, "it returned {'acc': 1.0} (dict) for member 0; expected finite numbers or None, or mappings with 'score'"),
         ("data.score_answer", {"solution": "7"}, "reasoning-gym data set (question, answer, metadata); the columns of the "
          "data are: solution"),
     ],
@@ -156,7 +155,7 @@ async def test_the_others_of_a_call_are_cancelled_where_one_fails() -> None:
         return 0.0
 
     with pytest.raises(ValueError, match="bad"):
-        await as_trl(compute, "here")(completions=["a", "bad", "b"], ground_truth=["1"] * 3, log_extra=None)
+        await as_trl(compute, "here")(completions=["a", "bad", "b"], ground_truth=["1"] * 3)
     await asyncio.sleep(0)
     assert cancelled == ["a", "b"]
 
