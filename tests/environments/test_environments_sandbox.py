@@ -12,11 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from support.pages import blocks
 
 from asyncrl.environments import jail, sandbox
 from asyncrl.environments.sandbox import Sandbox
@@ -88,23 +85,6 @@ async def test_without_keep_state_each_call_starts_anew() -> None:
         assert await box.python("x = 1; f = open('f', 'w')") == ""
         assert "NameError" in await box.python("x")
         assert await box.python("import os; os.listdir('.')") == "[]"
-
-
-async def test_the_block_of_the_page_runs() -> None:
-    [block] = blocks("sandbox")
-    space: dict[str, Any] = {}
-    exec(block.text, space)
-
-    # Calls the tool once and answers with its result.
-    class Policy:
-        async def chat(self, messages: list[Any], tools: list[Any]) -> Any:
-            async def run_tools() -> list[Any]:
-                return [{"role": "tool", "content": await tools[0](code="6 * 7")}]
-
-            text = messages[-1]["content"]
-            return SimpleNamespace(text=text, tool_calls=len(messages) == 1, message={}, run_tools=run_tools)
-
-    assert await space["episode"]({"question": "6 * 7", "answer": "42"}, Policy()) == 1.0
 
 
 async def test_two_calls_at_a_time_take_turns() -> None:

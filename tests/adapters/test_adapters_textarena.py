@@ -1,0 +1,71 @@
+"""Games of textarena, played and trained by a run: against an opponent, against itself, and closed in every case."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+ta = pytest.importorskip("textarena", reason="needs textarena: python tools/adapters.py textarena")
+
+from adapters_helpers import cancel_play, chat_model, open_run, turns_of
+from from_textarena import from_textarena
+from textarena.envs.TicTacToe.env import TicTacToeEnv
+
+CELLS = [f"[{cell}]" for cell in range(9)]
+asked, released = threading.Event(), threading.Event()
+counts = {"opened": 0, "closed": 0}
+
+
+def build(seed: int) -> tuple[Any, Any]:
+    return chat_model(seed, CELLS)
+
+
+class Watched(TicTacToeEnv):  # type: ignore[misc]
+    """The package's game, which counts its ends, and fails or waits if the test says so."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        counts["opened"] += 1
+
+    def step(self, action: str) -> Any:
+        if self.fault == "raises":
+            raise ValueError("broken game")
+        if self.fault == "waits":
+            asked.set()
+            released.wait()
+        return super().step(action)
+
+    def close(self) -> Any:
+        counts["closed"] += 1
+        return super().close()
+
+
+ta.register("Watched-v0", Watched)
+
+
+def some_cell(text: str) -> str:
+    return random.choice(CELLS)
+
+
+async def test_games_of_textarena_train_a_step_and_are_always_closed() -> None:
+    async with open_run(f"{__file__}:build", "rollout.max_tokens=2") as runtime:
+        against = await runtime.play(from_textarena("Watched-v0", 2, some_cell), {"seat": 1}, n=8)
+        itself = await runtime.play(from_textarena("Watched-v0", 2), {"seat": 0}, n=8)
+        assert counts == {"opened": 16, "closed": 16}
+        assert await runtime.play(from_textarena("Watched-v0", 2, fault="raises"), {}, n=2) == []
+        threading.Timer(0.5, released.set).start()
+        await cancel_play(runtime, from_textarena("Watched-v0", 2, fault="waits"), {}, asked.is_set)
+        summary = await runtime.finish()
+    assert counts["opened"] == counts["closed"] == 19
+    assert {t.reward for t in [*against, *itself]} <= {-1.0, 0.0, 1.0} and len({t.reward for t in against}) > 1
+    for trajectory in itself:
+        # Both seats are branches of one episode, and the rules are read by each.
+        assert trajectory.branches is not None and turns_of(trajectory) >= 2
+        assert trajectory.extras["own/invalid_moves"] in (0, 1)
+    text = runtime.tokenizer.decode(against[0].tokens)
+    assert "You are Player 1" in text
+    assert summary.version == 1 and summary.books.failed == 1 and summary.books.dropped == 1, summary.reasons
