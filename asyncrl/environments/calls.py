@@ -6,6 +6,8 @@
 | Qwen3.5, Qwen3-Coder | `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` |
 | GLM | `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
 | MiniMax | `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` |
+| LFM2 | `[NAME(KEY=VALUE)]` as in Python, between special tokens |
+| Gemma 4 | `call:NAME{KEY:VALUE}` between special tokens, with a special token as quotation mark |
 | Llama 3 | the whole reply is `{"name": ..., "parameters": {...}}`, perhaps behind `<\\|python_tag\\|>` |
 | Mistral | `[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}` |
 | DeepSeek V3 and V3.1, Kimi K2 | special tokens around name and arguments |
@@ -14,6 +16,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +24,18 @@ from typing import Any
 
 _VALUE = r"\s*(.*?)\s*"
 _BLOCK = re.compile(rf"<tool_call>{_VALUE}</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(rf"(?:<function={_VALUE}>|<invoke name=\"{_VALUE}\">)(.*)</(?:function|invoke)>", re.DOTALL)
+_FUNCTION = re.compile(
+    rf"(?:<function={_VALUE}>|<(?:\w+:)?invoke name=\"{_VALUE}\">)(.*)</(?:function|(?:\w+:)?invoke)>", re.DOTALL
+)
 _PARAMETER = re.compile(
-    r"<parameter(?:=| name=\")(.*?)\"?>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    r"<(?:\w+:)?parameter(?:=| name=\")(.*?)\"?>\n?(.*?)\n?</(?:\w+:)?parameter>|"
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
     re.DOTALL,
 )
-_INVOKE = re.compile(r"<invoke name=.*?</invoke>", re.DOTALL)
+_INVOKE = re.compile(r"<(?:\w+:)?invoke name=.*?</(?:\w+:)?invoke>", re.DOTALL)
+_PYTHON = re.compile(rf"<\|tool_call_start\|>{_VALUE}<\|tool_call_end\|>", re.DOTALL)
+_GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?\})<tool_call\|>(?:<\|tool_response>)?", re.DOTALL)
+_QUOTED = re.compile(r'(<\|"\|>.*?<\|"\|>)', re.DOTALL)
 _DEEPSEEK = re.compile(
     rf"<\uff5ctool\u2581call\u2581begin\uff5c>(?:function<\uff5ctool\u2581sep\uff5c>)?{_VALUE}(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n){_VALUE}(?:\n```)?<\uff5ctool\u2581call\u2581end\uff5c>",
     re.DOTALL,
@@ -45,11 +54,12 @@ _CHANNEL = re.compile(
 )
 # Around calls that were read.
 _WRAPPERS = re.compile(
-    r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?minimax:tool_call>"
+    r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?(?:minimax:tool_call|atem:function_calls)>"
 )
 # The beginning of a call that was not read.
 _BEGUN = re.compile(
-    r"<tool_call>|<invoke name=|\[TOOL_CALLS\]|<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
+    r"<tool_call>|<(?:\w+:)?invoke name=|<\|tool_call(?:_start\|)?>|\[TOOL_CALLS\]|"
+    r"<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
 )
 Call = tuple[str, str]
 
@@ -78,10 +88,12 @@ def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], i
         (_MISTRAL, lambda match: _named(match[1], match[2]) if match[1] else _from_json(match[2])),
         (_DEEPSEEK, lambda match: _named(match[1], match[2])),
         (_KIMI, lambda match: _named(match[1], match[2])),
+        (_PYTHON, lambda match: _from_python(match[1])),
+        (_GEMMA, lambda match: _named(match[1], _quoted(match[2]))),
     ):
         content = pattern.sub(take(read), content)
     if not calls and (bare := content.strip().removeprefix("<|python_tag|>").strip()).startswith("{"):
-        names = {_name_of(tool) for tool in tools}
+        names = {name_of(tool) for tool in tools}
         found = [call for part in _values(bare) for call in _from_json(part)]
         if found and all(name in names for name, _ in found):
             calls, content = found, ""
@@ -115,7 +127,7 @@ def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
     name = (function[1] or function[2]) if function else body.partition("<arg_key>")[0].strip()
     if not re.fullmatch(r"[\w.-]+", name or ""):
         return []
-    schema: Any = next((tool for tool in tools if _name_of(tool) == name), {})
+    schema: Any = next((tool for tool in tools if name_of(tool) == name), {})
     types = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
     arguments = {}
     for match in _PARAMETER.finditer(function[3] if function else body):
@@ -148,6 +160,32 @@ def _named(name: str, arguments: str) -> list[Call]:
     return [(name, json.dumps(decoded, ensure_ascii=False))] if is_call else []
 
 
+def _from_python(text: str) -> list[Call]:
+    """Calls of a list in Python's syntax, with literals as arguments by name."""
+    try:
+        written = ast.parse(text, mode="eval").body
+        found = written.elts if isinstance(written, ast.List) else [written]
+        return [
+            (
+                ast.unparse(call.func),
+                json.dumps({str(each.arg): ast.literal_eval(each.value) for each in call.keywords}),
+            )
+            for call in found
+            if isinstance(call, ast.Call)
+        ]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _quoted(text: str) -> str:
+    """JSON of a mapping whose keys have no quotes, and whose texts are between special tokens."""
+    pieces = _QUOTED.split(text)
+    # With one group in the pattern, every second piece is a text.
+    pieces[1::2] = [json.dumps(piece[5:-5], ensure_ascii=False) for piece in pieces[1::2]]
+    pieces[::2] = [re.sub(r"([\w.-]+):", r'"\1":', piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
 def _values(text: str) -> Iterator[Any]:
     """The JSON values in a text that `;` or spaces separate. Nothing if the text has more."""
     values, start = [], 0
@@ -169,5 +207,6 @@ def _decoded(text: str, default: Any) -> Any:
         return default
 
 
-def _name_of(tool: Any) -> str:
+def name_of(tool: Any) -> str:
+    """The name of a tool by its schema, with or without `function`."""
     return str((tool.get("function") or tool).get("name")) if isinstance(tool, Mapping) else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from asyncrl.errors import DataError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
-from .calls import read_calls
+from .calls import name_of, read_calls
 
 # Marks in place of a reply's content and reasoning. They are for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
@@ -151,6 +152,7 @@ class Chat:
             message["reasoning_content"], text = thought[2].strip(), thought[3]
         calls: list[tuple[str, str]] = []
         if tools:
+            self._check_calls(tools)
             thinking, text, calls, garbage = read_calls(text, tools)
             if thinking:
                 message["reasoning_content"] = thinking
@@ -171,6 +173,26 @@ class Chat:
         if cause not in self._logged:
             self._logged.add(cause)
             logger.warning("a conversation is rendered again from its beginning: %s", _FORKS[cause])
+
+    def _check_calls(self, tools: Sequence[Any]) -> None:
+        """Warn once if calls are not read in the form in which the template writes them."""
+        if "calls" in self._logged:
+            return
+        self._logged.add("calls")
+        call = {"id": "c00000000", "type": "function", "function": {"name": name_of(tools[0]), "arguments": {"a": "b"}}}
+        talk: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "content": _CONTENT, "tool_call_id": call["id"], "name": name_of(tools[0])}
+        try:
+            before, whole = self._render(talk[:1], tools), self._render([*talk, result], tools)
+        except DataError:
+            return
+        text = whole[len(os.path.commonprefix([before, whole])) :].partition(_CONTENT)[0]  # noqa: RUF071 - no paths
+        texts = [self.tokenizer.convert_ids_to_tokens(each) for each in self._special]
+        ends = [match.start() for match in re.finditer("|".join(map(re.escape, texts)) or "(?!)", text)]
+        if not any(read_calls(text[:end], tools)[2] for end in [*ends, len(text)]):
+            logger.warning(
+                "the chat template writes calls of tools as %r, which is not read: calls stay text", text[:200]
+            )
 
     def _ended(self, generation: Generation) -> bool:
         """Whether the last token of the reply is the token that ended it."""

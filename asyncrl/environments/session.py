@@ -68,6 +68,9 @@ class TokenTree:
 
     def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
         """Add a request and its reply. Returns the index of the last token. `through`: a token that the prompt continues."""
+        routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
+        if routes is not None and len(routes) != size:
+            raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
         if not self.segments:
             self.prompt_length = prompt_ids.size
         known, after = self._longest_beginning(prompt_ids, through)
@@ -86,7 +89,7 @@ class TokenTree:
         if reply.size:
             self.replies.append(self.tokens.size - reply.size)
         path = np.concatenate([self.path(after), np.arange(start, self.tokens.size)])
-        self._add_routes(path, generation.routed_experts)
+        self._add_routes(path, routes)
         return int(path[-1])
 
     def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
@@ -129,13 +132,8 @@ class TokenTree:
 
     def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
         """Write the experts of a request's tokens over older ones. The last token went through no layer."""
-        if routes is not None:
-            if routes.shape[0] != path.size:
-                raise GenerationError(
-                    f"the engine returned experts of {routes.shape[0]} tokens for a request of {path.size}"
-                )
-            if self.routes is None:
-                self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
+        if routes is not None and self.routes is None:
+            self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
         if self.routes is not None:
             more = np.full((self.tokens.size - len(self.routes), *self.routes.shape[1:]), -1, self.routes.dtype)
             self.routes = np.concatenate([self.routes, more])

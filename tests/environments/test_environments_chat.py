@@ -159,6 +159,10 @@ FORMATS = [
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
         '{"city": "Bonn"}<|tool_call_end|><|tool_calls_section_end|>', "", 1,
     ),
+    ("<|tool_call_start|>[look(city='Bonn'), look(city=\"Bonn\")]<|tool_call_end|>", "", 2),
+    ('<|tool_call>call:look{city:<|"|>Bonn<|"|>}<tool_call|><|tool_response>', "", 1),
+    ('<atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="city">Bonn</atem:parameter>\n</atem:invoke>\n'
+     "</atem:function_calls>", "", 1),
     ('<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Bonn"}<|call|>', "", 1),
 ]  # fmt: skip
 
@@ -177,6 +181,9 @@ GARBAGE = [
     '<tool_call>{"name": "look", "arguments": ["Bonn"]}</tool_call>',
     "<tool_call></tool_call>",
     "[TOOL_CALLS]nothing",
+    "<|tool_call_start|>[look(city=Bonn)]<|tool_call_end|>",
+    "<|tool_call_start|>[look(**{)]<|tool_call_end|>",
+    "<|tool_call>call:look{city:}<tool_call|>",
     '<|python_tag|>{"name": "other", "parameters": {}}',
 ]
 
@@ -193,6 +200,14 @@ def test_a_call_that_cannot_be_read_stays_text_and_is_counted(text: str) -> None
     good = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     _, rest, calls, garbage = read_calls(f"{good} {text}", [TOOL])
     assert (calls, garbage) == ([("look", "{}")], 1) and text.removeprefix("<|python_tag|>") in rest
+
+
+@pytest.mark.parametrize("family", published())
+def test_calls_are_read_in_the_form_in_which_a_template_writes_them(family: str, caplog: Any) -> None:
+    tokenizer = tokenizer_of(family)
+    Chat(tokenizer).parse(np.zeros(1, np.int32), reply_of(tokenizer, "ok"), [TOOL])
+    # Distilled R1 models were not trained to call tools: the template leaves the call out.
+    assert bool(caplog.records) == (family == "deepseek_r1_distill")
 
 
 def test_text_without_tools_is_no_call() -> None:

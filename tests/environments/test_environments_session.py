@@ -339,8 +339,12 @@ async def test_experts_of_other_tokens_are_refused() -> None:
         generation = await script(request)
         return replace(generation, routed_experts=generation.routed_experts[1:])
 
+    session = session_of("chatml", generate)
     with pytest.raises(GenerationError, match="experts of"):
-        await session_of("chatml", generate).chat([USER])
+        await session.chat([USER])
+    with pytest.raises(GenerationError, match="asked for no reply"):
+        session.trajectory()
+    assert session.turns == 0
 
 
 @pytest.mark.parametrize(
