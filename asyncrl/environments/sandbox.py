@@ -83,20 +83,22 @@ class Sandbox:
         async with self._turn:
             usable = False
             try:
-                with anyio.fail_after(self._timeout_s):
-                    answer, usable = await self._exchange(code.encode(errors="replace"))
-            except TimeoutError:
-                answer = f"[the code ran longer than {self._timeout_s:g} s and was ended; {_LOST}]"
+                # The start of a process after a lost one does not count as the code's time.
+                line = self._start()
+                await self._wait_ready(line)
+                with anyio.move_on_after(self._timeout_s) as timer:
+                    answer, usable = await self._exchange(line, code.encode(errors="replace"))
+                if timer.cancelled_caught:
+                    answer = f"[the code ran longer than {self._timeout_s:g} s and was ended; {_LOST}]"
             finally:
                 if not (usable and self._keep_state):
                     await self._end()
             self._start()
             return answer
 
-    async def _exchange(self, code: bytes) -> tuple[str, bool]:
+    async def _exchange(self, line: socket.socket, code: bytes) -> tuple[str, bool]:
         """(what the policy reads, whether the process can take another call)."""
-        loop, mark, output, line = asyncio.get_running_loop(), secrets.token_bytes(16), bytearray(), self._start()
-        await self._wait_ready(line)
+        loop, mark, output = asyncio.get_running_loop(), secrets.token_bytes(16), bytearray()
         try:
             await loop.sock_sendall(line, mark + len(code).to_bytes(4, "little") + code)
             while not output.endswith(mark) and len(output) <= self._most + len(mark):
