@@ -4,7 +4,7 @@ This module does not import torch: environments, rewards and other processes may
 numpy arrays on the host, unless a shape says otherwise. The lane, the thread that owns the device, turns them into tensors.
 
 Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
-T packed tokens of a microbatch, S scored tokens (loss mask 1) of a microbatch, B sequences of a microbatch.
+T packed tokens of a microbatch, S scored tokens (loss mask 1), B sequences and N nodes of a microbatch.
 """
 
 from __future__ import annotations
@@ -274,20 +274,23 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Packed prefix trees for one forward and backward: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`.
+    """Packed token trees for one forward and backward.
 
-    A suffix token attends to its prefix, and to the tokens of its suffix up to itself. Positions continue from the prefix. Only the
-    S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state predicts `target[s]`. The
-    first token of a suffix is predicted by the last token of the prefix.
+    A node has adjacent tokens. Nodes are in depth-first preorder, and the tokens of a node come behind those of the node before it.
+    So the descendants of a node are the tokens right behind it. A token attends to its own node up to itself, and to all tokens of
+    all ancestors. Its position is the number of tokens before it on this path. A sequence is a trajectory, and has the tokens of
+    one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state
+    predicts `target[s]`. Several scored tokens may have the same source.
     """
 
     tokens: Int64Array  # [T]
     positions: Int64Array  # [T]
-    prefix_start: Int64Array  # [trees] packed index of each prefix
-    prefix_length: Int64Array  # [trees]
-    suffix_start: Int64Array  # [B] packed index of each suffix
-    suffix_length: Int64Array  # [B]
-    suffix_tree: Int64Array  # [B] tree of each suffix
+    node_length: Int64Array  # [N]
+    node_parent: Int64Array  # [N] the node before it on its path; -1: none
+    # [K] pairs, ascending: sequence `member_sequence` has the tokens of node `member_node`. If two branches of a sequence have
+    # equal tokens, the pair is there twice.
+    member_sequence: Int64Array
+    member_node: Int64Array
     source: Int64Array  # [S]
     target: Int64Array  # [S]
     sequence: Int64Array  # [S] in [0, B), non-decreasing
@@ -309,8 +312,8 @@ class Microbatch:
 
     @property
     def sequences(self) -> int:
-        """B, the number of suffixes. Each suffix is a completion."""
-        return int(self.suffix_start.size)
+        """B, the number of trajectories."""
+        return int(self.group_ids.size)
 
     @property
     def scored(self) -> int:

@@ -125,6 +125,8 @@ def _unread_reason(config: Config, name: str, embedding: bool) -> str | None:
         # A program may open its own ring (`runtime.door.serve`).
         has_effect = switch.is_on(config) or key in switch.switches or (embedding and section == "door")
         return None if has_effect else switch.off_message
+    if name == "algorithm.discount" and algorithm.credit != "discounted":
+        return f"algorithm.credit is {algorithm.credit}, which discounts nothing; use credit=discounted"
     if name not in SETTINGS:
         return None
     loss = chosen_loss(algorithm)
@@ -288,6 +290,11 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     # With several updates per batch, training waits for the whole batch.
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
     yield from check_losses(config, streaming)
+    if algorithm.credit == "discounted" and advantage_named(algorithm.advantage).needs_whole_step:
+        yield (
+            f"algorithm.credit is discounted but advantage is {algorithm.advantage}, whose statistics span the episodes of a step, "
+            "and not the same reply of a group; use an advantage of a group, such as grpo, or another credit"
+        )
     if algorithm.minibatches > rollout.groups_per_step:
         yield (
             f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "

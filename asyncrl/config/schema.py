@@ -195,6 +195,14 @@ class AlgorithmBase(SettingsSection):
         "Or `file.py:function`, an estimator of your own.",
         json_schema_extra={"enum": [*ADVANTAGES]},
     )
+    credit: Literal["episode", "discounted", "last_turn"] = field(
+        "episode",
+        "Episodes with several replies. episode: each reply has the advantage of the episode's reward. discounted: each reply has "
+        "the advantage of its return, compared with the same replies of the group. last_turn: only the last reply is trained.",
+    )
+    discount: float = field(
+        1.0, "Discount of later rewards (gamma) in the return of a reply, with credit=discounted.", ge=0, le=1
+    )
     old_logprobs: Literal["recompute", "sampler"] = field(
         "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
     )

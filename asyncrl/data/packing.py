@@ -1,75 +1,218 @@
-"""Packs groups into microbatches of prefix trees.
+"""Packs groups into microbatches of token trees.
 
-    tree of a group: [prompt][completion 0][completion 1]...      microbatch: [tree][tree]...
+    microbatch: a forest of nodes      node: adjacent tokens, which follow the tokens of its ancestors
+                                       [prompt][completion 0][completion 1]...     (a group without further common tokens)
 
-A microbatch with completions of a group holds the prompt of the group once. Each completion ends before its last scored
-token, because that token is only a target of the loss. A completion without scored tokens takes no room, but its sequence
-is counted: losses that divide by the number of sequences need the count.
+Rows are trajectories. Rows of a microbatch share their first tokens as long as the tokens are equal: a prompt, the first sampled
+tokens of members that begin alike, the history of branches. So no token is forwarded twice, with two exceptions, because each inner
+node costs a call of attention:
 
-With recorded expert routes, members share a prompt only if the prompt's routes are equal: other experts make other keys and
-values. Routes can differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of
-the last prompt token are not compared, unless the prompt has only one token. They come from the forward that samples the first
-token: members run it in batches of different sizes, and rounding alone may choose another expert. A shared prompt gets the
-routes of the first member behind it.
+* A node is not cut for less than `_FEWEST` tokens, except at the end of the prompt.
+* Rows of two groups do not share `_MOST_APART` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
 
-Groups are packed in the given order, completions longest first. A new microbatch is opened when the token budget is full. A
-completion that is longer than the budget gets a microbatch of its own. The assignment to microbatches changes no gradient.
+Both keep the number of forwarded tokens below that of TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one
+token more for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is
+only a target of the loss. A row without scored tokens takes no room, but its sequence is counted: losses that divide by the number
+of sequences need the count.
+
+With recorded expert routes, rows share a token only if its routes are equal: other experts make other keys and values. Routes can
+differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of the last prompt token
+are not compared, unless the prompt has only one token. They come from the forward that samples the first token: members run it in
+batches of different sizes, and rounding alone may choose another expert. A shared token gets the routes of the first row that has
+it.
+
+Groups are packed in the given order, members with the most tokens first. A new microbatch is opened when the token budget is full.
+A row is never split, because some losses need all tokens of a sequence at once. A row that is longer than the budget gets a
+microbatch of its own. The assignment to microbatches changes no gradient.
 
 Shapes: T packed tokens, S scored tokens, s scored tokens of one trajectory, G members of a group, L tokens of a trajectory.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.algorithms.credit import turn_of
 from asyncrl.errors import DataError
 from asyncrl.records.routes import MISSING
 from asyncrl.types import Group, Microbatch, Trajectory
 
-from .store import OLD, REFERENCE, Column
+from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedRow:
+# A node is not cut for fewer shared tokens. TRL's trie has two tokens more for each fork, so with 3 this one never has more.
+_FEWEST = 3
+# Rows of two groups do not share as many tokens or fewer, if there are spare tokens.
+_MOST_APART = 32
+
+
+class _Segment(NamedTuple):
+    """Tokens [start, end) of a trajectory that are forwarded, at the positions from `position` on. They follow the token at
+    `position - 1` of the path of segment `parent` (-1: none). `first`, `last`: the part of `scored` in this segment."""
+
+    start: int
+    end: int
+    parent: int
+    position: int
+    first: int
+    last: int
+
+
+class _PackedRow(NamedTuple):
     """One trajectory to be packed. `scored`: indices [s] of the scored tokens in the trajectory."""
 
     trajectory: Trajectory
     advantage: float
     scored: npt.NDArray[np.int64]
     scored_slice: slice | None  # set if `scored` has no gaps
-    forward: int  # tokens behind the prompt that are packed
-    index: int  # in its group
+    segments: list[_Segment]
+    forward: int  # tokens that are packed
+    place: int  # in its group
     columns: GroupColumns
 
 
-@dataclass(slots=True)
-class _Tree:
-    """A prompt and the completions that share it in one microbatch. `prefix` is empty if no completion has scored tokens."""
+class _Node:
+    """Adjacent packed tokens: `length` tokens of a trajectory from `start` on. `depth`: tokens before them on the path."""
 
-    prefix: npt.NDArray[Any]
-    # [L, layers, k]: recorded routes of the member whose prompt is the prefix.
-    routes: npt.NDArray[Any] | None = None
-    rows: list[_PackedRow] = field(default_factory=list)
+    __slots__ = ("children", "depth", "length", "number", "packed", "parent", "start", "trajectory")
 
-    def can_add(self, row: _PackedRow, prefix: npt.NDArray[Any]) -> bool:
-        """Whether the tree has no prefix yet, or its prefix and routes equal those of `row`."""
-        if not prefix.size or not self.prefix.size:
-            return True
-        if not np.array_equal(prefix, self.prefix):
-            # An environment may give each member another prompt.
-            return False
-        routes = row.trajectory.routed_experts
-        if routes is None or self.routes is None:
-            return True
-        compared = max(prefix.size - 1, 1)
-        return np.array_equal(routes[:compared], self.routes[:compared])
+    def __init__(self, trajectory: Trajectory, start: int, length: int, depth: int, parent: _Node | None) -> None:
+        self.trajectory, self.start, self.length, self.depth, self.parent = trajectory, start, length, depth, parent
+        self.children: dict[int, list[_Node]] = {}  # by their first token
+        self.number = self.packed = -1  # in preorder; first packed token
+
+    def add(self, child: _Node) -> None:
+        self.children.setdefault(int(child.trajectory.tokens[child.start]), []).append(child)
+
+    def shared(self, trajectory: Trajectory, start: int, end: int) -> int:
+        """How many of the tokens [start, end) of a trajectory equal the first tokens of the node, with their routes."""
+        other, count = self.trajectory, min(self.length, end - start)
+        mine, own = slice(start, start + count), slice(self.start, self.start + count)
+        differ = trajectory.tokens[mine] != other.tokens[own]
+        if trajectory.routed_experts is not None and other.routed_experts is not None:
+            differ_routes = (trajectory.routed_experts[mine] != other.routed_experts[own]).any((1, 2))
+            last = trajectory.prompt_length - 1
+            if last == other.prompt_length - 1 > 0 and start <= last < start + count and start == self.start:
+                differ_routes[last - start] = False
+            differ |= differ_routes
+        first = int(differ.argmax())
+        return first if differ[first] else count
+
+
+# (tokens, node, inside, equal). The longest path of a trie that begins as a row does has `tokens` tokens. It ends with the first
+# `inside` tokens of `node`. `equal`: its length without regard to `_FEWEST`.
+_Match: TypeAlias = tuple[int, _Node, int, int]
+
+
+class _Trie:
+    """The rows of one microbatch."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.root = _Node(trajectory, 0, 0, 0, None)  # holds no token
+        self._nodes: list[_Node] = []
+        self.tokens = 0
+        self.rows: list[tuple[_PackedRow, list[_Node]]] = []  # for each segment, the node that ends with it
+        # How many tokens fewer than TRL's trie this one has, at least.
+        self._spare = 0
+
+    def match(self, row: _PackedRow) -> _Match:
+        """Where the first segment of the row belongs."""
+        trajectory, (start, end, *_) = row.trajectory, row.segments[0]
+        found = tokens, node, _, equal = _longest(self.root, trajectory, start, end)
+        if tokens and node.trajectory.group_id != trajectory.group_id and equal <= min(self._spare, _MOST_APART):
+            return 0, self.root, 0, equal
+        return found
+
+    def add(self, row: _PackedRow, match: _Match) -> None:
+        """`match`: of this row."""
+        trajectory, ends = row.trajectory, list[_Node]()
+        for start, end, parent, position, first, last in row.segments:
+            if first == last and start == end:
+                ends.append(self.root)  # not needed
+                continue
+            if ends:
+                before = self.root if parent < 0 else self._ending(ends[parent], position)
+                match = _longest(before, trajectory, start, end)
+            tokens, node, inside, equal = match
+            is_cut = inside < node.length
+            if is_cut:
+                node = self._cut(node, inside)
+            start += tokens
+            if start < end:
+                above, node = node, _Node(trajectory, start, end - start, position + tokens, node)
+                above.add(node)
+                self._nodes.append(node)
+                self.tokens += end - start
+                # TRL's trie has one token more for a row, and one more for a fork within a node.
+                self._spare += tokens - equal + (1 + is_cut if len(row.segments) == 1 else 0)
+            ends.append(node)
+        self.rows.append((row, ends))
+
+    def _ending(self, node: _Node, depth: int) -> _Node:
+        """The node on the path of `node` that ends `depth` tokens behind the root. Another node may be cut for it."""
+        while node.depth >= depth:
+            node = _parent(node)
+        return self._cut(node, depth - node.depth) if depth - node.depth < node.length else node
+
+    def _cut(self, node: _Node, at: int) -> _Node:
+        """A new node with the first `at` tokens. The others stay in `node`, which becomes its child."""
+        parent = _parent(node)
+        upper = _Node(node.trajectory, node.start, at, node.depth, parent)
+        siblings = parent.children[int(node.trajectory.tokens[node.start])]
+        siblings[siblings.index(node)] = upper
+        node.start, node.length, node.depth, node.parent = node.start + at, node.length - at, node.depth + at, upper
+        upper.add(node)
+        self._nodes.append(upper)
+        return upper
+
+    def release(self) -> None:
+        """Drop the references of nodes to their parents: a circle would keep views of leased memory until a garbage collection."""
+        for node in self._nodes:
+            node.parent = None
+
+    def number_nodes(self) -> list[_Node]:
+        """The nodes in depth-first preorder, with `number` and `packed` set."""
+        nodes, cursor, waiting = list[_Node](), 0, [self.root]
+        while waiting:
+            node = waiting.pop()
+            if node is not self.root:
+                node.number, node.packed = len(nodes), cursor
+                cursor += node.length
+                nodes.append(node)
+            if node.children:
+                waiting += [child for same in node.children.values() for child in same][::-1]
+        return nodes
+
+
+def _parent(node: _Node) -> _Node:
+    assert node.parent is not None
+    return node.parent
+
+
+def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Match:
+    """The longest path below `node` that begins as the tokens [start, end) of a trajectory do."""
+    tokens, best, inside, equal = 0, node, node.length, 0
+    if start < end and node.children:
+        for child in node.children.get(int(trajectory.tokens[start]), ()):
+            shared = child.shared(trajectory, start, end)
+            if shared == child.length:
+                more, found, of_found, total = _longest(child, trajectory, start + shared, end)
+                total += shared
+                more += shared
+            else:
+                more, found, of_found, total = shared, child, shared, shared
+            equal = max(equal, total)
+            uncut = child.length, end - start, trajectory.prompt_length - child.depth
+            if more > tokens and (shared >= _FEWEST or shared in uncut):
+                tokens, best, inside = more, found, of_found
+    return tokens, best, inside, equal
 
 
 def pack_groups(
@@ -81,39 +224,34 @@ def pack_groups(
 
     groups: pairs of a group and its advantages [G], in member order.
     columns: one mapping per group, with columns from `data/store.py`. `REFERENCE` and `OLD`, each G arrays [s], become
-    `reference_logprobs` and `old_logprobs` of a microbatch in which every scored row has the column.
+    `reference_logprobs` and `old_logprobs` of a microbatch in which every scored row has the column. `TURN_ADVANTAGES` take the
+    place of the advantage of the member.
 
-    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a prompt with a single
-    completion is longer. Errors: DataError for a number of advantages other than G, or a scored prompt token. ValueError
+    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single trajectory
+    is longer. Errors: DataError for a number of advantages other than G, or a scored prompt token. ValueError
     for a budget below 1.
     """
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
-    microbatches: list[list[_Tree]] = []
-    used = 0  # packed tokens of the open microbatch; a row adds `added`
-    for (group, advantages), group_columns in zip(groups, columns or [{}] * len(groups), strict=True):
-        trees: list[_Tree] = []  # of this group, in the open microbatch
-        for row in _rows(group, advantages, group_columns):
-            prefix = _prefix(row)
-            tree = next((tree for tree in trees if tree.can_add(row, prefix)), None)
-            added = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
-            if not microbatches or (added and used + added > tokens_per_microbatch):
-                microbatches.append([])
-                used, trees, tree = 0, [], None
-                added = row.forward + prefix.size
-            if tree is None:
-                tree = _Tree(row.trajectory.tokens[:0])
-                microbatches[-1].append(tree)
-                trees.append(tree)
-            if prefix.size and tree.prefix.size == 0:
-                tree.prefix, tree.routes = prefix, row.trajectory.routed_experts
-            tree.rows.append(row)
-            used += added
-    return [_assemble(trees) for trees in microbatches]
+    tries: list[_Trie] = []
+    try:
+        for (group, advantages), group_columns in zip(groups, columns or [{}] * len(groups), strict=True):
+            for row in _rows(group, advantages, group_columns):
+                match = tries[-1].match(row) if tries else None
+                # Tokens that further segments share with other rows are not subtracted.
+                added = row.forward - match[0] if match else 0
+                if match is None or (added and tries[-1].tokens + added > tokens_per_microbatch):
+                    tries.append(_Trie(row.trajectory))
+                    match = tries[-1].match(row)
+                tries[-1].add(row, match)
+        return [_assemble(trie) for trie in tries]
+    finally:
+        for trie in tries:
+            trie.release()
 
 
 def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> list[_PackedRow]:
-    """The trajectories of the group, sorted by `forward`, longest first; ties in member order."""
+    """The trajectories of the group, sorted by `forward`, most tokens first; ties in member order."""
     values = np.asarray(advantages, dtype=np.float64).reshape(-1)
     if values.size != len(group.trajectories):
         raise DataError(
@@ -121,16 +259,16 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
         )
     rows = []
     for index, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):
-        if trajectory.branches is not None:
-            raise DataError(f"group {group.group_id}, member {trajectory.member}: branches cannot be packed yet")
-        scored = np.flatnonzero(trajectory.mask)
+        # Faster than np.flatnonzero.
+        scored = trajectory.mask.nonzero()[0]
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(
                 f"group {group.group_id}, member {trajectory.member}: token {int(scored[0])} has loss mask 1, but the "
                 f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set its mask to 0"
             )
-        forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
-        rows.append(_PackedRow(trajectory, advantage, scored, _as_slice(scored), forward, index, columns))
+        segments = _segments(trajectory, scored)
+        forward = segments[0].end if len(segments) == 1 else sum(end - start for start, end, *_ in segments)
+        rows.append(_PackedRow(trajectory, advantage, scored, _as_slice(scored), segments, forward, index, columns))
     return sorted(rows, key=lambda row: -row.forward)
 
 
@@ -140,67 +278,117 @@ def _as_slice(scored: npt.NDArray[np.int64]) -> slice | None:
     return slice(int(scored[0]), int(scored[-1]) + 1)
 
 
-def _prefix(row: _PackedRow) -> npt.NDArray[Any]:
-    """A view of the prompt, which is empty if the row has no scored token."""
-    return row.trajectory.tokens[: row.trajectory.prompt_length if row.scored.size else 0]
+def _segments(trajectory: Trajectory, scored: npt.NDArray[np.int64]) -> list[_Segment]:
+    """The segments of a trajectory. Tokens that no scored token follows are left out."""
+    if trajectory.branches is None:
+        return [_Segment(0, int(scored[-1]) if scored.size else 0, -1, 0, 0, scored.size)]
+    parts = trajectory.segments()
+    starts = [start for start, _, _ in parts]
+    bounds = np.searchsorted(scored, [*starts, trajectory.tokens.size]).tolist()
+    parents = [bisect.bisect_right(starts, after) - 1 for _, _, after in parts]
+    # Behind the last token that predicts a scored token, or that a needed segment follows.
+    ends = list(starts)
+    for index in reversed(range(len(parts))):
+        start, after, (first, last) = starts[index], parts[index][2], bounds[index : index + 2]
+        if first < last:
+            if after < 0 and scored[first] == start:
+                raise DataError(
+                    f"group {trajectory.group_id}, member {trajectory.member}: token {start} has loss mask 1, but no token "
+                    "precedes it on its path; set its mask to 0"
+                )
+            ends[index] = max(ends[index], int(scored[last - 1]))
+        if after >= 0 and (first < last or ends[index] > start):
+            ends[parents[index]] = max(ends[parents[index]], after + 1)
+    found: list[_Segment] = []
+    for index, (start, _, after) in enumerate(parts):
+        parent = parents[index]
+        position = found[parent].position + after + 1 - starts[parent] if parent >= 0 else 0
+        found.append(_Segment(start, ends[index], parent, position, *bounds[index : index + 2]))
+    return found
 
 
-def _assemble(trees: list[_Tree]) -> Microbatch:
-    rows = [row for tree in trees for row in tree.rows]
+def _assemble(trie: _Trie) -> Microbatch:
+    nodes, rows = trie.number_nodes(), [row for row, _ in trie.rows]
     lengths = [row.scored.size for row in rows]
-    packed = sum(tree.prefix.size + sum(row.forward for row in tree.rows) for tree in trees)
-    tokens, positions = np.empty(packed, np.int64), np.empty(packed, np.int64)
-    source = np.empty(sum(lengths), np.int64)
-    prefixes: list[tuple[int, int]] = []
-    suffixes: list[tuple[int, int, int]] = []
-    cursor = source_end = 0
-    routes = _empty_routes(rows, packed)
-
-    def append(trajectory: Trajectory, start: int, length: int) -> None:
-        nonlocal cursor
-        end, source_slice = cursor + length, slice(start, start + length)
-        tokens[cursor:end] = trajectory.tokens[source_slice]
-        positions[cursor:end] = np.arange(start, start + length)
+    tokens, positions = np.empty(trie.tokens, np.int64), np.empty(trie.tokens, np.int64)
+    routes = _empty_routes(rows, trie.tokens)
+    counted = np.arange(max((node.depth + node.length for node in nodes), default=0))
+    for node in nodes:
+        trajectory, packed, start, length = node.trajectory, node.packed, node.start, node.length
+        tokens[packed : packed + length] = trajectory.tokens[start : start + length]
+        positions[packed : packed + length] = counted[node.depth : node.depth + length]
         if routes is not None and trajectory.routed_experts is not None:
-            routes[cursor:end] = trajectory.routed_experts[source_slice]
-        cursor = end
-
-    for index, tree in enumerate(trees):
-        prefix_length, prefix_start = tree.prefix.size, cursor
-        prefixes.append((prefix_start, prefix_length))
-        prefix_row = next((row for row in tree.rows if row.scored.size), tree.rows[0])
-        append(prefix_row.trajectory, 0, prefix_length)
-        for row in tree.rows:
-            suffixes.append((cursor, row.forward, index))
-            # The token before a scored token predicts the scored token. Offset -1: that is the last token of the prompt.
-            offset = row.scored - prefix_length - 1
-            last_prefix_token = prefix_start + prefix_length - 1
-            source[source_end : source_end + offset.size] = np.where(offset >= 0, cursor + offset, last_prefix_token)
-            source_end += offset.size
-            append(row.trajectory, prefix_length, row.forward)
-    prefix_table = np.array(prefixes, np.int64).reshape(-1, 2)
-    suffix_table = np.array(suffixes, np.int64).reshape(-1, 3)
+            routes[packed : packed + length] = trajectory.routed_experts[start : start + length]
+    scored, cursor = sum(lengths), 0
+    source, target = np.empty(scored, np.int64), np.empty(scored, np.int64)
+    logprobs, versions = np.empty(scored, np.float32), np.empty(scored, np.int32)
+    advantages = np.repeat(np.array([row.advantage for row in rows], np.float32), lengths)
+    for row, ends in trie.rows:
+        for segment, end in zip(row.segments, ends, strict=True):
+            _set_source(source[cursor + segment.first : cursor + segment.last], row, segment, end)
+        part, trajectory = slice(cursor, cursor + row.scored.size), row.trajectory
+        if row.scored_slice is not None:
+            # A copy of a short slice does not release the GIL, but np.take does. A thread that trains may then keep the
+            # GIL for 5 ms, and the event loop, which runs on this thread, would wait.
+            target[part] = trajectory.tokens[row.scored_slice]
+            logprobs[part] = trajectory.logprobs[row.scored_slice]
+            versions[part] = trajectory.versions[row.scored_slice]
+        else:
+            _take(trajectory.tokens, row.scored, target[part])
+            _take(trajectory.logprobs, row.scored, logprobs[part])
+            _take(trajectory.versions, row.scored, versions[part])
+        if TURN_ADVANTAGES in row.columns:
+            advantages[part] = row.columns[TURN_ADVANTAGES][row.place][turn_of(trajectory, row.scored)]
+        cursor = part.stop
+    members = [_members(row, ends) for row, ends in trie.rows]
     return Microbatch(
         tokens=tokens,
         positions=positions,
-        prefix_start=prefix_table[:, 0].copy(),
-        prefix_length=prefix_table[:, 1].copy(),
-        suffix_start=suffix_table[:, 0].copy(),
-        suffix_length=suffix_table[:, 1].copy(),
-        suffix_tree=suffix_table[:, 2].copy(),
+        node_length=np.array([node.length for node in nodes], np.int64),
+        node_parent=np.array([_parent(node).number for node in nodes], np.int64),
+        member_sequence=np.repeat(np.arange(len(rows), dtype=np.int64), [len(numbers) for numbers in members]),
+        member_node=np.array([number for numbers in members for number in numbers], np.int64),
         source=source,
-        target=_scored(rows, "tokens", np.int64),
+        target=target,
         sequence=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
-        sampler_logprobs=_scored(rows, "logprobs", np.float32),
+        sampler_logprobs=logprobs,
         temperature=np.repeat(np.array([row.trajectory.temperature for row in rows], np.float32), lengths),
-        advantages=np.repeat(np.array([row.advantage for row in rows], np.float32), lengths),
-        versions=_scored(rows, "versions", np.int32),
+        advantages=advantages,
+        versions=versions,
         group_ids=np.array([row.trajectory.group_id for row in rows], np.int64),
         members=np.array([row.trajectory.member for row in rows], np.int64),
         old_logprobs=_stored_column(rows, OLD),
         reference_logprobs=_stored_column(rows, REFERENCE),
         routes=routes,
     )
+
+
+def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment, end: _Node) -> None:
+    """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
+    scored, node, left = row.scored[segment.first : segment.last], end, segment.last - segment.first
+    while left:
+        # The part of `scored` whose predicting tokens are in this node. The segment, if it went back so far, would have the first
+        # token of the node at `start`.
+        start = node.depth - segment.position + segment.start
+        if row.scored_slice is not None:
+            first = max(0, start + 1 - row.scored_slice.start - segment.first)
+        else:
+            first = int(scored[:left].searchsorted(start, "right"))
+        if first == left - 1:
+            part[first] = scored[first] + (node.packed - start - 1)
+        elif first < left:
+            np.add(scored[first:left], node.packed - start - 1, out=part[first:left])
+        node, left = node.parent or node, min(first, left)
+
+
+def _members(row: _PackedRow, ends: Sequence[_Node]) -> list[int]:
+    """The numbers of the nodes with tokens of the row, ascending. A node is there twice if two segments have equal tokens."""
+    found = []
+    for segment, node in zip(row.segments, ends, strict=True):
+        while node.parent is not None and node.depth >= segment.position:
+            found.append(node.number)
+            node = node.parent
+    return sorted(found)
 
 
 def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] | None:
@@ -214,23 +402,12 @@ def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] |
     return np.full((packed, *shapes[0]), MISSING, np.result_type(*recorded))
 
 
-def _scored(rows: Sequence[_PackedRow], name: str, dtype: Any) -> npt.NDArray[Any]:
-    """[S]: the values of a per-token field of the trajectories at the scored tokens."""
-    joined = np.empty(sum(row.scored.size for row in rows), dtype)
-    start = 0
-    for row in rows:
-        column, part = getattr(row.trajectory, name), joined[start : start + row.scored.size]
-        if row.scored_slice is not None:
-            # A copy of a short slice does not release the GIL, but np.take does. A thread that trains may then keep the
-            # GIL for 5 ms, and the event loop, which runs on this thread, would wait.
-            part[:] = column[row.scored_slice]
-        elif column.dtype == part.dtype:
-            # Any other mode allocates a buffer.
-            np.take(column, row.scored, out=part, mode="clip")
-        else:
-            part[:] = column[row.scored]
-        start += part.size
-    return joined
+def _take(column: npt.NDArray[Any], scored: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+    if column.dtype == out.dtype:
+        # Any other mode allocates a buffer.
+        np.take(column, scored, out=out, mode="clip")
+    else:
+        out[:] = column[scored]
 
 
 def _stored_column(rows: Sequence[_PackedRow], name: str) -> npt.NDArray[np.float32] | None:
@@ -239,10 +416,10 @@ def _stored_column(rows: Sequence[_PackedRow], name: str) -> npt.NDArray[np.floa
     if not scored or any(name not in row.columns for row in scored):
         return None
     for row in scored:
-        values = row.columns[name][row.index]
+        values = row.columns[name][row.place]
         if len(values) != row.scored.size:
             raise DataError(
                 f"group {row.trajectory.group_id}, member {row.trajectory.member}: {len(values)} values of {name} "
                 f"for {row.scored.size} scored tokens; write one value per scored token"
             )
-    return np.concatenate([row.columns[name][row.index] for row in scored]).astype(np.float32, copy=False)
+    return np.concatenate([row.columns[name][row.place] for row in scored]).astype(np.float32, copy=False)

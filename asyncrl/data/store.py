@@ -46,6 +46,8 @@ OPTIONAL = ("routed_experts", "branches", "turns")
 # [G] float or None: final rewards.
 REWARDS = "rewards"
 ADVANTAGES = "advantages"  # [G] float64
+# G arrays [t] float64: with `algorithm.credit: discounted` the advantage of each reply. `ADVANTAGES` then holds their means.
+TURN_ADVANTAGES = "turn_advantages"
 # G arrays [s] float32: log-probs of the scored tokens under the reference model.
 REFERENCE = "reference_logprobs"
 # G arrays [s] float32: log-probs of the scored tokens under the policy before the first update of the step.
@@ -215,7 +217,7 @@ class Store:
         with self._observed("unclaim", group_id) as set_event_sizes:
             rows = self.rows(group_id)
             with self._updating_bytes(rows):
-                for column in (ADVANTAGES, OLD):
+                for column in (ADVANTAGES, TURN_ADVANTAGES, OLD):
                     rows.columns.pop(column, None)
             rows.claimed = False
             set_event_sizes(rows)

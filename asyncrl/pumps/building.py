@@ -28,21 +28,23 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
+from asyncrl.algorithms.credit import only_last_turn, turn_advantages
 from asyncrl.algorithms.kl import subtract_penalties
 from asyncrl.algorithms.terms import without_overlong
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
-from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, copy_group
+from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, TURN_ADVANTAGES, Column, Rows, copy_group
 from asyncrl.errors import DataError
 from asyncrl.ports import Trainer
 from asyncrl.records.check import SILENT
-from asyncrl.types import Float32Array, Group, Microbatch
+from asyncrl.types import Float32Array, Group, Microbatch, Trajectory
 
 from .pipeline import Ports
 from .step import GroupsFailed, Step, blame_groups
 
 # Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
+TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]
 # Advantages beyond this overflow the float32 column of a microbatch.
 FLOAT32 = float(np.finfo(np.float32).max)
 _NONE = np.zeros(0, np.float32)
@@ -72,10 +74,12 @@ class Building:
         if self._compares or self._divides:
             await self._wait_published()
         advantages = await compute_advantages(ports, self._reader, penalised, over_ranks=self._compares)
-        rows = await write_advantages(ports, rows, advantages)
+        turns = {each.group_id: self._reader.turn_advantages(each.group) for each in penalised}
+        rows = await write_advantages(ports, rows, advantages, turns)
         parts = []
         for part in await minibatches(ports, rows):
             part = mask_overlong(ports, replace_without_signal(ports, self._reader, step, part))
+            part = mask_earlier_turns(ports, part)
             trained, skipped = split_skipped(ports, part)
             parts.append(pack_with_skipped(ports, await write_logprobs(ports, trained), skipped))
         if versions_per_batch(ports.config) == 1:
@@ -118,20 +122,31 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
         ) from error
 
 
-async def write_advantages(ports: Ports, rows: list[Rows], advantages: Advantages) -> list[Rows]:
-    """Write the column of advantages. The hook `after_advantages` may replace its values."""
+async def write_advantages(
+    ports: Ports, rows: list[Rows], advantages: Advantages, turns: Mapping[int, TurnAdvantages | None]
+) -> list[Rows]:
+    """Write the columns of advantages. The hook `after_advantages` may replace its values: a new value holds for all replies of the
+    member."""
     for group_rows in rows:
-        values = advantages[group_rows.group_id]
-        if not (np.abs(values) <= FLOAT32).all():
+        values, of_turns = advantages[group_rows.group_id], turns[group_rows.group_id]
+        if not all((np.abs(each) <= FLOAT32).all() for each in (values, *(of_turns or ()))):
             error = DataError(f"its advantages are {values.tolist()}, beyond float32")
             raise GroupsFailed([group_rows.group_id], error)
         if ports.hooks.after_advantages is not None:
             with ports.recorder.watch("train pump", f"group {group_rows.group_id}", on="hook after_advantages"):
                 # The hook may keep the group longer than the lease, so it gets a copy.
-                values = await ports.hooks.apply_after_advantages(
-                    copy_group(group_rows.group) if group_rows.leases else group_rows.group, values
+                before, values = (
+                    values,
+                    await ports.hooks.apply_after_advantages(
+                        copy_group(group_rows.group) if group_rows.leases else group_rows.group, values.copy()
+                    ),
                 )
+            if of_turns is not None:
+                changed = zip(of_turns, before, values, strict=True)
+                of_turns = [own if old == new else np.full_like(own, new) for own, old, new in changed]
         ports.book.write(group_rows.group_id, ADVANTAGES, values)
+        if of_turns is not None:
+            ports.book.write(group_rows.group_id, TURN_ADVANTAGES, of_turns)
     return rows
 
 
@@ -156,13 +171,15 @@ def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows:
     # A replayed group must be fresh enough for the last optimizer step of the batch.
     last_version, chosen = step.version + versions_per_batch(ports.config) - 1, []
     for group_rows in rows:
-        if not any(group_rows.columns[ADVANTAGES]):
+        if not _has_signal(group_rows):
             taken = {group.group_id for group in step.replayed.values()}
             replayed = ports.replay.draw(last_version, (ports.ledger.turn, group_rows.group_id), taken)
             if replayed is not None:
                 step.replayed[group_rows.group_id] = replayed
-                advantages_G = reader.advantages([replayed])[replayed.group_id]
-                group_rows = Rows(replayed, {ADVANTAGES: advantages_G}, claimed=True)
+                columns: dict[str, Column] = {ADVANTAGES: reader.advantages([replayed])[replayed.group_id]}
+                if (of_turns := reader.turn_advantages(replayed)) is not None:
+                    columns[TURN_ADVANTAGES] = of_turns
+                group_rows = Rows(replayed, columns, claimed=True)
         chosen.append(group_rows)
     return chosen
 
@@ -178,11 +195,32 @@ def mask_overlong(ports: Ports, rows: list[Rows]) -> list[Rows]:
     ]
 
 
+def mask_earlier_turns(ports: Ports, rows: list[Rows]) -> list[Rows]:
+    """With `algorithm.credit: last_turn`, mask the tokens of all replies but the last one of each episode. Columns of log-probs
+    keep the values of the tokens that are left."""
+    if ports.config.algorithm.credit != "last_turn":
+        return rows
+    masked = []
+    for group_rows in rows:
+        old = group_rows.group.trajectories
+        new = tuple(map(only_last_turn, old))
+        columns = dict(group_rows.columns)
+        for name in {REFERENCE, OLD} & columns.keys():
+            triples = zip(columns[name], old, new, strict=True)
+            columns[name] = [values[after.mask[before.mask]] for values, before, after in triples]
+        masked.append(replace(group_rows, group=replace(group_rows.group, trajectories=new), columns=columns))
+    return masked
+
+
+def _has_signal(rows: Rows) -> bool:
+    return any(rows.columns[ADVANTAGES]) or any(map(np.any, rows.columns.get(TURN_ADVANTAGES, ())))
+
+
 def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """(rows to train, rows to skip): advantages of 0 give no gradient. If a loss has other terms, `resolve` refuses to skip."""
     if not ports.config.train.skip_zero_advantage:
         return rows, []
-    has_signal = [any(group_rows.columns[ADVANTAGES]) for group_rows in rows]
+    has_signal = [_has_signal(group_rows) for group_rows in rows]
     trained = [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if signal]
     return trained, [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if not signal]
 
@@ -219,10 +257,10 @@ async def write_logprob_column(ports: Ports, column: str, rows: Sequence[Rows]) 
     size = ports.config.train.tokens_per_microbatch
     columns = await logprob_columns(ports.trainer, [group_rows.group for group_rows in missing], size, model)
     for group_rows, values in zip(missing, columns, strict=True):
-        if group_rows.group_id in ports.store:
+        if group_rows.group_id in ports.store and ports.store.rows(group_rows.group_id).columns is group_rows.columns:
             ports.book.write(group_rows.group_id, column, values)
         else:
-            # The store does not hold replayed groups.
+            # The store does not hold replayed groups, nor columns of a part of the replies.
             group_rows.columns[column] = values
 
 
@@ -251,10 +289,14 @@ class RewardReader:
     estimator: Estimator
     weights: Mapping[str, float]
     scale_by_length: bool
+    # Discount of the returns that are compared reply by reply. None: the rewards of episodes are compared.
+    gamma: float | None = None
 
     @classmethod
     def of(cls, ports: Ports) -> RewardReader:
-        return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len)
+        algorithm = ports.config.algorithm
+        gamma = algorithm.discount if algorithm.credit == "discounted" else None
+        return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len, gamma)
 
     def numbers(self, group: Group) -> GroupRewards:
         """The numbers of a group as estimators take them."""
@@ -268,12 +310,35 @@ class RewardReader:
         components = {name: scaled([t.components.get(name) for t in group.trajectories]) for name in names}
         return GroupRewards(scaled([t.reward for t in group.trajectories]), components, self.weights, lengths)
 
+    def turn_advantages(self, group: Group) -> TurnAdvantages | None:
+        """G arrays [t]: the advantage of each reply; 0 for a member with `SILENT`. None if episodes are compared."""
+        if self.gamma is None:
+            return None
+        members = group.trajectories
+        if self.scale_by_length:
+            members = tuple(_scaled(t, t.sampled_length) for t in members)
+        found = turn_advantages(self.estimator, members, self.gamma)
+        return [0 * values if t.metadata.get(SILENT) else values for t, values in zip(members, found, strict=True)]
+
     def has_signal(self, group: Group) -> bool:
+        if self.gamma is not None:
+            loud = tuple(replace(t, metadata={}) for t in group.trajectories)
+            return any(map(np.any, self.turn_advantages(replace(group, trajectories=loud)) or ()))
         return self.estimator.has_signal(self.numbers(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """`groups`: all groups of the step if the estimator needs the whole step; else any groups."""
+        """`groups`: all groups of the step if the estimator needs the whole step; else any groups. If replies are compared, the
+        means over the replies of each member."""
+        if self.gamma is not None:
+            found = {group.group_id: self.turn_advantages(group) or [] for group in groups}
+            return {group_id: np.array([values.mean() for values in of_turns]) for group_id, of_turns in found.items()}
         return _advantages_by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+
+
+def _scaled(t: Trajectory, factor: float) -> Trajectory:
+    """The trajectory with its rewards multiplied by `factor`."""
+    turns = None if t.turn_rewards is None else tuple(reward * factor for reward in t.turn_rewards)
+    return replace(t, reward=None if t.reward is None else t.reward * factor, turn_rewards=turns)
 
 
 def advantages_of_rank(
@@ -303,11 +368,10 @@ def microbatch_of_counts(groups: Sequence[Group]) -> Microbatch:
     return Microbatch(
         tokens=none,
         positions=none,
-        prefix_start=none,
-        prefix_length=none,
-        suffix_start=none,
-        suffix_length=none,
-        suffix_tree=none,
+        node_length=none,
+        node_parent=none,
+        member_sequence=none,
+        member_node=none,
         source=none,
         target=none,
         sequence=none,

@@ -59,7 +59,7 @@ class Line(Protocol):
 
 
 def tokens_of(group: Group) -> int:
-    """The tokens that a training step forwards: the prompt once, and every completion."""
+    """The most tokens that a training step forwards: the prompt once, and the distinct tokens of every completion."""
     first = group.trajectories[0].prompt_length
     return first + sum(t.completion_length for t in group.trajectories)
 

@@ -1,7 +1,7 @@
 """Compares a path's results on a probe with those of transformers' unmodified eager model.
 
-    training    our forward and backward of a packed microbatch (ragged rows, shared prompts, a row past every window and original
-                context of the probe), against the eager model
+    training    our forward and backward of a packed microbatch (ragged rows, shared prompts, completions that begin alike, a row
+                past every window and original context of the probe), against the eager model
     sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version in between, against an eager forward over prompt and completion
 
@@ -47,8 +47,10 @@ from asyncrl.types import (
     Trajectory,
 )
 
-# (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
-_GROUPS = ((7, (13, 4)), (2, (26,)))
+# (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py). The first two
+# completions of a group have `_SHARED` tokens in common, so a tree has three levels.
+_GROUPS = ((7, (13, 9, 4)), (2, (26,)))
+_SHARED = 4
 # (prompt, completion, whether the prompt is the previous request's). A product of a new size costs a compilation, several times
 # its computation. So every prefill is full: 16 + 8 tokens before the new version, because a prompt's last token is decoded, and
 # 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
@@ -291,15 +293,17 @@ class Trial:
         groups = []
         for number, (prompt, lengths) in enumerate(_GROUPS):
             start = self._tokens(prompt)
-            rows = tuple(
-                self._trajectory(number, member, len(lengths), start, min(length, self._longest - prompt))
-                for member, length in enumerate(lengths)
-            )
+            completions = [self._tokens(min(length, self._longest - prompt)) for length in lengths]
+            if len(completions) > 1:
+                completions[1][:_SHARED] = completions[0][:_SHARED]
+            rows = tuple(self._trajectory(number, i, len(lengths), start, c) for i, c in enumerate(completions))
             groups.append((Group(Ticket(number, 0, 0), Prompt(number, start, ""), rows), [0.0] * len(rows)))
         return groups
 
-    def _trajectory(self, group: int, member: int, members: int, prompt: Int32Array, length: int) -> Trajectory:
-        size = prompt.size + length
+    def _trajectory(
+        self, group: int, member: int, members: int, prompt: Int32Array, completion: Int32Array
+    ) -> Trajectory:
+        size = prompt.size + completion.size
         mask = np.arange(size) >= prompt.size
         zeros = np.zeros(size, np.float32)
         return Trajectory(
@@ -307,7 +311,7 @@ class Trial:
             member=member,
             group_size=members,
             prompt_length=int(prompt.size),
-            tokens=np.concatenate([prompt, self._tokens(length)]),
+            tokens=np.concatenate([prompt, completion]),
             mask=mask,
             logprobs=zeros,
             sampled_logprobs=zeros,

@@ -3,7 +3,8 @@ asks for it: `output_router_logits` with a `router_aux_loss_coef`.
 
     balance of a sequence     E x sum over experts of (share of tokens sent to the expert) x (mean probability). Share and mean
                               are over all layers and all tokens of prompt and completion that are forwarded. The balance equals
-                              `load_balancing_loss_func` of transformers for a batch of this one row
+                              `load_balancing_loss_func` of transformers for a batch of this one row. A token that
+                              several branches share counts once
     added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
 The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
@@ -15,7 +16,8 @@ inside a microbatch, takes the mean over the microbatch.) Sequences without a sc
 Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
 before it chooses (Ernie 4.5, MiniMax-M3).
 
-Shape legend: T packed tokens, B sequences, L layers with experts, k experts a token, E experts.
+Shape legend: T packed tokens, N nodes, K pairs of a sequence and a node, B sequences, L layers with experts, k experts a token,
+E experts.
 """
 
 from __future__ import annotations
@@ -100,14 +102,11 @@ def _of_layer(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
     """[T, E] -> [B, E]: the sum over the tokens of each sequence, prompt included, zeros without a scored token; and the number
     of tokens [B], at least 1."""
-    device, trees = value_TE.device, batch.prefix_start.size
-    starts = np.concatenate([batch.prefix_start, batch.suffix_start])
-    lengths = np.concatenate([batch.prefix_length, batch.suffix_length])
-    span_T = np.empty(batch.tokens.size, np.int64)
-    for span, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        span_T[start : start + length] = span
-    sums = value_TE.new_zeros(lengths.size, value_TE.shape[1]).index_add(0, to_device(span_T, device), value_TE)
-    trained = np.bincount(batch.sequence, minlength=batch.sequences) > 0
-    length_B = np.maximum(lengths[trees:] + lengths[batch.suffix_tree], 1)
-    sums_BE = sums[trees:] + sums[to_device(batch.suffix_tree, device)]
-    return sums_BE * to_device(trained[:, None], device), torch.from_numpy(length_B).to(value_TE)
+    device, nodes, experts = value_TE.device, batch.node_length.size, value_TE.shape[1]
+    node_T = to_device(np.repeat(np.arange(nodes), batch.node_length), device)
+    sums_NE = value_TE.new_zeros(nodes, experts).index_add(0, node_T, value_TE)
+    # A sequence without a scored token has no node.
+    sequence_K, node_K = to_device(batch.member_sequence, device), to_device(batch.member_node, device)
+    sums_BE = value_TE.new_zeros(batch.sequences, experts).index_add(0, sequence_K, sums_NE[node_K])
+    length_B = np.bincount(batch.member_sequence, batch.node_length[batch.member_node], batch.sequences)
+    return sums_BE, torch.from_numpy(np.maximum(length_B, 1)).to(value_TE)

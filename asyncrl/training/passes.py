@@ -84,10 +84,10 @@ def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataErro
     if an unknown expert was the cause. No microbatch: the cause is on another rank."""
     unknown = dict[int, int]()  # group -> an unknown id
     for batch in batches:
-        for row, (group, tree) in enumerate(zip(batch.group_ids.tolist(), batch.suffix_tree, strict=True)):
-            prompt, start = batch.prefix_start[tree], batch.suffix_start[row]
-            positions = np.r_[prompt : prompt + batch.prefix_length[tree], start : start + batch.suffix_length[row]]
-            ids = np.append(batch.tokens[positions], batch.target[batch.sequence == row])
+        node_T = np.repeat(np.arange(batch.node_length.size), batch.node_length)
+        for row, group in enumerate(batch.group_ids.tolist()):
+            in_row_T = np.isin(node_T, batch.member_node[batch.member_sequence == row])
+            ids = np.append(batch.tokens[in_row_T], batch.target[batch.sequence == row])
             if (bad := ids[(ids < 0) | (ids >= vocabulary)]).size:
                 unknown[group] = int(bad[0])
     if unknown:

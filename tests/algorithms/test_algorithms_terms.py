@@ -198,8 +198,7 @@ def test_kl_in_the_reward_by_hand() -> None:
     assert not build_loss("grpo", kl_coef=0.5, kl_in="reward").needs_reference
     zeros = np.zeros(1, np.int64)
     batch = Microbatch(
-        tokens=zeros, positions=zeros, prefix_start=zeros, prefix_length=zeros,
-        suffix_start=np.zeros(3, np.int64), suffix_length=zeros, suffix_tree=zeros,
+        tokens=zeros, positions=zeros, node_length=zeros, node_parent=zeros, member_sequence=zeros, member_node=zeros,
         source=np.zeros(4, np.int64), target=zeros, sequence=np.array([0, 0, 2, 2]),
         sampler_logprobs=np.array([-1.0, -2.0, -0.5, np.nan], np.float32), temperature=np.ones(4, np.float32),
         advantages=np.zeros(4, np.float32), versions=np.zeros(4, np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trajectories import trajectory
+from support.trees import random_tree, rows_of
 
 from asyncrl.data import packing
 from asyncrl.data.packing import pack_groups
@@ -58,22 +60,48 @@ def batches(draw: st.DrawFn) -> list[tuple[Group, list[float]]]:
     return groups
 
 
-def path_to(batch: Microbatch, index: int) -> tuple[list[int], list[int]]:
-    """Tokens and positions that the packed token `index` sees, itself included, by the rules of `Microbatch`."""
-    for start, length in zip(batch.prefix_start, batch.prefix_length, strict=True):
-        if start <= index < start + length:
-            seen = list(range(start, index + 1))
-            return batch.tokens[seen].tolist(), batch.positions[seen].tolist()
-    for start, length, tree in zip(batch.suffix_start, batch.suffix_length, batch.suffix_tree, strict=True):
-        if start <= index < start + length:
-            first = batch.prefix_start[tree]
-            seen = [*range(first, first + batch.prefix_length[tree]), *range(start, index + 1)]
-            return batch.tokens[seen].tolist(), batch.positions[seen].tolist()
-    raise AssertionError(f"packed token {index} belongs to nothing")
+@st.composite
+def groups_of_trees(draw: st.DrawFn) -> list[tuple[Group, list[float]]]:
+    rng, groups = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), []
+    common = rng.integers(1, 4, draw(st.integers(0, 12))).tolist()
+    for group_id in range(draw(st.integers(1, 3))):
+        size, prompt = draw(st.integers(1, 4)), [*common, *rng.integers(1, 4, rng.integers(1, 6)).tolist()]
+        members = tuple(
+            random_tree(rng, group_id, i, size, prompt=prompt, segments=draw(st.integers(0, 5)), vocabulary=3)
+            for i in range(size)
+        )
+        named = tuple(
+            replace(t, logprobs=-(1000.0 * group_id + 100 * i + np.arange(t.tokens.size)).astype(np.float32))
+            for i, t in enumerate(members)
+        )
+        group = Group(Ticket(group_id, 0, 2), Prompt(group_id, np.array(prompt, np.int32), ""), named)
+        groups.append((group, [group_id + i / 16 for i in range(size)]))
+    return groups
+
+
+def starts_of(batch: Microbatch) -> list[int]:
+    """The first packed token of each node."""
+    return (np.cumsum(batch.node_length) - batch.node_length).tolist()
+
+
+def path_to(batch: Microbatch, index: int) -> list[int]:
+    """The packed tokens that `index` sees, itself included, by the rules of `Microbatch`."""
+    starts = starts_of(batch)
+    node = int(np.searchsorted(starts, index, "right")) - 1
+    seen = list(range(starts[node], index + 1))
+    while (node := int(batch.node_parent[node])) >= 0:
+        seen = [*range(starts[node], starts[node] + int(batch.node_length[node])), *seen]
+    return seen
+
+
+def nodes_of(batch: Microbatch, member: int) -> list[int]:
+    """The nodes of a member of a microbatch of one group."""
+    sequence = batch.members.tolist().index(member)
+    return batch.member_node[batch.member_sequence == sequence].tolist()
 
 
 @settings(max_examples=150, deadline=None)
-@given(batches(), st.integers(1, 60))
+@given(batches() | groups_of_trees(), st.integers(1, 60))
 def test_every_scored_token_once_with_its_context_and_columns(groups: list, budget: int) -> None:
     expected = {
         (t.group_id, t.member, int(i)): t
@@ -90,8 +118,9 @@ def test_every_scored_token_once_with_its_context_and_columns(groups: list, budg
             key = int(batch.group_ids[batch.sequence[s]]), int(batch.members[batch.sequence[s]])
             index = int(-batch.sampler_logprobs[s]) - 1000 * key[0] - 100 * key[1]
             t = expected.pop((*key, index))
-            context, positions = path_to(batch, int(batch.source[s]))
-            assert context == t.tokens[:index].tolist() and positions == list(range(index))
+            path, whole = path_to(batch, int(batch.source[s])), t.path(index)[:-1]
+            assert batch.tokens[path].tolist() == t.tokens[whole].tolist()
+            assert batch.positions[path].tolist() == list(range(len(whole)))
             assert batch.target[s] == t.tokens[index]
             assert batch.versions[s] == t.versions[index]
             assert batch.temperature[s] == np.float32(t.temperature)
@@ -101,34 +130,99 @@ def test_every_scored_token_once_with_its_context_and_columns(groups: list, budg
 
 
 @settings(max_examples=150, deadline=None)
-@given(batches(), st.integers(1, 60))
-def test_geometry_covers_the_packed_tokens_and_keeps_the_budget(groups: list, budget: int) -> None:
+@given(batches() | groups_of_trees(), st.integers(1, 60))
+def test_nodes_are_in_preorder_and_the_budget_is_kept(groups: list, budget: int) -> None:
+    rows = {(t.group_id, t.member): t for group, _ in groups for t in group.trajectories}
     for batch in pack_groups(groups, budget):
-        owner = np.zeros(batch.tokens.size, np.int64)
-        for start, length in [
-            *zip(batch.prefix_start, batch.prefix_length, strict=True),
-            *zip(batch.suffix_start, batch.suffix_length, strict=True),
-        ]:
-            owner[start : start + length] += 1
-        assert (owner == 1).all()
-        if batch.tokens.size > budget:  # only where one prompt with one completion is longer than the budget
-            assert (batch.prefix_length > 0).sum() == 1 and (batch.suffix_length > 0).sum() <= 1
+        assert batch.node_length.sum() == batch.tokens.size and (batch.node_length > 0).all()
+        for node, parent in enumerate(batch.node_parent.tolist()):
+            ancestors, at = [-1], node - 1
+            while node and at >= 0:
+                ancestors.append(at)
+                at = int(batch.node_parent[at])
+            assert parent in ancestors
+        pairs = list(zip(batch.member_sequence.tolist(), batch.member_node.tolist(), strict=True))
+        assert pairs == sorted(pairs) and set(batch.member_node.tolist()) == set(range(batch.node_length.size))
+        for row, key in enumerate(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)):
+            # The nodes of a sequence hold the paths to its scored tokens, and nothing else.
+            nodes, t = batch.member_node[batch.member_sequence == row], rows[key]
+            needed = {token for scored in np.flatnonzero(t.mask).tolist() for token in t.path(scored)[:-1].tolist()}
+            assert batch.node_length[nodes].sum() == len(needed)
+            assert t.branches is not None or len(set(nodes.tolist())) == nodes.size
+        if batch.tokens.size > budget:  # only where one row is longer than the budget
+            first = batch.member_node[batch.member_sequence == batch.member_sequence[0]]
+            assert set(first.tolist()) == set(batch.member_node.tolist())
         assert batch.tokens.dtype == batch.source.dtype == np.int64
 
 
+@pytest.fixture(scope="module")
+def tree_row() -> type:
+    """TRL's trie."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # everything in trl.experimental warns
+        from trl.experimental.async_grpo.packing import TreeRow
+    return TreeRow
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches() | groups_of_trees())
+def test_never_more_tokens_than_the_trie_of_trl_of_the_same_rows(tree_row: type, groups: list) -> None:
+    theirs = tree_row()
+    for group, _ in groups:
+        for row in [row for t in group.trajectories for row in rows_of(t) if row.mask.any()]:
+            theirs.add({"input_ids": row.tokens, "completion_mask": row.mask, "group_id": row.group_id})
+    (batch,) = pack_groups(groups, 1 << 20)
+    assert batch.tokens.size <= len(theirs.tokens)
+    assert batch.scored == theirs.trained
+
+
+def test_eight_branches_over_a_long_history_cost_their_distinct_tokens() -> None:
+    rng = np.random.default_rng(0)
+    branches = [(1000 + 50 * i, 999) for i in range(8)]
+    tokens = rng.integers(0, 50_000, 1400)
+    mask = np.arange(1400) >= 1000
+    tree = trajectory(0, 0, 1, tokens, prompt_length=900, mask=mask, branches=np.array(branches[1:], np.int32))
+    group = Group(Ticket(0, 0, 0), Prompt(0, tree.tokens[:900], ""), (tree,))
+    (batch,) = pack_groups([(group, [1.0])], 100)
+    # The last token of each branch is only predicted.
+    assert batch.tokens.size == 1400 - 8 and batch.node_length.tolist() == [1000] + [49] * 8
+    assert sum(row.tokens.size for row in rows_of(tree)) == 8 * 1050
+
+
 def test_prompt_once_per_microbatch_and_again_where_the_group_is_split() -> None:
-    group = make_group(0, [1, 2, 3, 4], [([5] * 6, [True] * 6)] * 4)
+    group = make_group(0, [1, 2, 3, 4], [([10 * i + 5] * 6, [True] * 6) for i in range(4)])
     (whole,) = pack_groups([group], 100)
-    assert whole.prefix_length.tolist() == [4] and whole.tokens.size == 4 + 4 * 5  # the last token is only predicted
+    # The last token is only predicted.
+    assert whole.node_length.tolist() == [4, 5, 5, 5, 5] and whole.node_parent.tolist() == [-1, 0, 0, 0, 0]
     first, second = pack_groups([group], 14)
-    assert first.prefix_length.tolist() == second.prefix_length.tolist() == [4]
-    assert first.tokens.size == second.tokens.size == 14
+    assert first.node_length.tolist() == second.node_length.tolist() == [4, 5, 5]
 
 
 def test_longest_completion_first_and_members_keep_their_names() -> None:
-    group = make_group(0, [1], [([5] * n, [True] * n) for n in (2, 9, 4)])
+    group = make_group(0, [1], [([n] * n, [True] * n) for n in (2, 9, 4)])
     (batch,) = pack_groups([group], 100)
-    assert batch.members.tolist() == [1, 2, 0] and batch.suffix_length.tolist() == [8, 3, 1]
+    assert batch.members.tolist() == [1, 2, 0] and batch.node_length.tolist() == [1, 8, 3, 1]
+
+
+def test_a_sampled_token_that_members_share_is_packed_once() -> None:
+    completions = [5, 6, 7, 8, 9], [2, 2, 2, 2], [5, 6, 7, 4], [5, 9, 4]
+    (batch,) = pack_groups([make_group(0, [1, 2], [(c, [True] * len(c)) for c in completions])], 100)
+    # The node of 5, 6, 7 is not cut for the single token 5, which the last member has in common.
+    assert batch.tokens.tolist() == [1, 2, 5, 6, 7, 8, 5, 9, 2, 2, 2]
+    assert batch.node_length.tolist() == [2, 3, 1, 2, 3] and batch.node_parent.tolist() == [-1, 0, 1, 0, 0]
+    assert [nodes_of(batch, member) for member in range(4)] == [[0, 1, 2], [0, 4], [0, 1], [0, 3]]
+    assert batch.source.tolist() == [1, 2, 3, 4, 5, 1, 8, 9, 10, 1, 2, 3, 4, 1, 6, 7]
+
+
+def test_the_start_of_two_prompts_is_shared_if_it_saves_more_than_the_trie_of_trl() -> None:
+    def tokens(shared: int) -> int:
+        start = list(range(100, 100 + shared))
+        pair = [make_group(n, [*start, n], [([10 * n + i] * 4, [True] * 4) for i in range(4)]) for n in (1, 2)]
+        return pack_groups(pair, 1000)[0].tokens.size
+
+    # The four rows of the first group spare at least 1, 2, 1 and 1 tokens. No last token of a row is packed.
+    saved = [2 * (shared + 1 + 4 * 3) - tokens(shared) for shared in (1, 3, 5, 6, 40)]
+    assert saved == [0, 0, 0, 6, 40]
 
 
 def test_fully_masked_sequences_cost_no_token_and_are_counted() -> None:
@@ -147,17 +241,20 @@ def test_trailing_unscored_tokens_run_no_forward() -> None:
     assert batch.tokens.tolist() == [1, 2, 5, 6] and batch.target.tolist() == [5, 7] and batch.source.tolist() == [1, 3]
 
 
-def test_members_with_different_prompts_share_nothing() -> None:
+def test_members_with_different_prompts_share_what_is_equal() -> None:
     a = make_trajectory(0, 0, 2, [1, 2], [5, 6], [True, True])
     b = make_trajectory(0, 1, 2, [1, 3], [5, 6], [True, True])
     group = Group(Ticket(0, 0, 2), Prompt(0, np.array([1, 2], np.int32), ""), (a, b))
     (batch,) = pack_groups([(group, [0.0, 1.0])], 100)
-    assert batch.tokens.tolist() == [1, 2, 5, 1, 3, 5]
+    assert batch.tokens.tolist() == [1, 2, 5, 1, 3, 5]  # a cut after one token would save too little
+    long = [make_trajectory(0, i, 2, [1, 2, 3, 4 + i], [8, 9], [True, True]) for i in range(2)]
+    (batch,) = pack_groups([(replace(group, trajectories=tuple(long)), [0.0, 1.0])], 100)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 8, 5, 8] and batch.node_length.tolist() == [3, 2, 2]
 
 
 def with_prompt_routes(lengths: list[int], routes: list[int | None]) -> tuple[Group, list[float]]:
     """Members of one prompt of 4 tokens; each prompt token went to expert `routes[member]`, each sampled one to 10 + member."""
-    group, advantages = make_group(0, [1, 2, 3, 4], [([5] * n, [True] * n) for n in lengths])
+    group, advantages = make_group(0, [1, 2, 3, 4], [([50 + n] * n, [True] * n) for n in lengths])
     members = []
     for t, expert in zip(group.trajectories, routes, strict=True):
         column = np.full((t.tokens.size, 1, 1), 10 + t.member, np.int8)
@@ -169,14 +266,15 @@ def with_prompt_routes(lengths: list[int], routes: list[int | None]) -> tuple[Gr
 def routes_before(batch: Microbatch, member: int) -> list[int]:
     """Of the prompt that stands before this member's completion."""
     assert batch.routes is not None
-    start = batch.prefix_start[batch.suffix_tree[batch.members.tolist().index(member)]]
+    start = starts_of(batch)[nodes_of(batch, member)[0]]
     return batch.routes[start : start + 4, 0, 0].tolist()
 
 
 def test_members_share_a_prompt_only_where_it_went_to_the_same_experts() -> None:
     group = with_prompt_routes([9, 8, 7, 6, 5], [None, 1, 2, 1, None])
     (batch,) = pack_groups([group], 100)
-    assert batch.prefix_length.tolist() == [4, 4, 4]  # one for each choice, whatever the order of the members
+    # One prompt for each choice, whatever the order of the members.
+    assert batch.node_length[batch.node_parent < 0].tolist() == [4, 4, 4 + 6]
     found = [routes_before(batch, member) for member in range(5)]
     assert found == [[-1] * 4, [1] * 4, [2] * 4, [1] * 4, [-1] * 4]
     assert batch.tokens.size == 3 * 4 + 8 + 7 + 6 + 5 + 4
@@ -197,14 +295,14 @@ def test_the_last_token_of_a_prompt_may_have_gone_elsewhere() -> None:
     second.routed_experts[3] = 7
     group = Group(Ticket(0, 0, 2), Prompt(0, np.array([1, 2, 3, 4], np.int32), ""), (first, second))
     (batch,) = pack_groups([(group, advantages)], 100)
-    assert batch.prefix_length.tolist() == [4] and routes_before(batch, 1) == [1] * 4
+    assert batch.node_length.tolist() == [4, 2, 1] and routes_before(batch, 1) == [1] * 4
     cut = [
         replace(t, tokens=t.tokens[3:], mask=t.mask[3:], prompt_length=1, logprobs=t.logprobs[3:])
         for t in (first, second)
     ]
     members = [replace(t, routed_experts=o.routed_experts[3:]) for t, o in zip(cut, (first, second), strict=True)]  # type: ignore[index]  # theirs are there
     (batch,) = pack_groups([(replace(group, trajectories=tuple(members)), advantages)], 100)
-    assert batch.prefix_length.tolist() == [1, 1]  # the only one there is
+    assert batch.node_length.tolist() == [3, 2]  # no token is shared, not even the only one of the prompt
 
 
 def test_errors_name_the_group() -> None:
@@ -260,7 +358,7 @@ def test_written_columns_land_at_their_tokens(groups: list, budget: int, data: s
 
 
 def test_a_column_is_there_where_every_scored_row_of_the_microbatch_has_it() -> None:
-    groups = [make_group(n, [1, 2], [([5] * 4, [True] * 4)] * 2) for n in range(2)]
+    groups = [make_group(n, [1, 2], [([5 + 2 * n + i] * 4, [True] * 4) for i in range(2)]) for n in range(2)]
     silent = make_group(2, [1, 2], [([5] * 4, [False] * 4)])
     first, second = written(groups[0][0]), {REFERENCE: written(groups[1][0])[REFERENCE]}
     (batch,) = pack_groups([*groups, silent], 100, [first, second, {}])  # what is masked needs no column
@@ -312,8 +410,10 @@ def allocations(work: Callable[[], Any]) -> tuple[Any, int, int, int]:
 def test_a_token_is_copied_once_on_its_way_into_the_microbatch() -> None:
     """Beside what comes out lie the indices of the scored tokens, and at any time the temporaries of a row; never a column of
     all rows, not even of the narrowest kind and in parts."""
-    completion, mask = [7] * (LENGTH - PROMPT), [True] * (LENGTH - PROMPT)
-    groups = [make_group(n, [n] * PROMPT, [(completion, mask)] * (ROWS // 2)) for n in range(2)]
+    size = LENGTH - PROMPT
+    groups = [
+        make_group(n, [n] * PROMPT, [([7 + i] * size, [True] * size) for i in range(ROWS // 2)]) for n in range(2)
+    ]
     columns = [written(group) for group, _ in groups]
     pack_groups(groups, 1 << 20, columns)  # what numpy makes at its first use is made
     (batch,), given_up, left, most = allocations(lambda: pack_groups(groups, 1 << 20, columns))

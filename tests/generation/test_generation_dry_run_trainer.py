@@ -19,16 +19,14 @@ from asyncrl_bench.virtual_time import run_virtual
 
 def microbatch(prefix: int = 4, suffixes: tuple[int, ...] = (3, 5), group: int = 0, version: int = 0) -> Microbatch:
     """One tree; every suffix token is scored."""
-    starts = np.cumsum([prefix, *suffixes])
     scored = sum(suffixes)
     return Microbatch(
         tokens=np.arange(prefix + scored),
         positions=np.arange(prefix + scored),
-        prefix_start=np.array([0]),
-        prefix_length=np.array([prefix]),
-        suffix_start=starts[:-1],
-        suffix_length=np.array(suffixes),
-        suffix_tree=np.zeros(len(suffixes), dtype=np.int64),
+        node_length=np.array([prefix, *suffixes]),
+        node_parent=np.array([-1] + [0] * len(suffixes)),
+        member_sequence=np.repeat(np.arange(len(suffixes)), 2),
+        member_node=np.array([node for i in range(len(suffixes)) for node in (0, i + 1)]),
         source=np.arange(scored),
         target=np.arange(scored),
         sequence=np.repeat(np.arange(len(suffixes)), suffixes),

@@ -137,15 +137,17 @@ class Plan:
 
 
 def make_prompt(group_id: int) -> Prompt:
-    return Prompt(group_id, np.arange(1, 1 + PROMPT_TOKENS, dtype=np.int32), f"prompt {group_id}")
+    return Prompt(group_id, (10_000 * (group_id + 1) + np.arange(PROMPT_TOKENS)).astype(np.int32), f"prompt {group_id}")
 
 
 def make_trajectory(
     group_id: int, member: int, group_size: int, versions: Sequence[int], reward: float | None = None
 ) -> Trajectory:
-    """PROMPT_TOKENS of prompt, then one sampled token per version."""
+    """PROMPT_TOKENS of prompt, then one sampled token per version. No two groups or members have tokens in common."""
     found = [-1] * PROMPT_TOKENS + list(versions)
-    return trajectory(group_id, member, group_size, len(found), version=found, reward=reward)
+    tokens = 10_000 * (group_id + 1) + np.arange(len(found))
+    tokens[PROMPT_TOKENS:] += 100 * (member + 1)
+    return trajectory(group_id, member, group_size, tokens, version=found, reward=reward)
 
 
 class Prompts:

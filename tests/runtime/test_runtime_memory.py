@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,16 +188,26 @@ def full_groups(count: int, size: int, prompt: int, completion: int, shape: Rout
     nothing = np.zeros(length, np.float32)
     mask = np.arange(length) >= prompt
     routes = np.zeros((length, shape.layers, shape.k), shape.dtype)
+
+    def tokens(group: int, member: int) -> np.ndarray:
+        """No two groups or members have tokens in common."""
+        return np.where(mask, 100 * group + member + 1, 100 * group).astype(np.int32)
+
     rows = [
         Trajectory(
-            group_id=0, member=member, group_size=size, prompt_length=prompt, tokens=np.zeros(length, np.int32),
+            group_id=0, member=member, group_size=size, prompt_length=prompt, tokens=tokens(0, member),
             mask=mask, logprobs=nothing, sampled_logprobs=nothing, versions=np.where(mask, 0, -1).astype(np.int32),
             temperature=1.0, finish_reason=FinishReason.LENGTH, routed_experts=routes.copy(),
         )
         for member in range(size)
     ]  # fmt: skip
+    groups = [
+        tuple(replace(row, group_id=number, tokens=tokens(number, row.member)) for row in rows)
+        for number in range(count)
+    ]
     return [
-        Group(Ticket(number, 0, 0), Prompt(number, rows[0].tokens[:prompt], ""), tuple(rows)) for number in range(count)
+        Group(Ticket(number, 0, 0), Prompt(number, group[0].tokens[:prompt], ""), group)
+        for number, group in enumerate(groups)
     ]
 
 

@@ -47,9 +47,16 @@ def paths(t: Trajectory) -> list[list[int]]:
     return found
 
 
+def lines_of(t: Trajectory) -> list[list[int]]:
+    """The paths that no longer path holds."""
+    found = paths(t)
+    inner = {path[-2] for path in found if len(path) > 1}
+    return [path for path in found if path[-1] not in inner]
+
+
 def rows_of(t: Trajectory) -> list[Trajectory]:
-    """The trajectory as lines: a line for each path that no longer one holds. The first line with a sampled token trains it."""
-    lines = [path for path in paths(t) if not any(path[-1] in other[:-1] for other in paths(t))]
+    """The trajectory as lines. The first line with a sampled token trains it."""
+    lines = lines_of(t)
     rows, seen = [], np.zeros(t.tokens.size, np.bool_)
     for line in lines:
         mask = t.mask[line] & ~seen[line]

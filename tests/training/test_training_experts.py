@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trees import lines_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_helpers import EXPERTS, LOSS, MAX_LENGTH, make_group, tiny_module, tiny_policy, train_step, with_routes
 from training_partition import SEQUENCES, SIZE, groups
@@ -66,15 +67,21 @@ def split(where: list[int]) -> list[Microbatch]:
 
 
 def balance_by_transformers(sequences: bool) -> tuple[dict[str, torch.Tensor], float]:
-    """Its own forward and its own function, a row at a time; (gradient, value)."""
+    """Its own forward and its own function, a line at a time; (gradient, value)."""
     module = tiny_module("moe").double().eval()
     module.set_experts_implementation("eager")
     rows = [t for group, _ in groups(3) for t in group.trajectories]
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         if row.mask.any():
-            tokens = torch.from_numpy(row.tokens[: np.flatnonzero(row.mask)[-1]].astype(np.int64))
-            logits = module(input_ids=tokens[None], output_router_logits=True).router_logits
+            needed = {token for scored in np.flatnonzero(row.mask) for token in row.path(int(scored))[:-1].tolist()}
+            parts = []
+            for line in lines_of(row):
+                tokens = torch.from_numpy(row.tokens[line].astype(np.int64))
+                of_line = module(input_ids=tokens[None], output_router_logits=True).router_logits
+                parts.append([layer[[token in needed for token in line]] for layer in of_line])
+                needed -= set(line)
+            logits = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
             weight = 1 / len(rows) if sequences else row.mask.sum() / sum(t.mask.sum() for t in rows)
             total = total + weight * load_balancing_loss_func(logits, EXPERTS, 2)
     (COEFFICIENT * total).backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.trees import lines_of, random_tree
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -114,6 +115,19 @@ def make_group(
     return Group(Ticket(group_id, 0, 2), prompt, tuple(trajectories)), advantages
 
 
+def make_trees(rng: np.random.Generator, group_id: int, size: int = 3) -> tuple[Group, np.ndarray]:
+    """A group of few ids, so that branches and members share sampled tokens; its last member is one line."""
+    prompt = rng.integers(1, 4, rng.integers(1, 7)).tolist()
+    members = tuple(
+        random_tree(
+            rng, group_id, i, size, prompt=prompt, segments=0 if i == size - 1 else 4, vocabulary=4, temperature=0.8
+        )
+        for i in range(size)
+    )
+    advantages = rng.standard_normal(size).astype(np.float32).astype(np.float64)
+    return Group(Ticket(group_id, 0, 2), Prompt(group_id, members[0].tokens[: len(prompt)], ""), members), advantages
+
+
 LOSS = build_loss("grpo")
 
 
@@ -172,18 +186,24 @@ def with_routes(batch: Microbatch) -> Microbatch:
 def _scored_columns(
     logits: torch.Tensor, ids: torch.Tensor, groups: list[tuple[Group, np.ndarray]]
 ) -> dict[str, torch.Tensor]:
-    """Every column [S] of the scored tokens, from logits [B, L, V]."""
+    """Every column [S] of the scored tokens, from logits [R, L, V] of the lines of all trajectories."""
     trajectories = [t for group, _ in groups for t in group.trajectories]
     advantages = [a for _, values in groups for a in values]
     columns: dict[str, list[torch.Tensor]] = {n: [] for n in ("logp", "entropy", "sampler", "advantage", "sequence")}
+    first = 0
     for row, t in enumerate(trajectories):
-        logp = torch.log_softmax(logits[row, : t.tokens.size - 1] / float(np.float32(t.temperature)), -1)
-        index = torch.from_numpy(np.flatnonzero(t.mask))
-        columns["logp"].append(logp[index - 1, ids[row, index]])
-        columns["entropy"].append(-(logp.exp() * logp).sum(-1)[index - 1])
+        lines = lines_of(t)
+        logp = torch.log_softmax(logits[first : first + len(lines)] / float(np.float32(t.temperature)), -1)
+        index = np.flatnonzero(t.mask)
+        # A token is trained once, in the first line that has it.
+        at = [next((n, line.index(i)) for n, line in enumerate(lines) if i in line) for i in index.tolist()]
+        line, place = torch.tensor(at, dtype=torch.int64).reshape(-1, 2).T
+        columns["logp"].append(logp[line, place - 1, ids[first + line, place]])
+        columns["entropy"].append(-(logp.exp() * logp).sum(-1)[line, place - 1])
+        first += len(lines)
         columns["sampler"].append(torch.from_numpy(t.logprobs[t.mask]))
-        columns["advantage"].append(torch.full((index.numel(),), float(advantages[row]), dtype=torch.float64))
-        columns["sequence"].append(torch.full((index.numel(),), row))
+        columns["advantage"].append(torch.full((index.size,), float(advantages[row]), dtype=torch.float64))
+        columns["sequence"].append(torch.full((index.size,), row))
     return {name: torch.cat(values) for name, values in columns.items()}
 
 
@@ -195,19 +215,20 @@ def oracle_gradient(
     columns_too: bool = False,
     top: float = 1.0,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients) of the whole batch at once: a plain transformers forward over padded rows [B, L], no packing.
+    """(loss, gradients) of the whole batch at once: a plain transformers forward over padded rows [R, L], no packing. A trajectory
+    with branches has a row for each of its paths.
 
     `columns_too`: with the old and reference columns of `old_and_reference`. `top`: share of the top-entropy mask.
     """
     module = module.double()
     module.set_attn_implementation("sdpa")  # the eager one computes its softmax in float32
     trajectories = [t for group, _ in groups for t in group.trajectories]
-    longest = max(t.tokens.size for t in trajectories)
-    ids = torch.zeros(len(trajectories), longest, dtype=torch.int64)
+    rows = [t.tokens[line].astype(np.int64) for t in trajectories for line in lines_of(t)]
+    ids = torch.zeros(len(rows), max(row.size for row in rows), dtype=torch.int64)
     attention = torch.zeros_like(ids)
-    for row, t in enumerate(trajectories):
-        ids[row, : t.tokens.size] = torch.from_numpy(t.tokens.astype(np.int64))
-        attention[row, : t.tokens.size] = 1
+    for number, row in enumerate(rows):
+        ids[number, : row.size] = torch.from_numpy(row)
+        attention[number, : row.size] = 1
     joined = _scored_columns(module(input_ids=ids, attention_mask=attention, use_cache=False).logits, ids, groups)
     extra: dict[str, torch.Tensor] = {}
     if columns_too:

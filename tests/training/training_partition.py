@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, train_step, with_columns
+from training_helpers import MAX_LENGTH, everything, make_group, make_trees, tiny_policy, train_step, with_columns
 
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
@@ -33,9 +33,10 @@ SEQUENCES = GROUPS * SIZE
 
 
 def groups(seed: int) -> list[Any]:
-    """Group 1 has a fully masked member, group 2 rows with holes."""
+    """Group 1 has a fully masked member. In group 2 members have branches, and share sampled tokens."""
     rng = np.random.default_rng(seed)
-    return [make_group(rng, i, size=SIZE, masked=(2,) if i == 1 else (), holes=i == 2) for i in range(GROUPS)]
+    lines = [make_group(rng, i, size=SIZE, masked=(2,) if i == 1 else (), holes=i == 0) for i in range(GROUPS - 1)]
+    return [*lines, make_trees(rng, GROUPS - 1, SIZE)]
 
 
 def part(seed: int, where: list[list[int]], rank: int, name: str = "") -> list[Microbatch]:

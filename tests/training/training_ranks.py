@@ -21,7 +21,8 @@ class Ranks:
     def __init__(self, script: str, folder: Path, size: int, port: int) -> None:
         """`script RANK WORLD PORT OUT` reads a case a line, writes `OUT/RANK.pt`, and says "done"."""
         self.folder, self.size = folder, size
-        environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        paths = f"{Path(asyncrl.__file__).parents[1]}:{Path(__file__).parents[1]}"
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self.logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
         self.processes = [
             warm.Popen(

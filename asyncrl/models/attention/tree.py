@@ -111,10 +111,8 @@ class TreePlan(PlanWithRoutes):
 
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
-        """The plan for the prefixes and suffixes of `batch`."""
-        order = np.argsort(np.r_[: batch.prefix_start.size, batch.suffix_tree + 0.5], kind="stable")
-        parents = np.r_[np.full(batch.prefix_start.size, -1), np.argsort(order)[batch.suffix_tree]]
-        return cls(np.concatenate([batch.prefix_length, batch.suffix_length])[order], parents[order])
+        """The plan for the nodes of `batch`."""
+        return cls(batch.node_length, batch.node_parent)
 
     def sequences(self) -> list[Int64Array]:
         """The packed indices of the tokens from a root to each leaf."""
