@@ -2,8 +2,9 @@
 
     torchrun -m asyncrl.main examples/guess.yaml
 
-After each guess the agent reads whether the letter comes later (+) or earlier (-). The first model guesses at random and finds the
-letter in less than half of the games. Its reward teaches it to halve what is left. `agents_model.py` has the model.
+After each guess the agent reads whether the letter comes later (+) or earlier (-). The first model guesses at random, and in half
+of its games it heeds the answers. Its reward teaches it to heed them always, and to halve what is left. `agents_model.py` has the
+model.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ def rows() -> list[dict[str, str]]:
 
 def build(seed: int) -> tuple[Any, Any]:
     """Returns (model, tokenizer)."""
-    return agents_model.build(seed, f"{LETTERS}?+-", [], example, batches=20)
+    return agents_model.build(seed, f"{LETTERS}?+-", [], example, batches=250)
 
 
 def example(draw: random.Random) -> agents_model.Conversation:
-    """A game with random guesses and random answers."""
+    """A game. In half of the games all guesses are drawn at random, in the others from the letters that are left."""
+    secret, left, sees = draw.choice(LETTERS), LETTERS, draw.random() < 0.5
     parts: list[tuple[str, bool]] = [("<user>?<end><assistant>", False)]
     for _ in range(GUESSES):
-        parts += [(f"{draw.choice(LETTERS)}<end>", True), (f"<user>{draw.choice('+-')}<end><assistant>", False)]
+        guess = draw.choice(left or LETTERS)
+        sign = hint(guess, secret)
+        parts += [(f"{guess}<end>", True), (f"<user>{sign}<end><assistant>", False)]
+        if sees:
+            left = "".join(each for each in left if (each > guess if sign == "+" else each < guess))
     return parts

@@ -275,6 +275,7 @@ def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Envir
         version=lambda: trainer.version,
         scores=bool(run.decided.rewards or config.reward.functions or run.reward_models),
         column=config.data.prompt_column,
+        end_session=lambda session: run.ports.engine.end_session(session),
     )
     given: Any = run.decided.environment
     if given is not None:

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from runtime_helpers import DRY, MODEL, REAL, config_of
 from test_runtime_embedding import embedded
@@ -93,8 +94,18 @@ async def test_a_program_plays_groups_which_are_trained(tmp_path: Path) -> None:
         assert len(await runtime.play(two_turns, "c3=", n=2)) == 2
         metrics = await runtime.evaluate(two_turns, ["a3=", {"prompt": "b2="}], name="own")
         assert metrics["eval/own/avg@1"] == 0.25 + runtime.version
+        assert await runtime.play(failing("turn", ValueError("no")), "a3=") == []
+        # No keys and values of an ended episode are left.
+        with anyio.fail_after(60):
+            # The engine forgets them in its next step.
+            while runtime.built.ports.engine.statistics()["kept_rows"]:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
         summary = await runtime.finish()
-        assert [report.version async for report in steps] == [1, 2, 3, 4] and summary.books.trained == 8
+        assert (
+            [report.version async for report in steps] == [1, 2, 3, 4]
+            and summary.books.trained == 8
+            and summary.books.failed == 1
+        )
         with pytest.raises(LifecycleError, match="takes no more groups"):
             await runtime.play(two_turns, "a3=")
 
