@@ -25,12 +25,15 @@ import anyio
 from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
 
 from asyncrl.concurrency.apart import run_apart
-from asyncrl.concurrency.offload import offload
+from asyncrl.concurrency.offload import StandbyThread
 from asyncrl.concurrency.shield import call_soon
 from asyncrl.config.imports import is_interrupt
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Messages
+
+# At its first use pydantic reads its plugins from files, which would block the event loop.
+validate_call(lambda: None)
 
 # Calls of synchronous tools that may run at a time, those that were given up but have not ended included.
 MOST_THREADS = 256
@@ -184,7 +187,9 @@ class Toolbox:
         """`timeout_s`: the deadline of one call. `most_characters`: a longer result is cut."""
         self._timeout_s, self._most = timeout_s, most_characters
         self._recorder = recorder
-        self._threads = asyncio.Semaphore(MOST_THREADS)
+        self._places = asyncio.Semaphore(MOST_THREADS)
+        self._idle: list[StandbyThread] = []
+        self._closed = False
 
     async def run(self, tools: Sequence[Tool], calls: Sequence[Mapping[str, Any]]) -> Messages:
         """Make these calls at the same time. `calls`: in OpenAI's form. Returns their messages with the role `tool`, in order."""
@@ -230,7 +235,7 @@ class Toolbox:
         call, name = partial(tool.call, **arguments), f"tool {tool.name}"
 
         async def work() -> Any:
-            result = call() if inspect.iscoroutinefunction(tool.call) else await self._in_thread(call, name)
+            result = call() if inspect.iscoroutinefunction(tool.call) else await self._in_thread(call)
             return await result if inspect.isawaitable(result) else result
 
         try:
@@ -243,18 +248,41 @@ class Toolbox:
             # SystemExit, for example.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    async def _in_thread(self, function: Callable[[], Any], name: str) -> Any:
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
         """A thread cannot be stopped. So a call that is given up keeps its place among `MOST_THREADS` until it ends."""
+        await self._places.acquire()
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        await self._threads.acquire()
+        # The start of a thread blocks the loop until the thread runs, so threads are kept.
+        thread = self._idle.pop() if self._idle else StandbyThread("asyncrl-tool")
+        done: asyncio.Future[None] = loop.create_future()
+        results, errors = list[Any](), list[BaseException]()
 
-        def work() -> Any:
+        def finish() -> None:
+            self._idle.append(thread)
+            self._places.release()
+            if self._closed:
+                self.close()
+            if not done.done():
+                done.set_result(None)
+
+        def work() -> None:
             try:
-                return context.run(function)
-            finally:
-                call_soon(loop, self._threads.release)
+                results.append(context.run(function))
+            except BaseException as error:
+                errors.append(error)
+            call_soon(loop, finish)
 
-        return await offload(work, name, abandon=True)
+        thread.work.put(work)
+        await done
+        if errors:
+            raise errors.pop()
+        return results[0]
+
+    def close(self) -> None:
+        """End all threads. A thread whose call does not end is left behind."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().work.put(None)
 
 
 def _arguments(written: Any) -> dict[str, Any]:

@@ -265,12 +265,14 @@ def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Envir
     text = CompletionText(tokenizer, **chosen, arguments=arguments, recorder=run.recorder)
     functions.generation_prompt = text.generation_prompt
     sampling, rollout = sampling_params(config.rollout, tokenizer), config.rollout
+    toolbox = Toolbox(rollout.tool_timeout_s, rollout.tool_max_chars, run.recorder)
+    run.stack.callback(toolbox.close)
     run.agents = Agents(
         chat=Chat(tokenizer, config.data, recorder=run.recorder),
         sampling=sampling,
         seed=config.seed,
         limits=EpisodeLimits.of(config),
-        toolbox=Toolbox(rollout.tool_timeout_s, rollout.tool_max_chars, run.recorder),
+        toolbox=toolbox,
         recorder=run.recorder,
         version=lambda: trainer.version,
         scores=bool(run.decided.rewards or config.reward.functions or run.reward_models),

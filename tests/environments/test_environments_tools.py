@@ -261,7 +261,7 @@ async def test_a_tool_that_hangs_gives_the_model_a_text_and_keeps_its_place_unti
         released.wait(60)
         return "late"
 
-    house = House(timeout_s=0.2)
+    house, before = House(timeout_s=0.2), {*threading.enumerate()}
     try:
         assert await house.run([hangs], call("hangs", "")) == ["Error: hangs did not answer within 0.2 s"]
         assert entered.is_set()
@@ -273,6 +273,11 @@ async def test_a_tool_that_hangs_gives_the_model_a_text_and_keeps_its_place_unti
         released.set()
     house.box._timeout_s = 20.0
     assert await house.run([add], call("add", '{"a": 1, "b": 2}')) == ["3"]
+    threads = {*threading.enumerate()} - before
+    house.box.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 async def test_a_coroutine_that_ignores_its_deadline_is_left_behind(
