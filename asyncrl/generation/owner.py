@@ -239,7 +239,8 @@ class OwnedEngine(EngineLife):
                 )
 
     def _longest_running(self) -> int:
-        return max((job.positions for job in self._running.values()), default=0)
+        # The watchdog asks for statistics on its own thread, so the dictionary may change meanwhile.
+        return max((job.positions for job in list(self._running.values())), default=0)
 
     def _admit(self) -> None:
         longest = self._longest_running() if self._waiting else 0

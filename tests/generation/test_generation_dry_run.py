@@ -89,3 +89,21 @@ def test_reruns_are_identical() -> None:
     for one, two in zip(first, second, strict=True):
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert one.logprobs.tolist() == two.logprobs.tolist()
+
+
+def test_statistics_may_be_asked_for_on_another_thread_while_a_request_starts() -> None:
+    """The watchdog does. Its thread may lose the processor at any job."""
+    recorder = Recorder(nvtx=False)
+    engine = DryRunEngine(
+        SimulatedLane("virtual", recorder), recorder, max_sequences=8, max_context=200, version_source=lambda: 0,
+        decode_step_s=0.5, length_sigma=0.0,
+    )  # fmt: skip
+
+    class Job:
+        @property
+        def positions(self) -> int:
+            engine._running[len(engine._running)] = self  # type: ignore[assignment]
+            return 10
+
+    engine._running[0] = Job()  # type: ignore[assignment]
+    assert engine.statistics()["reserved_positions"] > 0
