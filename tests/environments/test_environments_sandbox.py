@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.environments import jail, sandbox
@@ -62,6 +63,16 @@ def namespace(pid: object) -> int | None:
 
 def in_namespace(inode: int | None) -> int:
     return sum(name.isdigit() and namespace(name) == inode for name in os.listdir("/proc"))
+
+
+def jails() -> list[psutil.Process]:
+    """The processes that sandboxes of this process have started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if jail.__file__ in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -212,6 +223,42 @@ async def test_a_cancelled_call_ends_the_process_and_the_next_call_gets_another_
         await asyncio.wait([call])
         assert call.cancelled() and not running("cancelled")
         assert "NameError" in await box.python("x")
+
+
+async def test_a_cancellation_at_any_step_leaves_no_process_and_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def episode() -> None:
+        # The probe of the machine is a part of it.
+        monkeypatch.setattr(Sandbox, "_proved", False)
+        async with Sandbox() as box:
+            await box.python("1 + 1")
+
+    async with Sandbox():
+        pass
+    before, wait, ended = len(os.listdir("/proc/self/fd")), 0.0, False
+    for steps in range(60):
+        task = asyncio.create_task(episode())
+        # First every step of the loop, then moments of the kernel's work.
+        for _ in range(min(steps, 12)):
+            await asyncio.sleep(0)
+        await asyncio.sleep(wait)
+        wait = 0 if steps < 12 else 1.6 * wait + 0.001
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        assert not jails() and len(os.listdir("/proc/self/fd")) == before
+        if ended:
+            break
+    assert ended
+
+
+async def test_kill_9_of_the_jail_ends_what_is_in_it() -> None:
+    async with Sandbox() as box:
+        await box.python(daemon("jailed"))
+        [of_the_box] = jails()
+        of_the_box.kill()
+        assert "the Python process ended" in await box.python("while True: pass")
+        await until(lambda: not running("jailed"))
+        assert await box.python("1 + 1") == "2"
 
 
 def test_kill_9_of_the_run_leaves_no_process() -> None:
