@@ -327,7 +327,7 @@ class PromptEncoder:
         try:
             return self._render(messages, arguments)
         except DataError:
-            as_json = [_map_call_arguments(message, _to_json) for message in messages]
+            as_json = [map_call_arguments(message, to_json) for message in messages]
             if as_json == messages:
                 raise
         return self._render(as_json, arguments)
@@ -410,10 +410,10 @@ def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("content"), list):
         texts = [part if isinstance(part, str) else part["text"] for part in kept["content"]]
         kept["content"] = [{"type": "text", "text": text} for text in texts]
-    return _map_call_arguments(kept, _decode_mapping)
+    return map_call_arguments(kept, _decode_mapping)
 
 
-def _map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """A copy of the message with `change` applied to the arguments of each tool call."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -433,7 +433,8 @@ def _decode_mapping(value: Any) -> Any:
     return mapping if isinstance(mapping, dict) else value
 
 
-def _to_json(arguments: Any) -> str:
+def to_json(arguments: Any) -> str:
+    """The arguments of a call as JSON; a text is returned unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 

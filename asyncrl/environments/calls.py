@@ -61,6 +61,7 @@ _BEGUN = re.compile(
     r"<tool_call>|<(?:\w+:)?invoke name=|<\|tool_call(?:_start\|)?>|\[TOOL_CALLS\]|"
     r"<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
 )
+_MOST_NESTED = 64
 Call = tuple[str, str]
 
 
@@ -134,7 +135,7 @@ def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
         key, value = (match[1], match[2]) if match[1] is not None else (match[3].strip(), match[4])
         is_text = (types.get(key) or {}).get("type") == "string" if isinstance(types.get(key), Mapping) else False
         arguments[key] = value if is_text else _decoded(value, value)
-    return [(name, json.dumps(arguments, ensure_ascii=False))]
+    return _named(name, json.dumps(arguments))
 
 
 def _from_json(text: Any) -> list[Call]:
@@ -156,8 +157,14 @@ def _from_json(text: Any) -> list[Call]:
 
 def _named(name: str, arguments: str) -> list[Call]:
     decoded = _decoded(arguments or "{}", None)
-    is_call = isinstance(decoded, dict) and bool(name)
-    return [(name, json.dumps(decoded, ensure_ascii=False))] if is_call else []
+    if not isinstance(decoded, dict) or not name:
+        return []
+    try:
+        text = json.dumps(decoded, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return []
+    # JSON can encode half of a surrogate pair, UTF-8 cannot.
+    return [] if re.search("[\ud800-\udfff]", name + text) else [(name, text)]
 
 
 def _from_python(text: str) -> list[Call]:
@@ -165,14 +172,13 @@ def _from_python(text: str) -> list[Call]:
     try:
         written = ast.parse(text, mode="eval").body
         found = written.elts if isinstance(written, ast.List) else [written]
-        return [
-            (
-                ast.unparse(call.func),
-                json.dumps({str(each.arg): ast.literal_eval(each.value) for each in call.keywords}),
-            )
-            for call in found
-            if isinstance(call, ast.Call)
-        ]
+        calls = []
+        for call in found:
+            if not isinstance(call, ast.Call):
+                return []
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            calls += _named(ast.unparse(call.func), json.dumps(arguments))
+        return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
 
@@ -193,7 +199,7 @@ def _values(text: str) -> Iterator[Any]:
     while start < len(text):
         try:
             value, end = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         values.append(value)
         start = end + len(re.match(r"[\s;]*", text[end:])[0])  # type: ignore[index]  # matches the empty text
@@ -201,10 +207,29 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _decoded(text: str, default: Any) -> Any:
+    """The value of a JSON text that is not nested too deeply. NaN and Infinity are no JSON."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return default
+    return value if _is_flat(value) else default
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is nested at most `_MOST_NESTED` levels deep. Templates and checks of messages are recursive."""
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        level = [
+            each
+            for item in level
+            if isinstance(item, (dict, list))
+            for each in (item.values() if isinstance(item, dict) else item)
+        ]
+    return not level
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 def name_of(tool: Any) -> str:

@@ -24,7 +24,15 @@ import numpy as np
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.texts import CompletionText, decode, special_ids
-from asyncrl.data.tokenizing import PromptEncoder, check_prompt, check_unicode, encode_text, without_nulls
+from asyncrl.data.tokenizing import (
+    PromptEncoder,
+    check_prompt,
+    check_unicode,
+    encode_text,
+    map_call_arguments,
+    to_json,
+    without_nulls,
+)
 from asyncrl.errors import DataError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array, Messages
@@ -103,7 +111,7 @@ class Chat:
 
         `messages`: all of them. None: the template writes the beginning differently now. Errors: `DataError`."""
         ids, begun = last.generation.token_ids, len(last.messages) + 1
-        ended = self._ended(last.generation)
+        ended = self.has_ended(last.generation)
         if begun == len(messages):
             # The reply goes on, so the token that ended it is left out.
             return np.concatenate([last.prompt_ids, ids[: ids.size - ended]]).astype(np.int32)
@@ -166,6 +174,10 @@ class Chat:
             ]
         return message
 
+    def written(self, messages: Messages) -> Messages:
+        """Messages of `normalise` in OpenAI's form: arguments of calls are JSON texts."""
+        return [map_call_arguments(message, to_json) for message in messages]
+
     def count_fork(self, cause: str) -> None:
         """Count a conversation whose beginning is rendered again, and log the first of each cause: messages, tools or template."""
         if self._recorder is not None:
@@ -194,7 +206,7 @@ class Chat:
                 "the chat template writes calls of tools as %r, which is not read: calls stay text", text[:200]
             )
 
-    def _ended(self, generation: Generation) -> bool:
+    def has_ended(self, generation: Generation) -> bool:
         """Whether the last token of the reply is the token that ended it."""
         ids = generation.token_ids
         stopped = generation.finish_reason is FinishReason.STOP and generation.stop is None
@@ -327,7 +339,7 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             try:
                 decoded = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 decoded = None
             arguments = decoded if isinstance(decoded, dict) else arguments
         function = {"name": function["name"], "arguments": arguments}

@@ -10,6 +10,7 @@ line with the same prompt, but not on the order of arrival.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +171,9 @@ class Session:
         self._last: Generation | None = None
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
+        # For each reply of the tree: the number of its request, in the order of the requests.
+        self._order: list[int] = []
+        self._requests = itertools.count()
         self._temperature: float | None = None
 
     @property
@@ -224,7 +228,9 @@ class Session:
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
-        """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`. Errors: `GenerationError` without a reply."""
+        """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`, in the order in which the requests were made.
+
+        Errors: `GenerationError` without a reply, `ConfigError` for another number of rewards."""
         tree, last = self._tree, self._last
         if last is None:
             raise GenerationError(
@@ -250,10 +256,12 @@ class Session:
             finish_reason=last.finish_reason,
             completion=self._completion(),
             reward=reward,
-            routed_experts=tree.routes,
+            routed_experts=None if tree.routes is None else tree.routes.copy(),
             branches=np.array(tree.segments[1:], np.int32) if len(tree.segments) > 1 else None,
             turns=np.array(tree.replies, np.int32) if len(tree.replies) > 1 else None,
-            turn_rewards=None if turn_rewards is None else tuple(map(float, turn_rewards)),
+            turn_rewards=None
+            if turn_rewards is None
+            else tuple(float(turn_rewards[n]) for n in np.argsort(np.argsort(self._order))),
         )
 
     def close(self) -> None:
@@ -278,6 +286,7 @@ class Session:
         numbers.add(number)
         new = min(sampling.max_tokens, room)
         self._started, self._expected = self._started + 1, self._expected + added + new
+        request_number = next(self._requests)
         try:
             generation = await self._generate(
                 GenerationRequest(
@@ -297,7 +306,11 @@ class Session:
             raise
         finally:
             self._expected -= added + new
+        # The tree has the experts.
+        generation = replace(generation, routed_experts=None)
         answers.append((end, generation))
+        if generation.token_ids.size:
+            self._order.append(request_number)
         self._last = generation
         return generation, end
 
@@ -385,11 +398,12 @@ class Session:
     def _completion(self) -> str | Messages:
         """The messages behind the first request, on the path of the last reply. A text if no request had messages."""
         if not self._exchanges:
-            ids = self._tree.tokens["id"][self._tree.prompt_length :]
-            return self.format.decode(ids)
+            path = self._tree.path(self._tree.tokens.size - 1)
+            ids = self._tree.tokens["id"][path[path >= self._tree.prompt_length]]
+            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last)] if self._last else ids)
         first, last = self._exchanges[0][0], self._exchanges[-1][0]
         shared = len(first.messages) if last.messages[: len(first.messages)] == first.messages else 0
-        return [*last.messages[shared:], last.reply]
+        return self.format.written([*last.messages[shared:], last.reply])
 
 
 def _request_seed(seed: int, key: bytes, number: int) -> int:

@@ -417,3 +417,63 @@ async def test_sessions_end_at_the_engine() -> None:
     session.close()
     session.close()
     assert ended == ["3/0"]
+
+
+async def test_rewards_of_turns_belong_to_the_requests_in_their_order() -> None:
+    """The first request of three ends last, and its tokens are the last ones of the tree."""
+    script = Script("chatml", "a", "b", "c")
+    release = asyncio.Event()
+
+    async def generate(request: Any) -> Any:
+        if request.prompt_ids[0] == 1:
+            await release.wait()
+        generation = await script(request)
+        if request.prompt_ids[0] == 3:
+            release.set()
+        return generation
+
+    session = session_of("chatml", generate)
+    await asyncio.gather(*(session.sample([number, 9]) for number in (1, 2, 3)))
+    trajectory = session.trajectory(6.0, [1.0, 2.0, 3.0])
+    firsts = [int(trajectory.tokens[trajectory.path(turn)[0]]) for turn in trajectory.turns]
+    assert firsts == [2, 3, 1] and trajectory.turn_rewards == (2.0, 3.0, 1.0)
+    with pytest.raises(ConfigError, match="2 rewards of turns for 3 replies"):
+        session.trajectory(3.0, [1.0, 2.0])
+
+
+HOSTILE = [
+    '{"city": 123456789012345678901234567890}',
+    '{"city": ' + "[" * 300 + "]" * 300 + "}",
+    '{"city": ' + "[" * 700 + "]" * 700 + "}",
+    '{"city": ' + "[" * 3000 + "]" * 3000 + "}",
+    '{"city": "\\ud800"}',
+    '{"city": NaN}',
+    '{"city": 1e999}',
+]
+
+
+@pytest.mark.parametrize("arguments", HOSTILE)
+async def test_what_a_model_writes_into_a_call_cannot_make_its_episode_fail(arguments: str) -> None:
+    script = Script("qwen2_5", f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>', "end")
+    session = session_of("qwen2_5", script, max_context=50_000)
+    sampling = SamplingParams(max_tokens=20_000)
+    answer = await session.chat([USER], [TOOL], sampling)
+    await session.chat([USER, answer.message, {"role": "tool", "content": "?"}], [TOOL], sampling)
+    trajectory = session.trajectory(1.0)
+    check_trajectory(trajectory, Limits())
+    assert trajectory.branches is None
+    [reply, _, _] = trajectory.completion
+    # Arguments are JSON texts, as in OpenAI's form, and a call that is no JSON is a text.
+    called = [call["function"]["arguments"] for call in reply.get("tool_calls", ())]
+    assert all(isinstance(each, str) for each in called) and bool(called) == (
+        answer.message.get("tool_calls") is not None
+    )
+    assert called or arguments in reply["content"]
+
+
+async def test_the_completion_of_requests_without_messages_is_a_text() -> None:
+    script = Script("chatml", "one", "two")
+    session = session_of("chatml", script)
+    first = await session.sample(ids("chatml", "Q"))
+    await session.sample([*ids("chatml", "Q"), *first.token_ids, *ids("chatml", "more")])
+    assert session.trajectory().completion == "one<|im_end|>moretwo"
