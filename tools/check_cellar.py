@@ -43,7 +43,6 @@ ALLOWED: dict[str, str] = {
     "asyncrl.generation.vllm.v0_32:_Loader.download_model": "vLLM calls it",
     "asyncrl.http.server:_Connections.connection_lost": "aiohttp calls it",
     "asyncrl.models.native.library:build_name": ".ci/run checks that there are kernels; benchmarks print it beside each number",
-    "asyncrl.ports:AgentSession": "agents: the endpoint",
     "asyncrl.telemetry.output:LossyStream.writelines": "a text stream has it: libraries that write to stdout call it",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
 }

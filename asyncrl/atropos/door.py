@@ -41,7 +41,7 @@ import orjson
 from asyncrl.client import AsyncClient
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.resolve import last_version
-from asyncrl.http.access import Address
+from asyncrl.http.access import Access, Address
 from asyncrl.http.server import Handler, HttpServer, receive, reply, web
 from asyncrl.records.check import Limits
 from asyncrl.runtime import door as ring_door
@@ -106,7 +106,7 @@ class AtroposDoor:
             ("GET", "/batch"): _refuse_trainer,
             ("GET", "/reset_data"): _refuse_trainer,
         }
-        self._server = HttpServer(at or Address(), routes)
+        self._server = HttpServer(Access(at or Address()), routes)
 
     @property
     def url(self) -> str:

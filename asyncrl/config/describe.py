@@ -20,7 +20,8 @@ from .text import dump
 # Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`). Settings of
 # methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
-    "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door replay reroll generation "
+    "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll "
+    "generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "
     "reward.worker_max_mib reward.worker_max_calls reward.batch reward.overlong rollout.late rollout.sync_warmup_steps "
     "rollout.filter rollout.streaming_min_groups rollout.temperature rollout.top_p rollout.top_k rollout.min_p "

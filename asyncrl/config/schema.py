@@ -17,7 +17,7 @@ from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.types import HIGHEST_TEMPERATURE
 
 from .methods import SECTIONS, SETTINGS, load_method, make_sections
-from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
+from .schema_rollouts import DoorConfig, EndpointConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import LocalPath, OptionalPath, SettingsSection, Untyped, field
 
 if TYPE_CHECKING:
@@ -466,6 +466,7 @@ class Config(SettingsSection):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     door: DoorConfig = DoorConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     replay: ReplayConfig = ReplayConfig()
     reroll: RerollConfig = RerollConfig()
     hooks: OptionalPath = field(

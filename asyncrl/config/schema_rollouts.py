@@ -215,6 +215,21 @@ class DoorConfig(SettingsSection):
     )
 
 
+class EndpointConfig(SettingsSection):
+    """`policy.base_url`: the policy over HTTP, for agents with a client of OpenAI or Anthropic (extra [http]).
+
+    It opens when an episode first asks for it. Each episode has a key of its own."""
+
+    host: str = field(
+        "127.0.0.1",
+        "Address of the endpoint. Nothing is encrypted: use another address only in a network that you trust.",
+    )
+    port: int = field(0, "Port of the endpoint; 0: any free port, as several ranks on a machine need.", ge=0, le=65535)
+    names: tuple[str, ...] = field(
+        (), "Other host names of this machine in the URLs of clients, besides `host` and the machine's name."
+    )
+
+
 class FilterConfig(SettingsSection):
     """Filters of groups. A dropped group is replaced by a newly sampled group (DAPO's dynamic sampling)."""
 

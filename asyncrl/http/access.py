@@ -14,7 +14,7 @@ import hmac
 import ipaddress
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -43,18 +43,23 @@ class Address:
 class Refused(Exception):
     """Ends a request with the HTTP status `status`. The reply contains the message and `state`."""
 
-    def __init__(self, status: int, message: str, *, state: str = "refused") -> None:
+    def __init__(self, status: int, message: str, *, state: str = "refused", allow: Sequence[str] = ()) -> None:
+        """`allow`: methods of the path, for status 405."""
         super().__init__(message)
         self.status = status
         self.state = state
+        self.allow = allow
 
 
 class Access:
     """The access checks of one door. Errors: ConfigError for an invalid key."""
 
+    names_setting = "door.http_names"
+
     def __init__(self, address: Address) -> None:
         if problem := key_problem(address.host, address.key):
             raise ConfigError(problem)
+        self.address = address
         self._host = address.host.lower()
         self.key = secrets.token_urlsafe(24) if address.key is None else address.key
         self._names = {self._host, *(name.lower() for name in address.names)}
@@ -68,27 +73,41 @@ class Access:
         """Accept these addresses as Host. The server calls `add` with the addresses of its sockets."""
         self._names.update(addresses)
 
-    def url(self, port: int) -> str:
-        """The base URL for clients, with the key."""
+    def origin(self, port: int) -> str:
+        """The URL for clients, without a path."""
         host = socket.gethostname() if self._any_address else self._host
         # A URL needs brackets around an IPv6 address.
-        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return f"http://{netloc}/{self.key}" if self.key else f"http://{netloc}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def check(self, request: web.BaseRequest) -> None:
-        """Check Host, Origin, key and Content-Type of the request. Errors: Refused."""
+    def url(self, port: int) -> str:
+        """The base URL for clients, with the key."""
+        return f"{self.origin(port)}/{self.key}" if self.key else self.origin(port)
+
+    def check(self, request: web.BaseRequest) -> str:
+        """Check Host, Origin and key of the request. Returns the path without the key. Errors: Refused."""
         host = self._check_host(request.headers.getall("Host", []))
         for origin in request.headers.getall("Origin", []):
             if origin.lower() != f"http://{host}".lower():
                 raise Refused(403, "the request comes from a web page of another origin; send no Origin header")
-        if not self._has_key(request):
-            raise Refused(
-                401,
-                "the request has no key, or the key of another run: use the complete URL that the run printed at its start "
-                "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; the setting door.http_key sets the key",
-            )
+        return self.check_key(request)
+
+    def check_content(self, request: web.BaseRequest) -> None:
+        """Errors: Refused if the body is not said to be JSON."""
         if (request.method == "POST" or request.body_exists) and request.content_type.lower() != "application/json":
             raise Refused(415, f"Content-Type is {request.content_type[:100]!r}; send application/json")
+
+    def check_key(self, request: web.BaseRequest) -> str:
+        """Returns the path without the key. Errors: Refused."""
+        if not self.key:
+            return request.path
+        for key, path in keys_of(request):
+            if hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key.encode()):
+                return path
+        raise Refused(
+            401,
+            "the request has no key, or the key of another run: use the complete URL that the run printed at its start "
+            "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; the setting door.http_key sets the key",
+        )
 
     def _check_host(self, headers: list[str]) -> str:
         try:
@@ -100,15 +119,17 @@ class Access:
             return host
         raise Refused(
             421,
-            f"Host is {name[:100]!r}; expected one of {', '.join(sorted(self._names))}. The setting door.http_names adds names",
+            f"Host is {name[:100]!r}; expected one of {', '.join(sorted(self._names))}. The setting {self.names_setting} "
+            "adds names",
         )
 
-    def _has_key(self, request: web.BaseRequest) -> bool:
-        if not self.key:
-            return True
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else request.path[1:].partition("/")[0]
-        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key.encode())
+
+def keys_of(request: web.BaseRequest) -> list[tuple[str, str]]:
+    """What may be the key of a request, each with the path without it: the first part of the path, and the key of a header."""
+    first, slash, rest = request.path[1:].partition("/")
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    header = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return [(first, slash + rest), (header, request.path)]
 
 
 def _is_address(name: str) -> bool:

@@ -22,10 +22,11 @@ import anyio
 import orjson
 
 from asyncrl.builds import install
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.errors import ConfigError, LifecycleError
 
-from .access import Access, Address, Refused
+from .access import Access, Refused
 
 try:
     from aiohttp import ClientPayloadError, web
@@ -62,10 +63,10 @@ log = logging.getLogger("asyncrl.http")
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _UNREADABLE)))
 
 
-def most_connections() -> int:
+def most_connections(most: int = MOST_CONNECTIONS) -> int:
     """At most a quarter of this process's descriptors; the run needs the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, soft // 4))
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 4))
 
 
 def reply(code: int, **fields: Any) -> web.Response:
@@ -73,10 +74,15 @@ def reply(code: int, **fields: Any) -> web.Response:
     return web.Response(status=code, body=orjson.dumps(fields), content_type="application/json")
 
 
+def refusal(error: Refused, _: web.BaseRequest) -> web.Response:
+    """The reply to a refused request."""
+    return reply(error.status, status=error.state, message=str(error))
+
+
 async def receive(request: web.BaseRequest, most: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
     """The body as it was sent. `count` is called with the size of each piece and may raise Refused.
     Errors: Refused: the body has more than `most` bytes (413), is slow (408) or cut off (400)."""
-    too_long = Refused(413, f"the body has more than {most:,} bytes; send fewer groups in one request")
+    too_long = Refused(413, f"the body has more than {most:,} bytes; send less in one request")
     if (request.content_length or 0) > most:
         raise too_long
     if request.headers.get("Expect", "").lower() == "100-continue":
@@ -105,19 +111,20 @@ async def receive(request: web.BaseRequest, most: int, count: Callable[[int], No
 class _Connections(web.Server):
     """aiohttp's server, with a place for each connection."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, most: int) -> None:
         super().__init__(
             handler,
             access_log=None,
             logger=log,
             # aiohttp would decompress a body before the key is checked.
             auto_decompress=False,
-            # A group whose sender disconnected is not pushed, because the sender will send it again.
+            # A group whose sender disconnected is not pushed, because the sender will send it again. Tokens that nobody waits
+            # for are not sampled.
             handler_cancellation=True,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,
         )
-        self.places = asyncio.Semaphore(most_connections())
+        self.places = asyncio.Semaphore(most)
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
@@ -125,30 +132,40 @@ class _Connections(web.Server):
 
 
 class HttpServer:
-    """`async with HttpServer(address, routes) as server` listens at `server.url`; `routes` are handlers by method and path."""
+    """`async with HttpServer(Access(address), routes) as server` listens at `server.url`; `routes` are handlers by method and path.
 
-    def __init__(self, address: Address, routes: Mapping[tuple[str, str], Handler]) -> None:
-        """Errors: ConfigError for an invalid key."""
+    `listen` may be called before, where the URL is needed at once: the kernel keeps connections until the server is entered.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        routes: Mapping[tuple[str, str], Handler],
+        *,
+        refusal: Callable[[Refused, web.BaseRequest], web.Response] = refusal,
+        connections: int = MOST_CONNECTIONS,
+    ) -> None:
         self.url = ""
-        self._access = Access(address)
-        self._address = address
+        self._access = access
         self._routes = routes
+        self._refusal = refusal
+        self._most = connections
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
+        self._listening: list[socket.socket] = []
         # Shielded: also a cancelled run accepts connections until `close`, so that clients learn of the end of the run.
         self._accepting = anyio.CancelScope(shield=True)
         self._closed = anyio.Event()
         self._exit_stack = AsyncExitStack()
 
-    async def __aenter__(self) -> HttpServer:
-        """Errors: ConfigError if it cannot listen."""
+    def listen(self) -> str:
+        """Listen at the address. Returns the URL. Errors: ConfigError."""
         if self.url:
             raise LifecycleError("an HttpServer is opened once; make a new one")
-        host, port = self._address.host, self._address.port
-        async with AsyncExitStack() as stack:
-            sockets = stack.enter_context(ExitStack())
+        host, port = self._access.address.host, self._access.address.port
+        with ExitStack() as sockets:
             try:
-                found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
                 # Without duplicates: (family, address) -> None.
                 addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
                 listening = [
@@ -159,10 +176,29 @@ class HttpServer:
                 raise ConfigError(
                     f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port"
                 ) from error
-            names = [listener.getsockname()[:2] for listener in listening]
-            self._access.add(address for address, _ in names)
-            self.url = self._access.url(names[0][1])
-            self._server = _Connections(self._answer)
+            sockets.pop_all()
+        names = [listener.getsockname()[:2] for listener in listening]
+        self._access.add(address for address, _ in names)
+        self._listening, self.url = listening, self._access.url(names[0][1])
+        return self.url
+
+    def forget(self) -> None:
+        """Stop listening, if the server was not entered after `listen`."""
+        for listener in self._listening:
+            listener.close()
+        self._listening = []
+
+    async def __aenter__(self) -> HttpServer:
+        """Errors: ConfigError if it cannot listen."""
+        if not self._listening:
+            # In a thread: the name of the host may have to be looked up.
+            await offload(self.listen, "listen")
+        listening, self._listening = self._listening, []
+        async with AsyncExitStack() as stack:
+            sockets = stack.enter_context(ExitStack())
+            for listener in listening:
+                sockets.enter_context(listener)
+            self._server = _Connections(self._answer, most_connections(self._most))
             stack.push_async_callback(self._end_connections)
             tasks = await stack.enter_async_context(plain_task_group())
             tasks.start_soon(self._run, listening, sockets.pop_all())
@@ -222,18 +258,17 @@ class HttpServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self._busy.add(request.protocol)
         try:
-            self._access.check(request)
-            # The key may be the first part of the path, or in a header.
-            prefix = f"/{self._access.key}"
-            path = request.path.removeprefix(prefix) if request.path.startswith(f"{prefix}/") else request.path
+            path = self._access.check(request)
             handler = self._routes.get((request.method, path))
-            if handler is not None:
-                response = await handler(request)
-            else:
-                known = any(path == route for _, route in self._routes)
-                response = reply(405 if known else 404, status="refused", message="no such method or path at this door")
+            if handler is None:
+                methods = [method for method, route in self._routes if route == path]
+                raise Refused(405 if methods else 404, "no such method or path at this door", allow=methods)
+            self._access.check_content(request)
+            response = await handler(request)
         except Refused as error:
-            response = reply(error.status, status=error.state, message=str(error))
+            response = self._refusal(error, request)
+            if error.allow:
+                response.headers["Allow"] = ", ".join(error.allow)
             # A refused client must not hold a connection, nor send the rest of its body.
             response.force_close()
         finally:

@@ -45,6 +45,7 @@ from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 
 from .absent import Absent, TellVersions, ToldVersions
+from .endpoint import lazy_endpoint
 from .inputs import check_components, columns_of, import_code, known_columns
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ async def open_ports(run: OpenRun) -> None:
         await stack.enter_async_context(functions)
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
-    environment, reward = _environment_and_rewards(run, functions, trainer)
+    environment, reward = await _environment_and_rewards(run, functions, trainer, engine)
     hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
@@ -123,14 +124,16 @@ def _scores_groups(config: Config, environment: Environment, name: str | None) -
     return config.rollout.keep_viable or by_default or config.reward.batch == "group"
 
 
-def _environment_and_rewards(
-    run: OpenRun, functions: RewardPool, trainer: Trainer
+async def _environment_and_rewards(
+    run: OpenRun, functions: RewardPool, trainer: Trainer, engine: Engine
 ) -> tuple[Environment, RewardPool | ModelRewards]:
     """`functions` is open on a rank that generates. Errors: ConfigError."""
     if not run.world.generates:
         absent = Absent(_configured_weights(run))
         return cast(Environment, absent), cast(ModelRewards, absent)
     environment, reward = _environment(run, functions, trainer), _with_models(run, functions, trainer)
+    if run.agents is not None:
+        run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
     check_components(run.config, reward.weights)
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():

@@ -46,6 +46,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import LedgerStatistics, Prompt
 
 from .decided import Decided
+from .endpoint import LazyEndpoint
 from .journal import Journal
 from .performance import DeviceRates, StepProfiler, needed_flop
 from .positions import Positions
@@ -100,6 +101,7 @@ class OpenRun:
     verdict: Verdict | None = None
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     agents: Agents | None = None  # on ranks that generate
+    endpoint: LazyEndpoint | None = None  # the same
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None

@@ -295,6 +295,14 @@ class Runtime:
         prompt = as_task(task, run.ports.ids.take(), self.config.data, self.tokenizer)
         return list(await run.graph.play(environment, prompt, size))
 
+    def endpoint(self) -> tuple[str, str]:
+        """(base URL, key) of the policy over HTTP, for requests that belong to no episode: they are sampled and not trained. Within
+        an episode use `policy.base_url` and `policy.api_key`. Errors: ConfigError, LifecycleError."""
+        run = self._require_open("endpoint")
+        run.own_agents()
+        assert run.endpoint is not None
+        return run.endpoint.open_visitor()
+
     async def submit(
         self,
         trajectories: Sequence[Trajectory],

@@ -263,7 +263,7 @@ async def test_what_strangers_send_fills_no_log_and_our_own_errors_are_in_it(
 async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_run(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 8)
+    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda _: 8)
     monkeypatch.setattr("asyncrl.http.server.GRACE_S", 0.05)
     async with opened(name) as s:
         before, silent = descriptors(), []
@@ -278,7 +278,7 @@ async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_
 
 
 async def test_a_request_that_waits_is_not_closed_for_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 2)
+    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda _: 2)
     async with opened(name) as s:
         for _ in range(2):
             assert (await s.post("/scored_data", group(7)))[0] == 200

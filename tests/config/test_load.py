@@ -340,7 +340,7 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     found = f"{len(knobs()) - len(own)} settings outside of methods, {len(own)} of methods"
     record_property("settings", found)
     print(found)
-    assert len(knobs()) - len(own) <= 132, found
+    assert len(knobs()) - len(own) <= 136, found
 
 
 def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:

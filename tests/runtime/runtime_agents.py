@@ -24,3 +24,22 @@ async def one_argument(task: dict[str, Any]) -> float:
 
 
 number = 3
+
+
+async def over_http(task: dict[str, Any], policy: Any) -> float:
+    """`scored_here` with a client that knows nothing of asyncrl."""
+    text = await _post(policy, task["prompt"])
+    return (text[0] + (await _post(policy, [*text[1], *policy.encode("=")]))[0]).count(task["prompt"][0]) / 16
+
+
+async def _post(policy: Any, prompt: Any) -> tuple[str, list[int]]:
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {policy.api_key}"}
+    body = {"prompt": prompt, "return_token_ids": True}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{policy.base_url}/completions", json=body) as reply,
+    ):
+        found = await reply.json()
+    return found["choices"][0]["text"], [*found["prompt_token_ids"], *found["choices"][0]["token_ids"]]

@@ -134,6 +134,14 @@ RECIPES = {
         "transferqueue-0.1.11-way-2", ("TransferQueue==0.1.11", "ray[default]==2.60.*", *WAY), "2.13.*"
     ),
     "atropos": Recipe("atropos-0.4-way-2", ("atroposlib==0.4.*", *WAY)),
+    # Clients of the endpoint: tools/agent_clients.py.
+    "openai": Recipe("openai-3", ("openai==3.*",)),
+    "openai-2.54": Recipe("openai-2.54", ("openai==2.54.*",)),
+    "anthropic": Recipe("anthropic", ("anthropic",)),
+    "openai-agents": Recipe("openai-agents-0.24", ("openai-agents==0.24.*",)),
+    "openenv": Recipe("openenv-0.10", ("openenv==0.10.*",)),
+    "verifiers": Recipe("verifiers-0.4", ("verifiers==0.4.*", f"transformers=={metadata.version('transformers')}")),
+    "schemathesis": Recipe("schemathesis-4", ("schemathesis==4.*",)),
 }
 
 

@@ -1,0 +1,340 @@
+"""The endpoint of a run: HTTP routes over the sessions of its episodes, in the run's own event loop.
+
+    policy.base_url ──▶ Endpoint.open ──▶ (URL, key)
+    client ──▶ http/server.py ──▶ keys.py: whose ──▶ parameters.py: what ──▶ session.chat ──▶ replies.py: JSON or events
+
+The engine returns whole answers, so a streamed answer is sent when it is sampled, and
+comments keep its connection alive until then.
+
+Guarantees
+* a key reaches its own episode alone. The end of the episode cancels its requests, and later ones get 401 with the reason;
+* a client that disconnects cancels its request, which leaves nothing in the trajectory;
+* an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
+  trajectory has it once. After the delivery the same body samples a new answer;
+* a parameter that has no effect is refused by its name, or is documented as ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.errors import ConfigError, DataError, EngineClosed, EpisodeLimit, GenerationError
+from asyncrl.http.access import Address, Refused
+from asyncrl.http.server import Handler, HttpServer, receive, web
+from asyncrl.ports import AgentSession
+from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, SamplingParams
+
+from .keys import Answers, EpisodeKeys, OpenEpisode, ended_message
+from .messages import MessagesBody, messages_events, messages_reply
+from .openapi import document
+from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe
+from .replies import (
+    chat_events,
+    chat_reply,
+    dumps,
+    event,
+    generate_reply,
+    identifier,
+    text_events,
+    text_reply,
+)
+from .responses import ResponsesBody, responses_events, responses_reply
+
+# A conversation of a million tokens has about 5 MB.
+MOST_BODY_BYTES = 1 << 24
+# Bytes of all bodies that are being received.
+MOST_HELD_BYTES = 1 << 28
+MOST_CONNECTIONS = 4096
+# Requests of one key at the same time.
+MOST_REQUESTS = 256
+KEEP_ALIVE_S = 10.0
+# Time limit for a client to take a piece of an answer.
+SEND_S = 30.0
+# Delivered answers of an episode that a late retry may still ask for.
+_MOST_DELIVERED = 32
+_ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
+# The error types of the two protocols by status; other statuses are the first.
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+log = logging.getLogger("asyncrl.http")
+
+Count = Callable[[str, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to ask for tokens. `events`: the answer as a stream."""
+
+    body: type[BaseModel]
+    reply: Callable[[Ask, Sequence[ChatAnswer], str], dict[str, Any]]
+    events: Callable[[Ask, Sequence[ChatAnswer], str], Iterable[bytes]] | None = None
+
+
+ROUTES: Mapping[str, Route] = {
+    "/chat/completions": Route(ChatBody, chat_reply, chat_events),
+    "/completions": Route(CompletionsBody, text_reply, text_events),
+    "/responses": Route(ResponsesBody, responses_reply, responses_events),
+    _ANTHROPIC: Route(MessagesBody, messages_reply, messages_events),
+    "/inference/v1/generate": Route(GenerateBody, generate_reply),
+}
+
+
+class Endpoint:
+    """`async with Endpoint(...) as endpoint`; the runtime calls `open` and `end` for episodes."""
+
+    def __init__(
+        self,
+        address: Address,
+        model: str,
+        *,
+        visitor: Callable[[], AgentSession],
+        max_context: int,
+        count: Count = lambda name, number: None,
+    ) -> None:
+        """`visitor`: makes sessions that are not trained. `max_context`: most tokens of a request and its reply."""
+        self._keys = EpisodeKeys(address)
+        self._model, self._visitor, self._max_context, self._count = model, visitor, max_context, count
+        self._held = 0
+        self._issued: dict[int, list[str]] = {}  # by the id of the session
+        routes: dict[tuple[str, str], Handler] = {
+            ("POST", path): partial(self._answer, path, route) for path, route in ROUTES.items()
+        }
+        routes |= {("GET", "/models"): self._models, ("GET", "/openapi.json"): self._document}
+        self._server = HttpServer(self._keys, routes, refusal=self._refuse, connections=MOST_CONNECTIONS)
+
+    async def serve(self) -> None:
+        """Answer requests until this is cancelled. Connections that came before wait in the kernel."""
+        try:
+            async with self._server:
+                await anyio.sleep_forever()
+        finally:
+            self._server.forget()
+
+    def open(self, session: AgentSession, line: str = "") -> tuple[str, str]:
+        """(base URL, key) for requests of the session on a line. Listens from the first call on. Errors: ConfigError."""
+        url, key = self._open(lambda: session, line)
+        self._issued.setdefault(id(session), []).append(key)
+        return url, key
+
+    def open_visitor(self) -> tuple[str, str]:
+        """(base URL, key) for requests of no episode."""
+        return self._open(self._visitor, "")
+
+    def _open(self, session: Callable[[], AgentSession], line: str) -> tuple[str, str]:
+        if not self._server.url:
+            self._server.listen()
+        return self._server.url, self._keys.issue(session, line)
+
+    def end(self, session: AgentSession, reason: str = "its coroutine returned or failed") -> None:
+        """End the keys of a session, and cancel their open requests."""
+        for key in self._issued.pop(id(session), ()):
+            self._keys.end(key, reason)
+
+    async def _answer(self, path: str, route: Route, request: web.BaseRequest) -> web.StreamResponse:
+        self._count("endpoint/requests", 1)
+        episode, _ = self._keys.find(request)
+        if len(episode.requests) >= MOST_REQUESTS:
+            raise Refused(429, f"{MOST_REQUESTS} requests of this episode are open; wait for an answer")
+        with anyio.CancelScope() as scope:
+            episode.requests.add(scope)
+            try:
+                body = await self._receive(request)
+                session = episode.session()
+                ask = self._read(route.body, body, session)
+                digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
+                return await self._deliver(route, ask, request, (episode, session), digest)
+            except anyio.get_cancelled_exc_class():
+                self._count("endpoint/cancelled", 1)
+                raise
+            finally:
+                episode.requests.discard(scope)
+        raise Refused(401, ended_message(episode.ended or "it was cancelled"))
+
+    async def _receive(self, request: web.BaseRequest) -> bytearray:
+        held = 0
+
+        def count(size: int) -> None:
+            nonlocal held
+            held += size
+            self._held += size
+            if self._held > MOST_HELD_BYTES:
+                raise Refused(429, "too many large requests are being received; try again later")
+
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refused(415, "the body has a Content-Encoding; send it as it is")
+        try:
+            return await receive(request, MOST_BODY_BYTES, count)
+        finally:
+            self._held -= held
+
+    def _read(self, kind: type[BaseModel], body: bytearray, session: AgentSession) -> Ask:
+        try:
+            fields = orjson.loads(body)
+            ask: Ask = kind.model_validate(fields).ask(session.sampling)  # type: ignore[attr-defined]  # each body has it
+        except orjson.JSONDecodeError as error:
+            raise Refused(400, f"the body is no JSON: {error}") from None
+        except ValidationError as error:
+            message, parameter = describe(error, kind)
+            raise Refused(400, message, state=parameter) from None
+        except DataError as error:
+            raise Refused(400, str(error)) from None
+        return ask
+
+    async def _deliver(
+        self, route: Route, ask: Ask, request: web.BaseRequest, of: tuple[OpenEpisode, AgentSession], digest: bytes
+    ) -> web.StreamResponse:
+        """Sample what is missing of the answer, and send it. What was sampled and is not delivered is kept for a retry."""
+        episode, session = of
+        waiting = episode.undelivered.get(digest)
+        answers: Answers = waiting.pop() if waiting else {}
+        late = episode.delivered.pop(digest, None)
+        if not answers and late is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
+            # The client says that it did not get an answer that seemed to be delivered.
+            answers = late
+        if answers:
+            self._count("endpoint/retries", 1)
+        stream = web.StreamResponse(headers=_STREAM)
+        try:
+            if ask.stream and route.events is not None:
+                async with plain_task_group() as tasks:
+                    tasks.start_soon(self._keep_alive, request, stream)
+                    choices = await self._choices(ask, session, episode.line, answers)
+                    tasks.cancel_scope.cancel()
+                response: web.StreamResponse = stream
+                await _send(request, stream, b"".join(route.events(ask, choices, self._model)))
+            else:
+                choices = await self._choices(ask, session, episode.line, answers)
+                response = _json(route.reply(ask, choices, self._model))
+                await _send(request, response)
+        except Refused as error:
+            if not stream.prepared:
+                raise
+            self._count("endpoint/refused", 1)
+            await _send(request, stream, event(_error(error, request), "error"))
+            return stream
+        except BaseException:
+            if answers:
+                episode.undelivered.setdefault(digest, []).append(answers)
+            raise
+        episode.delivered[digest] = answers
+        if len(episode.delivered) > _MOST_DELIVERED:
+            episode.delivered.popitem(last=False)
+        return response
+
+    async def _keep_alive(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        while True:
+            await anyio.sleep(KEEP_ALIVE_S)
+            await response.prepare(request)
+            with anyio.move_on_after(SEND_S):
+                await response.write(b": the answer is being sampled\n\n")
+
+    async def _choices(self, ask: Ask, session: AgentSession, line: str, answers: Answers) -> list[ChatAnswer]:
+        """All choices in order. Fills `answers`. Errors: Refused."""
+        try:
+            prompts = [
+                session.encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in ask.prompts
+            ]
+
+            async def one(number: int) -> None:
+                if ask.messages is not None:
+                    answers[number] = await session.chat(ask.messages, ask.tools, ask.sampling, line=line)
+                else:
+                    prompt = prompts[number // ask.n]
+                    generation = await session.sample(prompt, ask.sampling, line=line)
+                    answers[number] = ChatAnswer({"content": text_of(session, generation)}, generation, prompt)
+
+            missing = [number for number in range(ask.n * (len(prompts) or 1)) if number not in answers]
+            if len(missing) == 1:
+                await one(missing[0])
+            else:
+                async with plain_task_group() as tasks:
+                    for number in missing:
+                        tasks.start_soon(one, number)
+            ask.found = await self._top(ask, answers[0].prompt_ids) if ask.top else ()
+        except EngineClosed as error:
+            raise Refused(503, f"the run ends: {error}") from None
+        except EpisodeLimit as error:
+            raise Refused(400, str(error), state=_TOO_LONG) from None
+        except (ConfigError, DataError, GenerationError, RecursionError) as error:
+            raise Refused(400, str(error)) from None
+        except Exception as error:
+            log.exception("a request of an agent failed")
+            raise Refused(500, f"{type(error).__name__}: {error}") from None
+        return [answers[number] for number in sorted(answers)]
+
+    async def _top(self, ask: Ask, prompt_ids: Int32Array) -> tuple[tuple[int, float], ...]:
+        """The most probable tokens behind the prompt with their log-probs: each is sampled greedily while those before are banned.
+
+        Outside of the episode, because they are no part of what the agent did."""
+        found: dict[int, float] = {}
+        temperature, session = ask.sampling.temperature or 1.0, self._visitor()
+        for _ in range(ask.top):
+            sampling = SamplingParams(
+                temperature=temperature, top_k=1, max_tokens=1, logit_bias=dict.fromkeys(found, -100.0)
+            )
+            generation = await session.sample(prompt_ids, sampling)
+            token = int(generation.token_ids[0])
+            if token in found:
+                break
+            found[token] = float(generation.logprobs[0])
+        return tuple(found.items())
+
+    async def _models(self, _: web.BaseRequest) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        return _json({"object": "list", "data": [model | {"max_model_len": self._max_context}]})
+
+    async def _document(self, _: web.BaseRequest) -> web.Response:
+        return _json(document({path: route.body for path, route in ROUTES.items()}))
+
+    def _refuse(self, error: Refused, request: web.BaseRequest) -> web.Response:
+        self._count("endpoint/refused", 1)
+        return _json(_error(error, request), error.status)
+
+
+async def _send(request: web.BaseRequest, response: web.StreamResponse, data: bytes = b"") -> None:
+    """Send the rest of an answer. Errors: ConnectionError if the client has gone, or does not read."""
+    try:
+        with anyio.fail_after(SEND_S):
+            await response.prepare(request)
+            await response.write_eof(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client did not read its answer for {SEND_S:g} s") from None
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the client has disconnected")
+
+
+def _error(error: Refused, request: web.BaseRequest) -> dict[str, Any]:
+    """In the form of the protocol of the path."""
+    fields: dict[str, Any] = {"type": _TYPES.get(error.status, _TYPES[400]), "message": str(error)}
+    if request.path.endswith(_ANTHROPIC):
+        return {"type": "error", "error": fields, "request_id": identifier("req")}
+    state = None if error.state == "refused" else error.state
+    code = state if state == _TOO_LONG else None
+    return {"error": fields | {"param": None if code else state, "code": code}}
+
+
+def text_of(session: AgentSession, generation: Generation) -> str:
+    """The text of a completion without the stop token or stop string that ended it."""
+    ids, stop = generation.token_ids, generation.stop
+    if generation.finish_reason is FinishReason.STOP and stop is None:
+        ids = ids[:-1]
+    text = session.decode(ids)
+    return text if stop is None or stop not in text else text[: text.rindex(stop)]
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=dumps(value), content_type="application/json")

@@ -1,0 +1,196 @@
+"""Anthropic's Messages API: `POST /v1/messages`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+
+from asyncrl.types import ChatAnswer, Messages, SamplingParams
+
+from .parameters import Ask, Body, Closed, Loose, OnlyFalse, Stop, Text, ToolName, arguments_of, ignored, refused
+from .replies import event, finish_reason, identifier, tokens_of
+
+
+class _TextBlock(Loose):
+    type: Literal["text"]
+    text: str
+
+
+class _ThinkingBlock(Loose):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _UseBlock(Loose):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ResultBlock(Loose):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[Text | None]
+
+
+Block = Annotated[_TextBlock | _ThinkingBlock | _UseBlock | _ResultBlock, Field(discriminator="type")]
+
+
+class _AnthropicMessage(Loose):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class _AnthropicTool(Loose):
+    type: NotRequired[Literal["custom"] | None]
+    name: ToolName
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+
+
+class _AnthropicChoice(Closed):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: NotRequired[OnlyFalse | None]
+
+
+class _NoThinking(Closed):
+    type: Literal["disabled"]
+
+
+class MessagesBody(Body):
+    """Parameters of `POST /v1/messages`."""
+
+    messages: Annotated[list[_AnthropicMessage], Field(min_length=1)]
+    max_tokens: int = Field(
+        ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens."
+    )
+    system: str | list[_TextBlock] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    tools: list[_AnthropicTool] | None = None
+    tool_choice: _AnthropicChoice | None = Field(
+        None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
+    )
+    thinking: _NoThinking | None = Field(
+        None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
+    )
+    service_tier: Any = ignored("all requests are served alike.")
+    container: None = refused("Not supported. Leave it out.")
+    context_management: None = refused("Not supported: nothing is cut.")
+    mcp_servers: None = refused("Not supported: give the policy tools.")
+    output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
+
+    def ask(self, base: SamplingParams) -> Ask:
+        system = self.system if isinstance(self.system, str) else _joined(self.system or [])
+        start: Messages = [{"role": "system", "content": system}] if system else []
+        tools = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools or []
+        functions = [
+            {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+            for tool in tools
+        ]
+        return Ask(
+            sampling=self._sampling(
+                base, max_tokens=self.max_tokens, stop=self.stop_sequences and tuple(self.stop_sequences)
+            ),
+            messages=start + [each for message in self.messages for each in _messages(message)],
+            tools=[{"type": "function", "function": function} for function in functions],
+            stream=bool(self.stream),
+            ids=bool(self.return_token_ids),
+        )
+
+
+def _joined(blocks: Sequence[Any]) -> str:
+    return "".join(block["text"] for block in blocks)
+
+
+def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
+    """A message in OpenAI's form. Results of tools are messages of their own."""
+    content: Any = message["content"]
+    if isinstance(content, str):
+        yield {"role": message["role"], "content": content}
+        return
+    text = _joined([block for block in content if block["type"] == "text"])
+    results = [block for block in content if block["type"] == "tool_result"]
+    for block in results:
+        inner = block.get("content") or ""
+        yield {
+            "role": "tool",
+            "tool_call_id": block["tool_use_id"],
+            "content": inner if isinstance(inner, str) else _joined(inner),
+        }
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+        }
+        for block in content
+        if block["type"] == "tool_use"
+    ]
+    thinking = "".join(block["thinking"] for block in content if block["type"] == "thinking")
+    if text or calls or thinking or not results:
+        said: dict[str, Any] = {"role": message["role"], "content": text}
+        yield said | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
+
+
+def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+    """The answer as the object `message`."""
+    [choice] = choices
+    message = choice.message
+    content: list[dict[str, Any]] = []
+    if thinking := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+    calls = message.get("tool_calls") or []
+    if message.get("content") or not calls:
+        content.append({"type": "text", "text": message.get("content") or "", "citations": None})
+    for call in calls:
+        function = call["function"]
+        content.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": arguments_of(function["arguments"]),
+            }
+        )
+    stop = choice.generation.stop
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason(choice), "end_turn")
+    return {
+        "id": identifier("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": "stop_sequence" if stop is not None and reason == "end_turn" else reason,
+        "stop_sequence": stop,
+        "usage": {
+            "input_tokens": int(choice.prompt_ids.size),
+            "output_tokens": int(choice.generation.token_ids.size),
+        },
+        **tokens_of(ask, choice),
+    }
+
+
+def messages_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+    """The same as the events of a stream, one delta for each block."""
+    reply = messages_reply(ask, choices, model)
+    begun = reply | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield event({"type": "message_start", "message": begun}, "message_start")
+    for index, block in enumerate(reply["content"]):
+        kind = block["type"]
+        key, delta = {
+            "text": ("text", {"type": "text_delta", "text": block.get("text")}),
+            "thinking": ("thinking", {"type": "thinking_delta", "thinking": block.get("thinking")}),
+            "tool_use": ("input", {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}),
+        }[kind]
+        empty: Any = {} if kind == "tool_use" else ""
+        start = {"type": "content_block_start", "index": index, "content_block": block | {key: empty}}
+        yield event(start, "content_block_start")
+        yield event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+        yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
+    end = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+    yield event({"type": "message_delta", "delta": end, "usage": reply["usage"]}, "message_delta")
+    yield event({"type": "message_stop"}, "message_stop")

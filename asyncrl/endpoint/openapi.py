@@ -1,0 +1,46 @@
+"""The OpenAPI document of the routes, made of the models that validate requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+_ERRORS = {"400": "a parameter is wrong, or not supported", "401": "no key, a wrong key, or an ended episode"}
+_ERRORS |= {"408": "the body was too slow", "413": "the body is too large", "415": "not JSON"}
+_ERRORS |= {"429": "too many open requests", "503": "the run ends"}
+
+
+def document(bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    """`bodies`: models by path of the route."""
+    schemas, definitions = models_json_schema(
+        [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
+    )
+    answers: dict[str, Any] = {
+        "200": {"description": "the answer", "content": {"application/json": {"schema": {"type": "object"}}}}
+    }
+    answers |= {
+        status: {"description": why, "content": {"application/json": {"schema": {"type": "object"}}}}
+        for status, why in _ERRORS.items()
+    }
+    stream: dict[str, Any] = {"text/event-stream": {}}
+    paths: dict[str, Any] = {"/v1/models": {"get": {"responses": answers}}}
+    for path, body in bodies.items():
+        full = path if path.startswith("/inference") else f"/v1{path}"
+        content = {"application/json": {"schema": schemas[body, "validation"]}}
+        ok = answers["200"] | {"content": answers["200"]["content"] | stream}
+        paths[full] = {
+            "post": {"requestBody": {"required": True, "content": content}, "responses": answers | {"200": ok}}
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "asyncrl", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": definitions.get("$defs", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }

@@ -1,0 +1,362 @@
+"""The parameters of each route. A parameter is honoured, or refused by name, or ignored by design; its description says which.
+
+The models validate bodies and make the OpenAPI document, so both say the same. No value is converted: "1" is no number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, with_config
+from typing_extensions import TypedDict
+
+from asyncrl.errors import DataError
+from asyncrl.types import Messages, SamplingParams
+
+MOST_CHOICES = 64
+TOP_LOGPROBS = 20
+
+
+def ignored(why: str) -> Any:
+    """A parameter of any value that changes nothing by design."""
+    return Field(None, description=f"Ignored: {why}")
+
+
+def refused(why: str) -> Any:
+    """A parameter that only null may be given for."""
+    return Field(None, description=why)
+
+
+@dataclass
+class Ask:
+    """A request, in terms of a session."""
+
+    sampling: SamplingParams
+    messages: Messages | None = None  # None: `prompts`
+    prompts: list[str | list[int]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    n: int = 1
+    stream: bool = False
+    usage: bool = False  # a last chunk with the usage
+    logprobs: bool = False
+    top: int = 0  # most probable tokens at the first position
+    found: Sequence[tuple[int, float]] = ()  # those tokens, with log-probs
+    ids: bool = False  # token ids
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Closed(TypedDict):
+    """An object without further keys."""
+
+
+@with_config(ConfigDict(extra="ignore", strict=True))
+class Loose(TypedDict):
+    """An object whose further keys are ignored, such as `cache_control` or `annotations`."""
+
+
+class _TextPart(Loose):
+    type: Literal["text"]
+    text: str
+
+
+Text = str | list[_TextPart]
+
+
+class _CalledFunction(Loose):
+    name: str
+    arguments: NotRequired[str | dict[str, Any]]
+
+
+class _ChatCall(Loose):
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: _CalledFunction
+
+
+class _SaidMessage(Loose):
+    role: Literal["system", "developer", "user", "tool"]
+    content: Text
+    name: NotRequired[str | None]
+    tool_call_id: NotRequired[str | None]
+
+
+class _ReplyMessage(Loose):
+    role: Literal["assistant"]
+    content: NotRequired[Text | None]
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    tool_calls: NotRequired[list[_ChatCall] | None]
+
+
+def _equal(allowed: bool) -> AfterValidator:
+    def check(value: bool) -> bool:
+        if value is not allowed:
+            raise ValueError(f"only {str(allowed).lower()} is supported")
+        return value
+
+    return AfterValidator(check)
+
+
+# `Literal` would take 0 for false.
+OnlyTrue = Annotated[bool, _equal(True), WithJsonSchema({"const": True})]
+OnlyFalse = Annotated[bool, _equal(False), WithJsonSchema({"const": False})]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _ToolFunction(Loose):
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class _ChatTool(Loose):
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class _StreamOptions(Loose):
+    include_usage: NotRequired[bool | None]
+
+
+class PlainFormat(Loose):
+    """The only format of answers."""
+
+    type: Literal["text"]
+
+
+SEED = (
+    "Not supported: the random numbers follow from the run's seed, the episode and the conversation; with a seed of the client all "
+    "members of a group would be equal. Leave it out."
+)
+GRAMMAR = "Not supported: no grammar constrains the tokens. Leave it out."
+TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens.")
+Stop = Annotated[str, Field(min_length=1, max_length=512)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Identifier = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+class Body(BaseModel):
+    """The parameters of every route."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = Field(None, description="Ignored: the policy answers, and the answer names it.")
+    stream: bool | None = Field(
+        None, description="Answer with server-sent events, all sent when the answer is sampled."
+    )
+    return_token_ids: bool | None = Field(None, description="Return the token ids of prompt and answer.")
+    temperature: float | None = Field(None, ge=0, le=2, description="An episode has one temperature.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=1 << 30)
+    metadata: Any = ignored("nothing is stored.")
+
+    def _sampling(self, base: SamplingParams, **further: Any) -> SamplingParams:
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+        )
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        given |= {name: value for name, value in further.items() if value is not None}
+        if "max_tokens" in given:
+            given["max_tokens"] = min(given["max_tokens"], base.max_tokens)
+        least = given.get("min_tokens", base.min_tokens)
+        return replace(
+            base, **given, **({"min_tokens": min(least, given["max_tokens"])} if "max_tokens" in given else {})
+        )
+
+
+class OpenAiBody(Body):
+    """What the routes of OpenAI have in common."""
+
+    user: Any = ignored("the key names the episode.")
+    store: Any = ignored("nothing is stored.")
+    safety_identifier: Any = ignored("the key names the episode.")
+    prompt_cache_key: Any = ignored("the cache of an episode's earlier requests is found by their tokens.")
+    prompt_cache_retention: Any = ignored("the cache of an episode's earlier requests is found by their tokens.")
+    service_tier: Any = ignored("all requests are served alike.")
+
+
+class PenaltiesBody(OpenAiBody):
+    """Parameters of sampling in OpenAI's older routes, and vLLM's."""
+
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    logit_bias: dict[Identifier, Bias] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = TOKENS
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    seed: None = refused(SEED)
+    stream_options: _StreamOptions | None = None
+    skip_special_tokens: Any = ignored("the text has no control tokens; the token ids have all.")
+
+    def _penalised(self, base: SamplingParams, max_tokens: int | None) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
+        return self._sampling(
+            base,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=self.stop_token_ids and tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
+        )
+
+
+_ONE_TOKEN = [
+    {"properties": {"max_tokens": {"const": 1}}, "required": ["max_tokens"]},
+    {
+        "properties": {"max_completion_tokens": {"const": 1}, "max_tokens": {"type": "null"}},
+        "required": ["max_completion_tokens"],
+    },
+]
+# Which bodies with `top_logprobs` are valid, in JSON Schema's words.
+_TOP: Any = {
+    "if": {"properties": {"top_logprobs": {"type": "integer", "minimum": 1}}, "required": ["top_logprobs"]},
+    "then": {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"], "anyOf": _ONE_TOKEN},
+}
+
+
+class ChatBody(PenaltiesBody):
+    """Parameters of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_TOP)
+
+    messages: Annotated[list[Annotated[_SaidMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
+    tools: list[_ChatTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = Field(
+        None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
+    )
+    parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
+    max_completion_tokens: int | None = TOKENS
+    logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the sampling temperature.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=TOP_LOGPROBS, description="Above 0 only with max_tokens 1, outside of the trajectory."
+    )
+    response_format: PlainFormat | None = Field(None, description=GRAMMAR)
+    modalities: list[Literal["text"]] | None = None
+    functions: None = refused("Not supported: use tools.")
+    function_call: None = refused("Not supported: use tool_choice.")
+    audio: None = refused("Not supported: models are trained on text alone.")
+    prediction: None = refused("Not supported. Leave it out.")
+    reasoning_effort: None = refused("Not supported: set data.chat_template_kwargs of the run, as its template needs.")
+    verbosity: None = refused("Not supported. Leave it out.")
+    web_search_options: None = refused("Not supported: give the policy a tool.")
+    chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
+
+    def ask(self, base: SamplingParams) -> Ask:
+        """The request. Errors: DataError."""
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        top = self.top_logprobs or 0
+        if top and (most != 1 or not self.logprobs):
+            raise DataError(
+                f"top_logprobs is {top}; above 0 it needs logprobs true and max_tokens 1: a trajectory has log-probs of the "
+                "sampled tokens alone; set top_logprobs to 0"
+            )
+        return Ask(
+            sampling=self._penalised(base, most),
+            messages=list(self.messages),  # type: ignore[arg-type]  # typed dictionaries
+            tools=[] if self.tool_choice == "none" else [dict(tool) for tool in self.tools or ()],
+            n=self.n or 1,
+            stream=bool(self.stream),
+            usage=bool(self.stream_options and self.stream_options.get("include_usage")),
+            logprobs=bool(self.logprobs),
+            top=top,
+            ids=bool(self.return_token_ids),
+        )
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Annotated[str, Field(min_length=1)]
+
+
+class CompletionsBody(PenaltiesBody):
+    """Parameters of `POST /v1/completions`."""
+
+    prompt: Prompt | Ids | Annotated[list[Prompt | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
+    logprobs: int | None = Field(None, ge=0, le=0, description="0: log-probs of the sampled tokens.")
+    echo: OnlyFalse | None = None
+    suffix: None = refused("Not supported. Leave it out.")
+    best_of: None = refused("Not supported: use n.")
+    response_format: PlainFormat | None = Field(None, description=GRAMMAR)
+
+    def ask(self, base: SamplingParams) -> Ask:
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return Ask(
+            sampling=self._penalised(base, self.max_tokens),
+            prompts=list(self.prompt) if several else [self.prompt],  # type: ignore[list-item, arg-type]  # was tested
+            n=self.n or 1,
+            stream=bool(self.stream),
+            usage=bool(self.stream_options and self.stream_options.get("include_usage")),
+            logprobs=self.logprobs is not None,
+            ids=bool(self.return_token_ids),
+        )
+
+
+class GenerateParameters(PenaltiesBody):
+    """`sampling_params` of the route below, as in vLLM."""
+
+    logprobs: int | None = Field(None, ge=0, le=1, description="Log-probs of the sampled tokens are always returned.")
+    min_tokens: int | None = Field(None, ge=0, le=1 << 30)
+    detokenize: Any = ignored("the answer has no text.")
+    spaces_between_special_tokens: Any = ignored("the answer has no text.")
+    include_stop_str_in_output: Any = ignored("the answer has all sampled tokens.")
+    routed_experts_prompt_start: Any = ignored("the session records experts itself.")
+    reasoning_effort: None = refused("Not supported: render the prompt as its template needs.")
+
+
+class GenerateBody(BaseModel):
+    """`POST /inference/v1/generate`: tokens in, tokens out, as vLLM's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    token_ids: Ids
+    sampling_params: GenerateParameters = GenerateParameters.model_validate({})
+    model: str | None = Field(None, description="Ignored: the policy answers, and the answer names it.")
+    stream: OnlyFalse | None = None
+    return_token_ids: Any = ignored("the answer always has token ids.")
+    request_id: Any = ignored("the answer has an id of its own.")
+    cache_salt: Any = ignored("an episode continues the cache of its own tokens.")
+    priority: Any = ignored("requests start in the order of their arrival.")
+    features: None = refused("Not supported: models are trained on text alone.")
+    content_parts: None = refused("Not supported: models are trained on text alone.")
+
+    def ask(self, base: SamplingParams) -> Ask:
+        given = self.sampling_params
+        sampling = given._penalised(base, given.max_tokens)
+        if given.min_tokens is not None:
+            sampling = replace(sampling, min_tokens=min(given.min_tokens, sampling.max_tokens))
+        return Ask(sampling=sampling, prompts=[self.token_ids], n=given.n or 1, logprobs=True, ids=True)
+
+
+def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
+    """(message, parameter) of the first problem."""
+    # Of the branches of a union, that which fits best.
+    first = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+    path = [str(part) for part in first["loc"]]
+    name = path[0] if path else "body"
+    where = ".".join(path) or name
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not supported by this endpoint; leave it out (docs/endpoint.md lists the parameters)", name
+    info = body.model_fields.get(name)
+    return f"{where}: {first['msg']}. {(info and info.description) or ''}".strip(), name
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Arguments of a tool call as an object. A text that is no object is kept under `arguments`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}

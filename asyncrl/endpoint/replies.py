@@ -1,0 +1,194 @@
+"""Answers in the form of OpenAI's chat completions and completions, and of vLLM's generate route.
+
+Every route has the fields that token-aware clients read: `prompt_token_ids`, `token_ids`, log-probs, and `policy_versions`, the
+version of each token as runs: `[[version, tokens], ...]`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array
+
+from .parameters import Ask
+
+_CONTENT = '{"token":"token_id:%d","token_id":%d,"logprob":%.9g,"bytes":null,"top_logprobs":[]}'
+DONE = b"data: [DONE]\n\n"
+
+
+def finish_reason(answer: ChatAnswer) -> str:
+    """Why the answer ended, in OpenAI's words."""
+    if answer.generation.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def dumps(value: Any) -> bytes:
+    """JSON; arrays of numpy are lists."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One event of a stream."""
+    return b"%sdata: %s\n\n" % (f"event: {name}\n".encode() if name else b"", dumps(value))
+
+
+def version_runs(generation: Generation) -> list[list[int]]:
+    """The policy version of each token, as runs [version, number of tokens]."""
+    versions = generation.versions
+    if not versions.size:
+        return []
+    # Later tokens have no earlier version, so nearly every answer is one run.
+    if versions[0] == versions[-1]:
+        return [[int(versions[0]), int(versions.size)]]
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+    lengths = np.diff(starts, append=versions.size)
+    return [[int(versions[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
+
+
+def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
+    """`choices[i].logprobs`. Written as text, because a dictionary for each token costs the event loop milliseconds."""
+    generation = choice.generation
+    ids = generation.token_ids.tolist()
+    parts = list(map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
+    if parts and top:
+        tops = ",".join(_CONTENT.replace(',"top_logprobs":[]', "") % (token, token, value) for token, value in top)
+        parts[0] = parts[0].replace('"top_logprobs":[]', f'"top_logprobs":[{tops}]')
+    return {"content": orjson.Fragment(f"[{','.join(parts)}]"), "refusal": None}
+
+
+def usage_of(choices: Sequence[ChatAnswer], prompts: Iterable[Int32Array]) -> dict[str, int]:
+    """`usage` in the words of chat completions."""
+    prompt = sum(int(ids.size) for ids in prompts)
+    completion = sum(int(choice.generation.token_ids.size) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def identifier(kind: str) -> str:
+    """The id of an answer."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    """Seconds since the year 1970."""
+    return int(time.time())
+
+
+def _shared(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
+    fields: dict[str, Any] = {"policy_versions": version_runs(choice.generation)}
+    return fields | ({"token_ids": choice.generation.token_ids} if ask.ids else {})
+
+
+def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+    """The answer as the object `chat.completion`."""
+    return {
+        "id": identifier("chatcmpl"),
+        "object": "chat.completion",
+        "created": now(),
+        "model": model,
+        "choices": [
+            {
+                "index": number,
+                "message": {"refusal": None, **choice.message},
+                "logprobs": logprob_content(choice, ask.found) if ask.logprobs else None,
+                "finish_reason": finish_reason(choice),
+                **_shared(ask, choice),
+            }
+            for number, choice in enumerate(choices)
+        ],
+        "usage": usage_of(choices, [choices[0].prompt_ids]),
+        **({"prompt_token_ids": choices[0].prompt_ids} if ask.ids else {}),
+    }
+
+
+def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+    """The same as a stream of `chat.completion.chunk`: each choice is one chunk, and its end another."""
+    reply = chat_reply(ask, choices, model)
+    ids = {key: reply[key] for key in ("prompt_token_ids",) if key in reply}
+    head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for choice in reply["choices"]:
+        delta = {key: value for key, value in choice.pop("message").items() if value is not None}
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        reason = choice.pop("finish_reason")
+        yield event(head | ids | {"choices": [{**choice, "delta": delta, "finish_reason": None}]})
+        yield event(head | {"choices": [{"index": choice["index"], "delta": {}, "finish_reason": reason}]})
+    if ask.usage:
+        yield event(head | {"choices": [], "usage": reply["usage"]})
+    yield DONE
+
+
+def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+    """The object `text_completion`. With several prompts their ids are with the choices."""
+    several = len(ask.prompts) > 1
+    found = []
+    for number, choice in enumerate(choices):
+        fields: dict[str, Any] = {
+            "index": number,
+            "text": choice.message["content"],
+            "finish_reason": finish_reason(choice),
+            "logprobs": None,
+        }
+        if ask.logprobs:
+            tokens = [f"token_id:{token}" for token in choice.generation.token_ids.tolist()]
+            fields["logprobs"] = {
+                "tokens": tokens,
+                "token_logprobs": choice.generation.logprobs,
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+        if ask.ids and several:
+            fields["prompt_token_ids"] = choice.prompt_ids
+        found.append(fields | _shared(ask, choice))
+    return {
+        "id": identifier("cmpl"),
+        "object": "text_completion",
+        "created": now(),
+        "model": model,
+        "choices": found,
+        "usage": usage_of(choices, [choice.prompt_ids for choice in choices[:: ask.n]]),
+        **({"prompt_token_ids": choices[0].prompt_ids} if ask.ids and not several else {}),
+    }
+
+
+def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+    """The same as a stream, a chunk for each choice."""
+    reply = text_reply(ask, choices, model)
+    head = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
+    for choice in reply["choices"]:
+        yield event(head | {"choices": [choice]})
+    if ask.usage:
+        yield event(head | {"choices": [], "usage": reply["usage"]})
+    yield DONE
+
+
+def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+    """The answer to tokens, as of vLLM."""
+    return {
+        "request_id": identifier("generate"),
+        "model": model,
+        "choices": [
+            {
+                "index": number,
+                "token_ids": choice.generation.token_ids,
+                "logprobs": logprob_content(choice),
+                "finish_reason": finish_reason(choice),
+                "policy_versions": version_runs(choice.generation),
+            }
+            for number, choice in enumerate(choices)
+        ],
+        "prompt_token_ids": choices[0].prompt_ids,
+        "usage": usage_of(choices, [choices[0].prompt_ids]),
+    }
+
+
+def tokens_of(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
+    """Fields of the routes that have one choice."""
+    fields: dict[str, Any] = {"prompt_token_ids": choice.prompt_ids, "token_logprobs": choice.generation.logprobs}
+    return _shared(ask, choice) | (fields if ask.ids else {})

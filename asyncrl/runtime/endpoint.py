@@ -1,0 +1,97 @@
+"""Opens the endpoint of a run (`policy.base_url`) when an episode first asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+import numpy as np
+
+from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.environments.policy import Agents
+from asyncrl.environments.session import Session
+from asyncrl.ports import Generate
+from asyncrl.types import Prompt
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+    from asyncrl.endpoint.endpoint import Endpoint
+
+
+class LazyEndpoint:
+    """The endpoint of a run, which does not exist until `open`."""
+
+    def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
+        self._config, self._agents, self._generate = config, agents, generate
+        self._endpoint: Endpoint | None = None
+        self._visitors = 0
+        self._wanted = anyio.Event()
+
+    def open(self, session: Session, line: str) -> tuple[str, str]:
+        """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
+        return self._served(self._made().open(session, line))
+
+    def open_visitor(self) -> tuple[str, str]:
+        """(base URL, key) for requests of no episode."""
+        return self._served(self._made().open_visitor())
+
+    def end(self, session: Session) -> None:
+        """The episode has ended."""
+        if self._endpoint is not None:
+            self._endpoint.end(session)
+
+    async def serve(self) -> None:
+        """Answers requests once there is an endpoint."""
+        await self._wanted.wait()
+        assert self._endpoint is not None
+        await self._endpoint.serve()
+
+    def _visitor(self) -> Session:
+        # Each is a member of its own, so two requests are never the same sample.
+        self._visitors += 1
+        agents, nobody = self._agents, Prompt(-1, np.zeros(0, np.int32), "")
+        return Session(
+            nobody,
+            self._visitors,
+            1,
+            generate=self._generate,
+            chat=agents.chat,
+            sampling=agents.sampling,
+            seed=agents.seed,
+            limits=agents.limits,
+        )
+
+    def _served(self, address: tuple[str, str]) -> tuple[str, str]:
+        # Only now that it listens: otherwise its error would end the run, and not only this call.
+        self._wanted.set()
+        return address
+
+    def _made(self) -> Endpoint:
+        if self._endpoint is None:
+            from asyncrl.endpoint.endpoint import Endpoint
+            from asyncrl.http.access import Address
+
+            chosen = self._config.endpoint
+            self._endpoint = Endpoint(
+                Address(chosen.host, chosen.port, names=chosen.names),
+                self._config.run.name,
+                visitor=self._visitor,
+                max_context=self._agents.limits.max_context,
+                count=self._agents.recorder.count,
+            )
+        return self._endpoint
+
+
+@asynccontextmanager
+async def lazy_endpoint(config: Config, agents: Agents, generate: Generate) -> AsyncIterator[LazyEndpoint]:
+    """Lets `agents` open the endpoint. It closes when the context ends."""
+    endpoint = LazyEndpoint(config, agents, generate)
+    agents.open_endpoint, agents.end_endpoint = endpoint.open, endpoint.end
+    async with plain_task_group() as tasks:
+        tasks.start_soon(endpoint.serve)
+        try:
+            yield endpoint
+        finally:
+            tasks.cancel_scope.cancel()

@@ -1,0 +1,188 @@
+"""Every route answers with the tokens, log-probs and versions that the session recorded, in the form of its protocol."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="needs the extra [http]")
+
+from endpoint_helpers import ASK, CALL, opened
+from environments_chat import TOOL, Script
+
+TOOLS: dict[str, Any] = {
+    "/v1/chat/completions": TOOL,
+    "/v1/responses": {"type": "function", **TOOL["function"]},
+    "/v1/messages": {"name": "look", "description": "Looks.", "input_schema": TOOL["function"]["parameters"]},
+}
+
+
+def bodies(**more: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "/v1/chat/completions": {**ASK, "logprobs": True, "top_logprobs": 0, **more},
+        "/v1/responses": {"input": ASK["messages"], "include": ["message.output_text.logprobs"], **more},
+        "/v1/messages": {"messages": ASK["messages"], "max_tokens": 50, **more},
+    }
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_a_tool_loop_is_one_line_of_tokens_on_every_route(path: str) -> None:
+    script = Script("qwen2_5", "I look. " + CALL, "Sunny")
+    async with opened(script) as o:
+        body = bodies(tools=[TOOLS[path]], return_token_ids=True)[path]
+        status, first = await o.post(path, body)
+        assert status == 200, first
+        if path == "/v1/chat/completions":
+            [choice] = first["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            [call] = choice["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Bonn"}
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"}
+            body["messages"] = [*body["messages"], choice["message"], result]
+            fields = first | choice
+        elif path == "/v1/responses":
+            message, call = first["output"]
+            assert message["content"][0]["text"] == "I look." and json.loads(call["arguments"]) == {"city": "Bonn"}
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "18 degrees"}
+            body["input"] = [*body["input"], message, call, result]
+            fields = first
+        else:
+            assert first["stop_reason"] == "tool_use" and first["content"][1]["input"] == {"city": "Bonn"}
+            result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": "18 degrees"}
+            reply = {"role": "assistant", "content": first["content"]}
+            body["messages"] = [*body["messages"], reply, {"role": "user", "content": [result]}]
+            fields = first
+        assert fields["token_ids"] == script.generations[0].token_ids.tolist()
+        assert fields["prompt_token_ids"] == script.requests[0].prompt_ids.tolist()
+        assert fields["policy_versions"] == [[1, len(fields["token_ids"])]]
+        status, second = await o.post(path, body)
+        assert status == 200, second
+        trajectory = o.session.trajectory(1.0)
+        assert trajectory.branches is None and trajectory.turns is not None and trajectory.turns.size == 2
+        assert trajectory.sampled_length == sum(each.token_ids.size for each in script.generations)
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_a_stream_has_what_the_answer_has(path: str) -> None:
+    async with opened(Script("qwen2_5", "Sunny", "Sunny")) as o:
+        body = bodies(return_token_ids=True)[path]
+        _, whole = await o.post(path, body)
+        status, text = await o.post(path, body | {"stream": True})
+        assert status == 200 and isinstance(text, str)
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        if path == "/v1/chat/completions":
+            assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "Sunny"}
+            assert (
+                events[0]["choices"][0]["logprobs"]["content"][0]["token"]
+                == (whole["choices"][0]["logprobs"]["content"][0]["token"])
+            )
+            assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+            assert events[1]["choices"][0]["finish_reason"] == "stop" and text.endswith("data: [DONE]\n\n")
+        elif path == "/v1/responses":
+            last = events[-1]["response"]
+            assert events[-1]["type"] == "response.completed" and last["token_ids"] == whole["token_ids"]
+            assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        else:
+            assert events[0]["message"]["token_ids"] == whole["token_ids"]
+            assert events[2]["delta"] == {"type": "text_delta", "text": "Sunny"}
+
+
+async def test_logprobs_are_those_of_the_tokens_byte_for_byte() -> None:
+    script = Script("qwen2_5", "Sunny in Bonn", "One", "Two")
+    async with opened(script) as o:
+        _, reply = await o.post("/v1/chat/completions", bodies()["/v1/chat/completions"])
+        content = reply["choices"][0]["logprobs"]["content"]
+        generation = script.generations[0]
+        assert [each["token"] for each in content] == [f"token_id:{token}" for token in generation.token_ids]
+        assert [each["token_id"] for each in content] == generation.token_ids.tolist()
+        assert np.array([each["logprob"] for each in content], np.float32).tolist() == generation.logprobs.tolist()
+        assert "token_ids" not in reply["choices"][0]
+
+        prompt = o.session.encode("Is it").tolist()
+        status, reply = await o.post(
+            "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"logprobs": 1}}
+        )
+        assert status == 200 and reply["choices"][0]["token_ids"] == script.generations[1].token_ids.tolist()
+        assert reply["choices"][0]["policy_versions"] == [[2, script.generations[1].token_ids.size]]
+
+        status, reply = await o.post("/v1/completions", {"prompt": "Is it", "logprobs": 0, "return_token_ids": True})
+        assert status == 200 and reply["choices"][0]["text"] == "Two" and reply["prompt_token_ids"] == prompt
+        assert len(reply["choices"][0]["logprobs"]["token_logprobs"]) == len(reply["choices"][0]["token_ids"])
+        assert o.session.turns == 3
+
+
+async def test_several_choices_and_prompts() -> None:
+    async with opened(Script("qwen2_5", *"abcdefg")) as o:
+        _, reply = await o.post("/v1/chat/completions", ASK | {"n": 3})
+        assert [each["index"] for each in reply["choices"]] == [0, 1, 2]
+        _, reply = await o.post("/v1/completions", {"prompt": ["x", "y"], "n": 2, "return_token_ids": True})
+        assert [each["prompt_token_ids"] for each in reply["choices"]] == [o.session.encode(t).tolist() for t in "xxyy"]
+        assert o.session.turns == 7 and reply["usage"]["prompt_tokens"] == 2
+
+
+async def test_models_names_the_policy_and_its_room() -> None:
+    async with opened(Script("qwen2_5")) as o, o.http.get(o.url + "/models", headers={"x-api-key": o.key}) as reply:
+        [model] = (await reply.json())["data"]
+        assert model["id"] == "policy" and model["max_model_len"] == 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("/v1/chat/completions", {"seed": 4}, ("seed", "members of a group would be equal")),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, ("response_format", "no grammar")),
+        ("/v1/chat/completions", {"tool_choice": "required"}, ("tool_choice", "cannot be forced")),
+        ("/v1/chat/completions", {"top_logprobs": 3}, ("top_logprobs is 3", "max_tokens 1")),
+        ("/v1/chat/completions", {"guided_json": {}}, ("guided_json is not supported", "docs/endpoint.md")),
+        ("/v1/chat/completions", {"messages": []}, ("messages", "at least 1")),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            ("messages.0", "'text'"),
+        ),
+        ("/v1/chat/completions", {"logit_bias": {"x": 1}}, ("logit_bias",)),
+        ("/v1/responses", {"previous_response_id": "r"}, ("previous_response_id", "nothing is stored")),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}, ("tools.0",)),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, ("thinking", "chat_template_kwargs")),
+        ("/v1/messages", {"max_tokens": None}, ("max_tokens",)),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, ("tool_choice", "cannot be forced")),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(
+    path: str, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    async with opened(Script("qwen2_5")) as o:
+        status, reply = await o.post(path, bodies()[path] | change)
+        assert status == 400 and all(word in reply["error"]["message"] for word in words), reply
+        assert ("type" in reply) == (path == "/v1/messages") and reply["error"]["type"] == "invalid_request_error"
+        assert o.session.turns == 0 and o.counts["endpoint/refused"] == 1
+
+
+async def test_parameters_reach_the_engine() -> None:
+    script = Script("qwen2_5", "a", "b")
+    given = {"temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -1}
+    given |= {"repetition_penalty": 1.5, "logit_bias": {"7": -3}, "stop": ["x", "y"], "stop_token_ids": [3]}
+    given |= {"max_completion_tokens": 9, "user": "u", "store": True, "metadata": {"a": 1}, "model": "gpt"}
+    async with opened(script) as o:
+        assert (await o.post("/v1/chat/completions", ASK | given))[0] == 200
+        sampling = script.requests[0].sampling
+        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_tokens) == (0.5, 4, 0.1, 9)
+        assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1, 1.5)
+        assert sampling.logit_bias == {7: -3} and sampling.stop == ("x", "y") and sampling.stop_token_ids == (3,)
+        assert (await o.post("/v1/chat/completions", ASK | {"max_tokens": 1 << 20}))[0] == 200
+        assert script.requests[1].sampling.max_tokens == 256
+
+
+async def test_limits_and_the_temperature_of_an_episode_are_errors_that_say_why() -> None:
+    async with opened(Script("qwen2_5", "a", "b"), max_turns=1) as o:
+        assert (await o.post("/v1/chat/completions", ASK))[0] == 200
+        status, reply = await o.post("/v1/chat/completions", ASK)
+        assert status == 400 and "rollout.max_turns" in reply["error"]["message"]
+        assert reply["error"]["code"] == "context_length_exceeded"
+    async with opened(Script("qwen2_5", "a", "b")) as o:
+        assert (await o.post("/v1/chat/completions", ASK | {"temperature": 0.5}))[0] == 200
+        status, reply = await o.post("/v1/chat/completions", ASK | {"temperature": 0.7})
+        assert status == 400 and "an episode has one temperature" in reply["error"]["message"]
