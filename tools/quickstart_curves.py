@@ -4,6 +4,7 @@
     python tools/quickstart_curves.py --placements shared worker --name quickstart_placements      # both, on one picture
     .venv-vllm/bin/python tools/quickstart_curves.py --placements worker vllm --seeds 0 --name quickstart_vllm
     python tools/quickstart_curves.py --of runs/a runs/b --name both      # the curves of runs that are there, nothing is judged
+    python tools/quickstart_curves.py --of runs/calculator runs/guess --name agents     # after both examples of agents
 
 Goals: last five steps' mean of `reward/mean` at least 0.9 for every seed; `staleness/max` at least 1; at least 20 % of the
 trained tokens in sequences that span two versions; with zero advantages the last ten steps stay near the first ten.
@@ -76,6 +77,7 @@ def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [line for line in lines if "reward/mean" in line]
     rewards = [line["reward/mean"] for line in steps]
     evaluations = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines}
+    own = sorted({name for line in steps for name in line if name.startswith("own/")})
     return {
         "date": date.today().isoformat(),
         "reward_first_five": mean(rewards[:5]),
@@ -83,7 +85,7 @@ def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "minutes_first_to_last_line": round((lines[-1]["time"] - lines[0]["time"]) / 60, 2),
         "evaluations": {step: values for step, values in evaluations.items() if values},
         "steps": [line["step"] for line in steps],
-        **{name: [round(line[name], 4) for line in steps if name in line] for name in KEPT},
+        **{name: [round(line[name], 4) for line in steps if name in line] for name in (*KEPT, *own)},
     }
 
 

@@ -333,7 +333,7 @@ async def test_each_agent_of_the_page_is_played_and_trained(
     words = [f"model.path={tmp_path}/small.py:build", "rollout.groups_per_step=1", "rollout.max_context=120"]
     async with Runtime(load_config([ROOT / "examples" / "agent_loop.yaml"], words), write=False) as runtime:
         group = await runtime.play(names["episode"], {"prompt": "32*45", "answer": "1440"}, n=3)
-        assert len(group) == 3 and (await runtime.finish()).books.admitted == 1
+        assert len(group) == 3 and (await runtime.finish()).books.trained == 1
 
 
 def test_the_program_of_the_page_plays_an_agent_of_a_file(desk: Desk) -> None:
