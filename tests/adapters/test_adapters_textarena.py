@@ -52,7 +52,7 @@ def some_cell(text: str) -> str:
 
 
 async def test_games_of_textarena_train_a_step_and_are_always_closed() -> None:
-    async with open_run(f"{__file__}:build", "rollout.max_tokens=2") as runtime:
+    async with open_run(f"{__file__}:build", "rollout.max_tokens=2", "rollout.max_context=4090") as runtime:
         against = await runtime.play(from_textarena("Watched-v0", 2, some_cell), {"seat": 1}, n=8)
         itself = await runtime.play(from_textarena("Watched-v0", 2), {"seat": 0}, n=8)
         assert counts == {"opened": 16, "closed": 16}
