@@ -60,6 +60,19 @@ def test_training_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureF
     assert not list((tmp_path / "cache").glob("run-*")), "jobs and logs of a good run are removed"
 
 
+def test_turns_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["turns", "--quick", *places(tmp_path)])
+    seen = capsys.readouterr()
+    assert code == 0, seen.err
+    assert "| float32 | 4 x 3 turns | asyncrl |" in seen.out and "x computed_again" in seen.out
+    sides = json.loads((tmp_path / "out" / "bench_turns.json").read_text())["summary"][0]["sides"]
+    # Two first prompts of 12 tokens. Then each of four episodes twice has a reply of 4 tokens and 3 tokens of a tool. The last
+    # token of a prompt is the first input of a decode step.
+    assert sides["asyncrl"]["prefill_tokens"] == 2 * 11 + 4 * 2 * 3
+    assert sides["computed_again"]["prefill_tokens"] == 2 * 11 + 4 * (18 + 25)
+    assert sides["asyncrl"]["tokens_per_s"] > 0
+
+
 def test_generation_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM's side is an interpreter that answers at once; asyncrl's side is a whole engine in its own process."""
     peer = stand_in(tmp_path / "python", PEER)
