@@ -39,8 +39,8 @@ def test_hidden_states_equal_the_cpu_ones(dtype: str, tolerance: float) -> None:
     logits = []
     for device in ("cpu", "cuda"):
         policy, _ = load_policy(config, torch.device(device), seed=0)
-        plan = TreePlan([8, 10, 6], [-1, 0, 0])
-        positions = torch.cat([torch.arange(8), 8 + torch.arange(10), 8 + torch.arange(6)])
+        plan = TreePlan([8, 4, 3, 3, 6], [-1, 0, 1, 1, 0])
+        positions = torch.tensor([*range(15), *range(12, 15), *range(8, 14)])
         with torch.no_grad():
             hidden = policy.hidden(tokens.to(device), positions.to(device), plan)
             logits.append(policy.logits(hidden).log_softmax(-1).float().cpu())

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.ragged import RaggedWindow
-from asyncrl.models.attention.rows import NodeRow, share_out
+from asyncrl.models.attention.rows import ROW_BYTES, NodeRow, fits, share_out
 from asyncrl.models.attention.tree import TreePlan
 
 PLAIN = AttentionTerms()
@@ -262,6 +262,15 @@ def test_padding_of_rows_is_bounded() -> None:
     for members in bins:
         area = max(r.length for r in members) * (max(r.length for r in members) + max(r.context.size for r in members))
         assert len(members) * area <= 1.25 * sum(r.length * r.total for r in members)
+
+
+def test_scores_that_backward_keeps_are_bounded() -> None:
+    heads, most = 8, 1024  # own tokens of the longest row without a context
+    assert fits(TreePlan([most, 632, 632], [-1, 0, 0]).rows, heads), "the most keys that a tree of two levels can have"
+    line = [100] * 40
+    deep = TreePlan([*line, 20], [*range(-1, 39), 0])
+    assert all(row.length * row.total * heads * 4 <= ROW_BYTES for row in deep.rows)
+    assert not fits(deep.rows, heads) and fits(TreePlan(line[:20], [*range(-1, 19)]).rows, heads)
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, -1, 0], [-1, 0, 0, 1], [-1, 1, 0, 0], [-1, 0, -2, 2], [3, 0, 0, -1]])

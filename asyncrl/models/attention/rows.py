@@ -30,6 +30,9 @@ _BIN_BYTES = 4 << 20
 # A row with more bytes of float32 scores is faster with a kernel that does not store scores.
 ROW_BYTES = 32 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
+# Most keys of the mean query, in lengths of the longest row without a context. Only a tree of more than two levels can exceed the
+# limit, with many short rows that have long contexts.
+_MEAN_KEYS = 1.62
 
 
 class NodeRow(NamedTuple):
@@ -60,8 +63,9 @@ class _ScoreBin(RowBin):
 
 
 def fits(rows: list[NodeRow], heads: int) -> bool:
-    """Whether all rows are short enough for plain products."""
-    return max(row.length * row.total for row in rows) * heads * 4 <= ROW_BYTES
+    """Whether all rows are short enough for plain products, and backward can keep the scores of all rows."""
+    scores, most = [row.length * row.total for row in rows], ROW_BYTES / (4 * heads)
+    return max(scores) <= most and sum(scores) <= _MEAN_KEYS * most**0.5 * sum(row.length for row in rows)
 
 
 class RowAttention:
