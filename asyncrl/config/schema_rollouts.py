@@ -44,7 +44,7 @@ class CriterionConfig(_Scorer):
 class JudgeConfig(SettingsSection):
     """A language model that scores completions, behind an OpenAI-compatible endpoint."""
 
-    url: str = Field(description="Base address of the endpoint, up to `/v1`.")
+    url: str = Field(description="Base address of the endpoint, up to `/v1`; or `policy`: the policy of this run.")
     criteria: dict[str, CriterionConfig] | str = Field(
         description="One text, or name -> text. Each named criterion is a component `NAME/name` of the reward. A criterion may be "
         "`{text: ..., weight: ...}`.",

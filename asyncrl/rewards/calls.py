@@ -12,7 +12,7 @@ from asyncrl.algorithms.advantages import combine_components
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt, Trajectory
 
-from .forms import OF_EPISODE
+from .forms import BY_NAME
 
 RewardFunction: TypeAlias = Callable[..., Any]
 
@@ -29,7 +29,8 @@ class RewardSpec:
     `completions` (strings, or the messages after a conversational prompt), `completion_ids` (token ids), `generation_prompt` (the
     text of the chat template after the last message), and the columns of the row. A column's value is the same object in all
     entries, so a function must not change it. A function whose signature names them also gets `num_turns` (replies of the policy),
-    `tool_calls` (in OpenAI's form) and `notes` (the values of `policy.note` by name).
+    `tool_calls` (in OpenAI's form) and `notes` (the values of `policy.note` by name); and `base_url` and `api_key`, two strings:
+    the policy itself behind an OpenAI-compatible endpoint, whose answers are not trained.
 
     A score is a number, or None: the function does not apply to this completion. A list has the reward of each reply of an episode,
     and their sum is the score. A mapping has the score as `score`, and other values to log. With `components` (name -> weight) a
@@ -78,14 +79,19 @@ class LoadedFunction:
     whole_group: bool
     spec: RewardSpec
 
-    def select(self, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    @property
+    def asks_policy(self) -> bool:
+        """Whether the function takes the address of the policy's endpoint."""
+        return not {"base_url", "api_key"}.isdisjoint(self.named)
+
+    def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the signature accepts. Only these are sent to the worker."""
-        return {k: v for k, v in arguments.items() if k in self.named or (self.takes_all and k not in OF_EPISODE)}
+        return {k: v for k, v in arguments.items() if k in self.named or (self.takes_all and k not in BY_NAME)}
 
 
-def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, list[Any]]:
+def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, Any]:
     """The list arguments of `RewardSpec` by name. Columns of the row cannot replace the other arguments."""
-    arguments: dict[str, list[Any]] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
+    arguments: dict[str, Any] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
     arguments["completion_ids"] = [t.completion_ids.tolist() for t in trajectories]

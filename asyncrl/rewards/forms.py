@@ -27,8 +27,8 @@ _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Names of arguments that are not columns. A data column of such a name is refused if the function has such an argument.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
-# Arguments about an episode. Only a function whose signature names one gets it, so that `**columns` may have such columns.
-OF_EPISODE = ("num_turns", "tool_calls", "notes")
+# Only a function whose signature names one of these gets it, so that `**columns` may have such columns.
+BY_NAME = ("num_turns", "tool_calls", "notes", "base_url", "api_key")
 
 
 def whole_group(function: F) -> F:
@@ -74,7 +74,7 @@ def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARRED]
 
     def check(columns: Collection[str]) -> None:
-        available = {*columns, *RESERVED, *OF_EPISODE}
+        available = {*columns, *RESERVED, *BY_NAME}
         if missing := [name for name in needed if name not in available]:
             raise UsageError(
                 f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(available))}"
@@ -95,7 +95,7 @@ def check_reserved(columns: Collection[str], named: Collection[str], takes_all: 
     """Errors: `UsageError` for a column with the name of an argument that the run gives to the function. `named`: the parameters of
     the function. `takes_all`: it has `**kwargs`, too."""
     given = {*named, *(RESERVED if takes_all else ())}
-    if taken := [name for name in (*RESERVED, *OF_EPISODE) if name in columns and name in given]:
+    if taken := [name for name in (*RESERVED, *BY_NAME) if name in columns and name in given]:
         raise UsageError(
             f"the data has the columns {', '.join(taken)}, but the run itself gives rewards an argument of that name; rename them"
         )
@@ -127,7 +127,9 @@ def _answer_of(completion: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """The first 80 characters of `repr(value)` and its type, for messages."""
+    """The first 80 characters of `repr(value)` and its type, for messages. Of an exception its type and whole text."""
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {value}"
     text = repr(value)
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 

@@ -22,7 +22,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
@@ -69,13 +69,18 @@ class Judge:
     request: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 30.0
     retries: int = 2
+    key: str | None = field(default=None, repr=False)
 
     __name__ = "judge"
 
     def __post_init__(self) -> None:
         """Checks the fields. Errors: ConfigError."""
-        if urlsplit(self.url).scheme not in ("http", "https"):
-            raise ConfigError(f"a judge has url {self.url!r}; expected an address like http://localhost:8000/v1")
+        if self.url != "policy" and urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError(
+                f"a judge has url {self.url!r}; expected `policy` or an address like http://localhost:8000/v1"
+            )
+        if self.url == "policy" and (self.key_env or self.model):
+            raise ConfigError("a judge with url `policy` has key_env or model, which the run knows; leave both out")
         if self.key_env is not None and not os.environ.get(self.key_env):
             raise ConfigError(f"a judge has key_env {self.key_env!r}, but no such environment variable is set")
         if taken := [name for name in _FIXED if name in self.request]:
@@ -86,17 +91,19 @@ class Judge:
     @property
     def __signature__(self) -> Signature:
         """The arguments that the judge takes: only these are sent to the worker, and a missing column is refused."""
-        names = ("prompts", "completions", "log_extra", self.reference)
-        return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names if name])
+        names = ["prompts", "completions", "log_extra", *([self.reference] if self.reference else [])]
+        names += ["base_url", "api_key"] if self.url == "policy" else []
+        return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
 
     async def __call__(self, prompts: Any, completions: Any, log_extra: Any, **columns: Any) -> list[Any]:
         """Scores the completions, all at the same time."""
+        judge = replace(self, url=columns["base_url"], key=columns["api_key"]) if self.url == "policy" else self
         texts = [{"conversation": p, "answer": c} for p, c in zip(prompts, completions, strict=True)]
         if self.reference is not None:
             references = zip(texts, columns[self.reference], strict=True)
             texts = [{"reference answer": str(reference), **each} for each, reference in references]
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._evaluate(self.messages(each), self.read)) for each in texts]
+            running = [tasks.create_task(judge._evaluate(self.messages(each), self.read)) for each in texts]
         judged = [task.result() for task in running]
         for name in ("requests", "garbage", "failures", "reply"):
             log_extra(name, [facts[name] for _, facts in judged])
@@ -173,7 +180,8 @@ class Judge:
             client = await anext(opened)
             _clients[loop] = client, opened
         model = {} if self.model is None else {"model": self.model}
-        headers = {} if self.key_env is None else {"Authorization": f"Bearer {os.environ[self.key_env]}"}
+        key = self.key if self.key_env is None else os.environ[self.key_env]
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         address = f"{self.url.rstrip('/')}/chat/completions"
         body, data = {**self.request, **model, "messages": messages}, bytearray()
         try:

@@ -142,6 +142,8 @@ class RewardPool:
         self.columns: Sequence[Sequence[str]] = ()
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
+        # (base URL, key) of an endpoint of the policy, for functions that ask for it.
+        self.open_endpoint: Callable[[], tuple[str, str]] | None = None
         self._state = _PoolState.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
@@ -162,9 +164,9 @@ class RewardPool:
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
 
     @property
-    def whole_group(self) -> str | None:
-        """The name of a function that needs all completions of a group in one call; known once the pool is open."""
-        return next((function.name for function in self._loaded if function.whole_group), None)
+    def functions(self) -> Sequence[LoadedFunction]:
+        """The functions in order; known once the pool is open."""
+        return self._loaded
 
     def calls_at_once(self, size: int) -> int:
         """How many calls with `size` completions may run at a time; known once the pool is open."""
@@ -408,6 +410,8 @@ class RewardPool:
         if not self._specs or not trajectories:
             return list(trajectories)
         arguments = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
+        if self.open_endpoint is not None and any(function.asks_policy for function in self._loaded):
+            arguments["base_url"], arguments["api_key"] = self.open_endpoint()
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]

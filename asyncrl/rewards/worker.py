@@ -143,11 +143,7 @@ def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
     invalid = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
-    return kept, [(place, _utf8(_named(values[place]))) for place in invalid]
-
-
-def _named(value: Any) -> str:
-    return f"{type(value).__name__}: {value}" if isinstance(value, Exception) else brief(value)
+    return kept, [(place, _utf8(brief(values[place]))) for place in invalid]
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:

@@ -73,7 +73,7 @@ async def open_ports(run: OpenRun) -> None:
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
     replay, given = config.replay, flat_values(config.algorithm)
-    score_groups = _scores_groups(config, environment, functions.whole_group)
+    score_groups = _scores_groups(config, environment, functions)
     run.ports = Ports(
         config=config,
         recorder=run.recorder,
@@ -113,8 +113,9 @@ async def open_ports(run: OpenRun) -> None:
     await _open_apart(run)
 
 
-def _scores_groups(config: Config, environment: Environment, name: str | None) -> bool:
-    """Whether one call of the reward functions scores all members of a group. `name`: of a function that needs that."""
+def _scores_groups(config: Config, environment: Environment, functions: RewardPool) -> bool:
+    """Whether one call of the reward functions scores all members of a group."""
+    name = next((function.name for function in functions.functions if function.whole_group), None)
     if name is not None and config.reward.batch == "trajectory":
         raise ConfigError(
             f"reward function {name!r} compares the completions of a group (`whole_group`), but reward.batch is trajectory: each "

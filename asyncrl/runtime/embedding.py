@@ -16,7 +16,7 @@ from asyncrl.environments.policy import as_numbers
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.pumps.rollout import EpisodeFailed, Episodes
-from asyncrl.rewards.forms import OF_EPISODE, RESERVED
+from asyncrl.rewards.forms import BY_NAME, RESERVED
 from asyncrl.types import Prompt, Trajectory
 
 
@@ -86,7 +86,7 @@ def as_group(
             )
     if len(group_ids := {t.group_id for t in trajectories}) != 1:
         raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
-    if taken := [name for name in columns or {} if name in (*RESERVED, *OF_EPISODE)]:
+    if taken := [name for name in columns or {} if name in (*RESERVED, *BY_NAME)]:
         raise DataError(f"submit: columns has {taken[0]!r}, which the run itself gives to reward functions; rename it")
     scores = as_numbers({"reward": list(rewards)}, len(rewards), "submit")
     parts = as_numbers(components or {}, len(rewards), "submit: components")

@@ -100,8 +100,18 @@ async def test_the_key_comes_from_the_environment(server, monkeypatch):
         judged(server, judge={"key_env": "JUDGE_KEY"})
 
 
+async def test_a_judge_asks_the_policy_at_the_address_that_the_run_gives(server):
+    async with RewardPool.from_config(RewardConfig(judge={"url": "policy", "criteria": "It is long."})) as pool:
+        assert [function.asks_policy for function in pool.functions] == [True]
+        pool.open_endpoint = lambda: (server.url, "the key")
+        assert [t.components for t in await score(pool, "abc")] == [{"judge": 0.3}]
+    assert server.requests[0][0]["Authorization"] == "Bearer the key"
+
+
 def test_what_a_judge_cannot_do_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="url 'localhost:8000'; expected an address like http://"):
+    with pytest.raises(ConfigError, match="url `policy` has key_env or model"):
+        Judge("policy", "It is long.", model="m")
+    with pytest.raises(ConfigError, match="url 'localhost:8000'; expected `policy` or an address like http://"):
         Judge("localhost:8000", "It is long.")
     with pytest.raises(ConfigError, match="`request` has 'stream', which the judge sets itself"):
         Judge("http://localhost/v1", "It is long.", request={"stream": True})

@@ -27,7 +27,7 @@ async def test_the_better_of_a_pair_wins_whatever_its_place(monkeypatch: pytest.
         monkeypatch.setenv("JUDGE_URL", url)
         monkeypatch.setenv("JUDGE_MODEL", "m")
         async with RewardPool([RewardSpec(f"{EXAMPLE}:wins")], timeout_s=60) as pool:
-            assert pool.whole_group == "wins"
+            assert [function.whole_group for function in pool.functions] == [True]
             scored = await pool.score(prompt(), trajectories("aaa", "aaaa", "aa", "a"))
             [alone] = await pool.score(prompt(), trajectories("aaa"))
     assert [t.reward for t in scored] == pytest.approx([3 / 6, 5 / 6, 1 / 6, 3 / 6])
