@@ -360,10 +360,17 @@ def _check_deadlines(config: Config) -> Iterator[str]:
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
             f"{watchdog.interval_s}; raise the first or lower the second"
         )
-    if (config.reward.functions or config.reward.judge) and watchdog.stall_timeout_s <= config.reward.timeout_s:
+    reward = config.reward
+    if reward.functions and watchdog.stall_timeout_s <= reward.timeout_s:
         yield (
             f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than reward.timeout_s = "
-            f"{config.reward.timeout_s}: one slow reward would end the run as stalled"
+            f"{reward.timeout_s}: one slow reward would end the run as stalled"
+        )
+    if reward.judge and watchdog.stall_timeout_s <= reward.judge_deadline_s:
+        yield (
+            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than {reward.judge_deadline_s:g}, the time of "
+            "all tries of a judge with a minute between two (reward.timeout_s, reward.retries): a slow judge would end the run as "
+            "stalled"
         )
 
 

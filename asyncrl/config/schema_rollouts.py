@@ -170,6 +170,11 @@ class RewardConfig(SettingsSection):
         """Whether the configuration has reward functions, judges or reward models."""
         return bool(self.functions or self.judge or self.model)
 
+    @property
+    def judge_deadline_s(self) -> float:
+        """The most seconds for all tries of a judge, with the longest pause between two."""
+        return (self.retries + 1) * (self.timeout_s + 60.0)
+
 
 class DoorConfig(SettingsSection):
     """Groups from other processes: `asyncrl.client` through shared memory, Atropos environments over HTTP."""

@@ -90,9 +90,7 @@ def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = (
         weights = {name: criterion.weight for name, criterion in named.items()}
         criteria = {name: criterion.text for name, criterion in named.items()} or str(each.criteria)
         judge = Judge(criteria=criteria, weights=weights, timeout_s=config.timeout_s, retries=config.retries, **fields)
-        # Of all tries, with the longest pause between two.
-        deadline_s = (config.retries + 1) * (config.timeout_s + 60.0)
-        specs.append(RewardSpec(judge, each.weight, each.name, weights, deadline_s))
+        specs.append(RewardSpec(judge, each.weight, each.name, weights, config.judge_deadline_s))
     return specs
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from runtime_helpers import MODEL, REAL, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
 from support.judge_server import JudgeServer
 from support.pages import blocks
 
+from asyncrl import Runtime
 from asyncrl.main import main
 
 FUNCTIONS = """
@@ -33,6 +34,18 @@ class Fails(SingleTurn):
             raise GenerationError("a held-out episode that fails")
         played = await super().run(prompt, member, group_size, generate)
         return replace(played, extras={"own/hint": 1.5})
+"""
+
+
+AGENT = """
+async def episode(task, policy):
+    reply = await policy.complete(task["prompt"])
+    await policy.complete([*reply.ids, *policy.encode("=")])
+    policy.note("tries", 2.0)
+
+async def each_reply(completions, num_turns, notes, tool_calls, prompts):
+    assert num_turns == [2] * len(completions) and tool_calls == [[]] * len(completions)
+    return [[0.25, each["tries"]] for each in notes]
 """
 
 
@@ -70,6 +83,23 @@ def test_a_function_for_whole_groups_sees_them_in_training_and_evaluation(here: 
     assert evaluated[f"eval/{name}/longest/seen/mean"] == 2 and evaluated[f"eval/{name}/missing"] > 0
     assert evaluated[f"eval/{name}/longest/hint/mean"] == evaluated[f"eval/{name}/own/hint/mean"] == 1.5
     assert evaluated[f"eval/{name}/longest/length/mean"] > 0
+
+
+async def test_the_replies_of_an_agent_have_rewards_of_their_own(here: Path) -> None:
+    (here / "agent.py").write_text(AGENT)
+    chosen = [
+        "rollout.environment=agent.py:episode",
+        "reward.functions=[agent.py:each_reply]",
+        "data.max_prompt_tokens=30",
+    ]
+    async with Runtime(config_of(here, *chosen), write=False) as runtime:
+        steps = runtime.steps()
+        runtime.start("the run", runtime.run)
+        reports = [report async for report in steps]
+    trained = [trajectory for report in reports for group in report.groups for trajectory in group.trajectories]
+    assert len(trained) == 3 * 16 and {t.turn_rewards for t in trained} == {(0.25, 2.0)}
+    assert {t.reward for t in trained} == {2.25}
+    assert all(report.metrics["reward/each_reply/mean"] == 2.25 for report in reports)
 
 
 def test_such_a_function_is_refused_where_each_completion_is_scored_alone(
