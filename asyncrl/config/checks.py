@@ -389,13 +389,15 @@ def _check_run(config: Config) -> Iterator[str]:
     train = config.train
     dry_run = train.kind == "dry_run"
     rollout = config.rollout
+    asks_policy = any(judge.url == "policy" for judge in config.reward.judge)
+    if asks_policy and rollout.max_context is None:
+        yield (
+            "reward.judge has url policy, and rollout.max_context is not set: the judge reads the prompt, the answer and about 300 "
+            "tokens of instructions, which are more than the policy's own context; set rollout.max_context"
+        )
     # A program may play agents, and a producer may send their rows.
-    limits = (
-        "max_turns",
-        "tool_timeout_s",
-        "tool_max_chars",
-        *(() if config.door.ring is not None else ("max_context",)),
-    )
+    limits = ["max_turns", "tool_timeout_s", "tool_max_chars"]
+    limits += [] if config.door.ring is not None or asks_policy else ["max_context"]
     for name in limits if rollout.environment == "single_turn" else ():
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
@@ -135,6 +136,9 @@ async def _environment_and_rewards(
     environment, reward = _environment(run, functions, trainer), _with_models(run, functions, trainer)
     if run.agents is not None:
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
+        if any(function.asks_policy for function in functions.functions):
+            # A key takes 256 requests at a time.
+            functions.open_endpoint = cycle([run.endpoint.open_visitor() for _ in range(8)]).__next__
     check_components(run.config, reward.weights)
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():

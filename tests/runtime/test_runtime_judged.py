@@ -85,6 +85,55 @@ def test_a_function_for_whole_groups_sees_them_in_training_and_evaluation(here: 
     assert evaluated[f"eval/{name}/longest/length/mean"] > 0
 
 
+ASKS = """
+import aiohttp, asyncrl
+
+async def asks(completions, base_url, api_key, log_extra):
+    body = {"model": "any", "prompt": "a3=", "max_tokens": 4}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        texts = []
+        for _ in completions:
+            async with client.post(f"{base_url}/completions", json=body) as response:
+                response.raise_for_status()
+                texts.append((await response.json())["choices"][0]["text"])
+    log_extra("text", texts)
+    return [float(len(text)) for text in texts]
+"""
+
+
+async def test_a_reward_function_may_ask_the_policy_which_is_not_trained_on_that(here: Path) -> None:
+    (here / "asks.py").write_text(ASKS)
+    async with Runtime(config_of(here, "reward.functions=[asks.py:asks]", "preset=async"), write=False) as runtime:
+        steps = runtime.steps()
+        runtime.start("the run", runtime.run)
+        reports = [report async for report in steps]
+    assert [report.version for report in reports] == [1, 2, 3]
+    trained = [t for report in reports for group in report.groups for t in group.trajectories]
+    assert len({t.extras["asks/text"] for t in trained}) > 1
+    assert sum(report.metrics["train/tokens"] for report in reports) == sum(t.sampled_length for t in trained)
+
+
+async def test_the_policy_may_be_its_own_judge(here: Path) -> None:
+    """Ten thousand parameters that know a few letters: all their judgements are garbage, and none is a failed request."""
+    judge = "reward.judge={url: policy, criteria: The answer is long.}"
+    chosen = [
+        judge,
+        f"model.path={MODEL}:build_chat",
+        "rollout.max_context=2048",
+        "train.tokens_per_microbatch=2048",
+        "reward.on_error=none",
+        "reward.retries=0",
+    ]
+    async with Runtime(config_of(here, *chosen), write=False) as runtime:
+        steps = runtime.steps()
+        runtime.start("the run", runtime.run)
+        reports = [report async for report in steps]
+    assert [report.version for report in reports] == [1, 2, 3]
+    for report in reports:
+        found = [report.metrics[f"reward/judge/{name}/mean"] for name in ("requests", "garbage", "failures")]
+        assert found == [1, 1, 0] and report.metrics["reward/judge/applicable"] == 0
+
+
 async def test_the_replies_of_an_agent_have_rewards_of_their_own(here: Path) -> None:
     (here / "agent.py").write_text(AGENT)
     chosen = [
