@@ -175,10 +175,12 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
         values = [value for row in rows if (value := row.components.get(name)) is not None]
         if values and name.startswith("own/"):
             metrics[name] = float(np.mean(values))
-        elif values:
+            continue
+        if values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
             metrics[f"reward/{name}/std"] = _std(values)
-            metrics[f"reward/{name}/applicable"] = len(values) / len(rows)
+        # 0 if a judge gave no score at all.
+        metrics[f"reward/{name}/applicable"] = len(values) / len(rows)
     return metrics
 
 
