@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from rewards_helpers import at_work, only_worker, pool, score, until
+from rewards_helpers import at_work, only_worker, pool, prompt, score, trajectories, until
 
 from asyncrl.errors import RewardCrash, RewardError, RewardTimeout
 from asyncrl.rewards import pool as pool_module
@@ -30,6 +30,18 @@ async def test_no_more_of_them_than_is_asked_for():
     async with pool("crowd", concurrency=3) as rewards, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(components(rewards, "a", group)) for group in range(9)]
     assert max(call.result()["crowd"] for call in calls) == 3
+
+
+async def test_the_bound_counts_completions_and_a_larger_group_runs_alone():
+    async with pool("crowd", concurrency=4) as rewards, asyncio.TaskGroup() as tasks:
+        sizes = [2, 2, 2, 5, 1, 1, 5, 2]
+        calls = [
+            tasks.create_task(rewards.score(prompt(group), trajectories(*["a"] * size)))
+            for group, size in enumerate(sizes)
+        ]
+    # How many calls ran when this one began: at most two groups of two, and a group of five alone.
+    together = [call.result()[0].components["crowd"] for call in calls]
+    assert max(together) <= 2 and together[3] == together[6] == 1
 
 
 async def test_one_that_misses_its_deadline_is_cancelled_alone():
