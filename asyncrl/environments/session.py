@@ -294,7 +294,8 @@ class Session:
                     sampling=replace(sampling, max_tokens=new),
                     seed=_request_seed(self._seed, key, number),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
-                    session=self._name,
+                    # What the engine keeps for a session stays until somebody ends the session.
+                    session=None if self._end_session is None else self._name,
                 )
             )
             end = self._tree.add(prompt_ids, generation, through)

@@ -118,7 +118,7 @@ async def test_branches_have_random_numbers_of_their_own_and_share_the_history()
         await asyncio.gather(*(each.chat(messages) for each in tries))
         return 1.0
 
-    played = Played(episode, "a", "b", "c", "d")
+    played = Played(episode, "a", "b", "c", "d", end_session=lambda _: None)
     trajectory = await played.run()
     requests = played.script.requests
     assert len({each.seed for each in requests}) == 4 and {each.session for each in requests} == {"3/0"}

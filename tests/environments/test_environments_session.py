@@ -411,12 +411,16 @@ async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens() -> None
 
 async def test_sessions_end_at_the_engine() -> None:
     ended: list[str] = []
-    session = session_of("chatml", Script("chatml", "a", "b"), end_session=ended.append)
+    script = Script("chatml", "a", "b", "c")
+    session = session_of("chatml", script, end_session=ended.append)
     await session.chat([USER])
     await session.chat([USER], line="/1")
     session.close()
     session.close()
     assert ended == ["3/0"]
+    # After the end nobody would free what the engine keeps.
+    await session.chat([USER], line="/2")
+    assert [each.session for each in script.requests] == ["3/0", "3/0", None]
 
 
 async def test_rewards_of_turns_belong_to_the_requests_in_their_order() -> None:
