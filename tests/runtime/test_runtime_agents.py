@@ -110,6 +110,31 @@ async def test_a_program_plays_groups_which_are_trained(tmp_path: Path) -> None:
             await runtime.play(two_turns, "a3=")
 
 
+async def test_a_tree_is_trained_at_the_log_probs_at_which_it_was_sampled(tmp_path: Path) -> None:
+    """Branches, a changed history and a text of its own: the trainer forwards the tree once, to the log-probs of the sampler."""
+
+    async def episode(task: Any, policy: Any) -> list[float]:
+        first = await policy.complete(task["prompt"])
+        ids = [*first.ids, *policy.encode("b2=")]
+        left, right = await asyncio.gather(*(policy.branch().complete(ids) for _ in range(2)))
+        await policy.complete([*left.ids, *policy.encode("c2=")])
+        await policy.complete([*first.ids[:-1], *policy.encode("d3=")])
+        await policy.complete("e4=")
+        await policy.complete([*right.ids, *policy.encode("f2=")])
+        return [1.0, 0.0, 1.0, 0.0, 0.5, 0.25, 0.0]
+
+    config = embedded(tmp_path, REAL, "data.max_prompt_tokens=60", "algorithm.mismatch_gate=1e-4", "train.lr=0")
+    async with Runtime(config, write=False) as runtime:
+        steps = runtime.steps()
+        groups = await asyncio.gather(*(runtime.play(episode, {"prompt": prompt}, n=3) for prompt in ("a3=", "c4=")))
+        assert len({t.tokens.tobytes() for group in groups for t in group}) == 6
+        assert all(len(t.branches) >= 3 and len(t.turns) == 7 and t.reward == 2.75 for group in groups for t in group)
+        await runtime.finish()
+        [report] = [report async for report in steps]
+    assert report.metrics["mismatch/current_tokens"] == sum(t.sampled_length for group in groups for t in group)
+    assert report.metrics["mismatch/current_max"] < 1e-3
+
+
 async def test_a_row_needs_no_prompt_if_the_agent_makes_its_messages(tmp_path: Path) -> None:
     async def episode(task: Any, policy: Any) -> float:
         assert task == {"level": 3}
