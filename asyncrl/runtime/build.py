@@ -22,7 +22,7 @@ from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.environments.chat import Chat
-from asyncrl.environments.loading import is_episode, load_environment
+from asyncrl.environments.loading import check_episode, is_episode, load_environment
 from asyncrl.environments.policy import AgentEnvironment, Agents
 from asyncrl.environments.session import EpisodeLimits
 from asyncrl.environments.single_turn import SingleTurn
@@ -289,7 +289,7 @@ def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Envir
     )
     given: Any = run.decided.environment
     if given is not None:
-        return AgentEnvironment(run.agents, given) if is_episode(given) else cast(Environment, given)
+        return AgentEnvironment(run.agents, check_episode(given, "environment")) if is_episode(given) else given
     return load_environment(
         rollout.environment,
         tokenizer=tokenizer,

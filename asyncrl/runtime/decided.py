@@ -17,7 +17,7 @@ the date that a chat template writes into prompts.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ class Decided:
     directory: RunDirectory | None = None  # None: no files are written
     # Objects of the program, used instead of those that the configuration names.
     rewards: Sequence[RewardSpec] = ()
-    environment: Environment | None = None
+    environment: Environment | Callable[..., Any] | None = None
     hooks: Hooks | None = None
     rows: PromptRows | None = None
     engine_is_auto: bool = False  # whether `generation.engine` was chosen here
@@ -70,7 +70,7 @@ async def decide(
     stages: Stages,
     *,
     rewards: Sequence[RewardSpec] = (),
-    environment: Environment | None = None,
+    environment: Environment | Callable[..., Any] | None = None,
     hooks: Hooks | None = None,
     prompts: Any = None,
     write: bool = True,

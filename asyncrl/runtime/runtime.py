@@ -81,7 +81,7 @@ class Runtime:
         config: Config,
         *,
         rewards: Callable[..., Any] | Sequence[Callable[..., Any] | RewardSpec] = (),
-        environment: Environment | None = None,
+        environment: Environment | EpisodeFunction | None = None,
         hooks: Hooks | None = None,
         prompts: Any = None,
         write: bool = True,
@@ -89,8 +89,8 @@ class Runtime:
         hard_exit: bool = False,
         world: World | None = None,
     ) -> None:
-        """`rewards`, `environment`, `hooks`: objects instead of the names in the configuration. `prompts`: rows, in any form that a
-        data function may return. `write=False`: make no run directory.
+        """`rewards`, `environment` (or a coroutine function), `hooks`: objects instead of the names in the configuration.
+        `prompts`: rows, in any form that a data function may return. `write=False`: make no run directory.
         For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end a process that hangs; `world`:
         of a node that joined a run."""
         functions = [rewards] if callable(rewards) else list(rewards)

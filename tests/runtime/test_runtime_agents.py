@@ -39,6 +39,14 @@ async def test_a_configuration_names_an_agent_which_is_trained_and_evaluated(tmp
     assert "eval/scored_here/own/letters/mean" in lines[-1] and "eval/scored_here/avg@1" in lines[-1]
 
 
+async def test_a_program_passes_an_agent(tmp_path: Path) -> None:
+    from runtime_agents import scored_here
+
+    config = config_of(tmp_path, "data.max_prompt_tokens=30", "train.max_steps=1")
+    async with Runtime(config, environment=scored_here, write=False) as runtime:
+        assert (await runtime.run()).books.trained == 4
+
+
 async def test_reward_functions_score_an_agent_that_returns_none(tmp_path: Path) -> None:
     async with Runtime(of_agents(tmp_path, "scored_elsewhere"), write=False) as runtime:
         reports = [report async for report in await started(runtime)]
@@ -262,6 +270,41 @@ async def test_an_episode_beyond_its_time_closes_its_environment_and_its_group_i
         # The other members of the group are cancelled and close, too.
         assert closed == ["closed"] * 4
         assert "did not end within rollout.timeout_s = 0.5 s" in str(runtime.summary().reasons)
+
+
+async def test_a_play_may_be_cancelled_at_every_await(tmp_path: Path) -> None:
+    """Whatever is cancelled closes its environment, gives its slot back and leaves no task."""
+    opened = closed = 0
+    tasks = asyncio.all_tasks()
+
+    async def episode(task: Any, policy: Any) -> float:
+        nonlocal opened, closed
+        opened += 1
+        try:
+            reply = await policy.complete("a")
+            await policy.branch().complete(reply.ids)
+        finally:
+            await asyncio.sleep(0)
+            closed += 1
+        return 1.0
+
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        inner = asyncio.all_tasks()
+        for after in range(80):
+            player = asyncio.create_task(runtime.play(episode, "a3=", n=2))
+            for _ in range(after):
+                await asyncio.sleep(0)
+            player.cancel()
+            await asyncio.wait([player])
+            assert opened == closed, after
+            if player.cancelled():
+                assert runtime.summary().books.live == 0, after
+            assert not [task for task in asyncio.all_tasks() - inner if task.get_name().startswith("member")], after
+        assert opened > 0
+        books = runtime.summary().books
+        assert books.admitted == books.trained + books.dropped + books.held + books.claimed + books.live
+        await runtime.finish()
+    assert asyncio.all_tasks() == tasks
 
 
 @pytest.mark.parametrize("end", ["cancelled", "closed"])

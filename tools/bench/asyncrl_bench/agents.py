@@ -86,7 +86,7 @@ BENCH = Bench(
     (
         option("--prompts", 8, "prompts per step", 2),
         option("--group-size", 8, "agents per prompt", 2),
-        option("--max-tokens", 24, "tokens of a reply", 4),
+        option("--max-tokens", 64, "tokens of a reply", 4),
         option("--threads", 2, "torch threads", 1),
         option("--steps", 8, "measured steps of a run", 2),
         option("--warmup-steps", 4, "steps before them, until the pipeline is in its steady state", 1),
