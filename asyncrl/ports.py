@@ -76,10 +76,9 @@ class AgentSession(Protocol):
         sampling: SamplingParams | None = None,
         *,
         line: str = "",
-        retry: bool = False,
     ) -> Generation:
-        """Sample a reply to the tokens [P]. A repeated request samples another reply. `retry`: the caller did not get the reply to
-        an equal request, so it gets that reply if there is one. `line`: a parallel branch, with random numbers of its own.
+        """Sample a reply to the tokens [P]. A repeated request samples another reply. `line`: a parallel branch, with random
+        numbers of its own.
 
         Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
         ...
@@ -91,7 +90,6 @@ class AgentSession(Protocol):
         sampling: SamplingParams | None = None,
         *,
         line: str = "",
-        retry: bool = False,
     ) -> ChatAnswer:
         """The reply to messages in OpenAI's form. Errors: those of `sample`, and `DataError` for malformed messages and tools."""
         ...

@@ -166,7 +166,6 @@ class Session:
         self._seed = episode_seed(seed, prompt.group_id, member)
         self._tree = TokenTree()
         self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
-        self._answers: dict[bytes, list[tuple[int, Generation]]] = {}  # by request: (number, reply)
         self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
         self._last: Generation | None = None
         # Replies and running requests, and tokens that the running requests may add.
@@ -195,14 +194,12 @@ class Session:
         sampling: SamplingParams | None = None,
         *,
         line: str = "",
-        retry: bool = False,
     ) -> Generation:
         """Sample a reply to the tokens [P]. `line`: the name of a parallel branch, which gets random numbers of its own.
 
-        A repeated request samples another reply. `retry`: the caller did not get the reply to an equal request, so it gets that
-        reply if there is one. If the context is full, the reply ends with `length`.
+        A repeated request samples another reply. If the context is full, the reply ends with `length`.
         Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
-        return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, line, retry))[0]
+        return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, line))[0]
 
     async def chat(
         self,
@@ -211,7 +208,6 @@ class Session:
         sampling: SamplingParams | None = None,
         *,
         line: str = "",
-        retry: bool = False,
     ) -> ChatAnswer:
         """The reply to a conversation in OpenAI's form. See `sample`.
 
@@ -219,12 +215,11 @@ class Session:
         messages and tools that are malformed, or that the chat template refuses."""
         messages, tools = normalise(messages), normalise_tools(tools)
         last, through, prompt_ids, messages = self._place(messages, tools, line)
-        generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, retry, through)
+        generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, through)
         # Some templates want ids of 9 letters and digits.
         reply = self.format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
-        if all(recorded_end != end for _, _, recorded_end, _ in self._exchanges):
-            [recorded] = normalise([reply])
-            self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
+        [recorded] = normalise([reply])
+        self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
@@ -271,14 +266,10 @@ class Session:
             self._end_session = None
 
     async def _sample(
-        self, prompt_ids: Int32Array, sampling: SamplingParams, line: str, retry: bool, through: int = -1
+        self, prompt_ids: Int32Array, sampling: SamplingParams, line: str, through: int = -1
     ) -> tuple[Generation, int]:
         """The reply, and the index of its last token in the tree."""
         key = b"\0".join((line.encode(), prompt_ids.tobytes()))
-        answers = self._answers.setdefault(key, [])
-        if retry and answers:
-            end, generation = answers[-1]
-            return generation, end
         added = prompt_ids.size - self._tree.known(prompt_ids, through)
         room = self._room(prompt_ids, sampling, added)
         numbers = self._numbers.setdefault(key, set())
@@ -309,7 +300,6 @@ class Session:
             self._expected -= added + new
         # The tree has the experts.
         generation = replace(generation, routed_experts=None)
-        answers.append((end, generation))
         if generation.token_ids.size:
             self._order.append(request_number)
         self._last = generation

@@ -164,14 +164,12 @@ async def test_a_request_that_failed_or_was_cancelled_leaves_nothing() -> None:
         await session.chat([USER])
 
 
-async def test_a_repeated_request_is_another_sample_and_a_retry_the_same() -> None:
+async def test_a_repeated_request_is_another_sample() -> None:
     script = Script("chatml", "one", "two", "three")
     session = session_of("chatml", script)
     one, two = await session.chat([USER]), await session.chat([USER])
     assert script.requests[0].seed != script.requests[1].seed
-    again = await session.chat([USER], retry=True)
-    assert again.message["content"] == two.message["content"] != one.message["content"]
-    assert len(script.requests) == 2
+    assert one.message["content"] != two.message["content"]
     await session.chat([USER, one.message, USER])
     trajectory = session.trajectory()
     check_rows(trajectory, script)
@@ -243,7 +241,7 @@ class NaiveTree:
 
 TEXTS = ("a", "Hi there", "", "<|im_end|>", "x\n\ny", " ")
 STEPS = st.tuples(
-    st.sampled_from(["user", "tool", "again", "edit", "drop", "tools", "retry", "go on", "fail", "raw"]),
+    st.sampled_from(["user", "tool", "again", "edit", "drop", "tools", "go on", "fail", "raw"]),
     st.integers(0, 9),
     st.sampled_from(TEXTS),
     st.sampled_from(
@@ -288,7 +286,7 @@ def test_any_sequence_of_requests_is_recorded_exactly(family: str, steps: list[t
                     ids = script.requests[index % len(script.requests)].prompt_ids if script.requests else [1]
                     await session.sample(ids[: 1 + index * 9])
                     continue
-                answer = await session.chat(messages, tools, retry=step == "retry")
+                answer = await session.chat(messages, tools)
             except (GenerationError, DataError):
                 del script.requests[len(script.generations) :]
             else:
