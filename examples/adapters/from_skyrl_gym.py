@@ -17,12 +17,14 @@ import skyrl_gym
 
 def from_skyrl_gym(env_id: str, env_config: Any = None) -> Any:
     async def episode(task: dict[str, Any], policy: Any) -> list[float]:
-        # One thread for each environment: its calls may block, and `close` waits until a cancelled `step` has returned.
+        # One thread for each environment: its calls may block, and `close` waits until a cancelled call has returned.
         thread = ThreadPoolExecutor(1)
         call = partial(asyncio.get_running_loop().run_in_executor, thread)
-        environment, rewards, done = None, [], False
+        made, rewards, done = [], [], False
         try:
-            environment = await call(partial(skyrl_gym.make, env_id, env_config=env_config or {}, extras=task))
+            # The thread keeps what it made: a cancelled call returns nothing.
+            await call(lambda: made.append(skyrl_gym.make(env_id, env_config=env_config or {}, extras=task)))
+            [environment] = made
             messages, _ = await call(environment.init, list(task["prompt"]))
             while not done:
                 reply = await policy.chat(messages)
@@ -35,8 +37,7 @@ def from_skyrl_gym(env_id: str, env_config: Any = None) -> Any:
             return rewards
         finally:
             try:
-                if environment is not None:
-                    await call(environment.close)
+                await call(lambda: [each.close() for each in made])
             finally:
                 thread.shutdown(wait=False)
 

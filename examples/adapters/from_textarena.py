@@ -21,14 +21,16 @@ import textarena as ta
 
 def from_textarena(env_id: str, players: int = 1, opponent: Callable[[str], str] | None = None, **options: Any) -> Any:
     async def episode(task: dict[str, Any], policy: Any) -> float:
-        # One thread for each game: its calls may block, and `close` waits until a cancelled `step` has returned.
+        # One thread for each game: its calls may block, and `close` waits until a cancelled call has returned.
         thread = ThreadPoolExecutor(1)
         call = partial(asyncio.get_running_loop().run_in_executor, thread)
-        game, seat, done = None, int(task.get("seat", 0)), False
+        made, seat, done = [], int(task.get("seat", 0)), False
         conversations: dict[int, list[Any]] = {player: [] for player in range(players)}
         voices = {player: policy if player == seat else policy.branch(f"player {player}") for player in range(players)}
         try:
-            game = await call(partial(ta.make, env_id, **options))
+            # The thread keeps what it made: a cancelled call returns nothing.
+            await call(lambda: made.append(ta.make(env_id, **options)))
+            [game] = made
             # A seed would also seed Python's own generator, for all episodes of the process.
             await call(partial(game.reset, num_players=players))
             while not done:
@@ -43,14 +45,12 @@ def from_textarena(env_id: str, players: int = 1, opponent: Callable[[str], str]
                     messages.append(reply.message)
                     action = reply.text
                 done, _ = await call(game.step, action)
-            rewards, info = await call(game.close)
-            game = None
+            rewards, info = await call(lambda: made.pop().close())
             policy.note("invalid_moves", float(info[seat].get("invalid_move", False)))
             return float(rewards[seat])
         finally:
             try:
-                if game is not None:
-                    await call(game.close)
+                await call(lambda: [each.close() for each in made])
             finally:
                 thread.shutdown(wait=False)
 

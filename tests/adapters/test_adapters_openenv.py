@@ -95,7 +95,8 @@ async def test_a_server_of_openenv_trains_a_step_and_every_session_is_closed() -
         while counts["closed"] < counts["opened"]:  # noqa: ASYNC110  the server says nothing of it
             await asyncio.sleep(0.01)
         summary = await runtime.finish()
-    assert counts == {"opened": 19, "closed": 19}
+    # Of two members that fail, the second may be cancelled before it has an environment.
+    assert counts["opened"] == counts["closed"] in (18, 19)
     for trajectory in [*groups[0], *groups[1]]:
         said = [m["content"] for m in trajectory.completion if m["role"] == "assistant"]
         assert turns_of(trajectory) == len(said) == 2 and trajectory.reward == said.count("right")

@@ -71,7 +71,8 @@ async def test_an_environment_of_tinker_trains_a_step_and_is_always_closed() -> 
         assert await runtime.play(episode("raises"), {}, n=2) == []
         assert await runtime.play(episode("overflows"), {}, n=2) == []
         await cancel_play(runtime, episode("waits"), {}, asked.is_set)
-        assert counts["opened"] == counts["closed"] == 22
+        # Of two members that fail, the second may be cancelled before it has an environment.
+        assert counts["opened"] == counts["closed"] in (20, 21, 22)
         summary = await runtime.finish()
     for trajectory in [*groups[0], *groups[1]]:
         text = runtime.tokenizer.decode(trajectory.tokens)

@@ -45,7 +45,8 @@ async def test_an_environment_of_verifiers_trains_a_step_and_is_always_closed() 
         assert await runtime.play(episode, raises, n=2) == []
         await cancel_play(runtime, episode, waits, verifiers_guess.asked.is_set)
         summary = await runtime.finish()
-    assert verifiers_guess.opened == verifiers_guess.closed and len(verifiers_guess.opened) == 19
+    # Of two members that fail, the second may be cancelled before it has an environment.
+    assert verifiers_guess.opened == verifiers_guess.closed and len(verifiers_guess.opened) in (18, 19)
     assert not [name for name in os.environ if name.startswith("EPISODE_")]
     for trajectory in [*groups[0], *groups[1]]:
         said = [m["content"] for m in trajectory.completion if m["role"] == "assistant"]
