@@ -300,15 +300,29 @@ async def test_nothing_is_kept_at_age_zero_for_cancelled_requests_and_after_the_
     async with opened(policy) as run:
         await run.engine.generate(asked)
         assert await kept_rows(run) == 0
-    async with opened(policy, max_sequences=1, **KEPT) as run:
-        running = asyncio.ensure_future(run.engine.generate(asked))
-        waiting = asyncio.ensure_future(run.engine.generate(replace(asked, seed=2)))
+    async with opened(policy, max_sequences=2, **KEPT) as run:
+        requests = [replace(asked, seed=seed) for seed in range(3)]
+        tasks = [asyncio.ensure_future(run.engine.generate(each)) for each in requests]
         while run.engine.statistics()["tokens"] < 2:
             await run.lane.run(lambda: None, name="tick")
+        # Two run and one waits.
         run.engine.end_session("a")
-        assert_plain(plain, [asked], [await running])
-        await waiting
+        assert_plain(plain, requests, await asyncio.gather(*tasks))
         assert await kept_rows(run) == 0
+
+
+async def test_memory_of_kept_rows_is_not_given_back_while_few_rows_run() -> None:
+    policy, plain = policy_and_plain("qwen3")
+    asked = [first_turn(9, seed, f"s{seed}", max_tokens=4) for seed in range(40)]
+    async with opened(policy, max_sequences=42, **KEPT) as run:
+        answers = await generate_all(run.engine, asked)
+        assert run.engine.core.cache._pages is not None, "the memory of a CPU, of which pages can be given back"
+        await run.engine.generate(request(5, 1, max_tokens=3))
+        assert await kept_rows(run) == 40
+        before = prefilled(run)
+        asked = [next_turn(*pair, seed=2) for pair in zip(asked, answers, strict=True)]
+        assert_plain(plain, asked, await generate_all(run.engine, asked))
+        assert prefilled(run) - before == 40 * 5
 
 
 @pytest.mark.parametrize("when", range(10))
