@@ -222,7 +222,7 @@ class AgentEnvironment:
         try:
             result = await self._play(self._task(prompt), AgentPolicy(episode))
         except Exception as error:
-            if not (session.turns and _is_limit(error)):
+            if not (session.turns and _is_limit(error, session.limit)):
                 raise
             # The coroutine was not written for this limit. What was sampled is trained.
             agents.recorder.count("rollout/limited")
@@ -248,11 +248,12 @@ class AgentEnvironment:
         return copy.deepcopy(row)
 
 
-def _is_limit(error: BaseException) -> bool:
-    """Whether the error, or each error in a group of a user's tasks, is an EpisodeLimit."""
+def _is_limit(error: BaseException, limit: str | None) -> bool:
+    """Whether the error, or each error in a group of a user's tasks, is an EpisodeLimit. A client of the endpoint raises its own
+    error, which contains the text of the limit."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_limit, error.exceptions))
-    return isinstance(error, EpisodeLimit)
+        return all(_is_limit(each, limit) for each in error.exceptions)
+    return isinstance(error, EpisodeLimit) or (limit is not None and limit in str(error))
 
 
 def _rewards(result: Any) -> tuple[float | None, list[float] | None]:

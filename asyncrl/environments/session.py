@@ -168,6 +168,7 @@ class Session:
         self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
         self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
         self._last: Generation | None = None
+        self.limit: str | None = None  # the newest error of a limit
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
         # For each reply of the tree: the number of its request, in the order of the requests.
@@ -271,7 +272,11 @@ class Session:
         """The reply, and the index of its last token in the tree."""
         key = b"\0".join((line.encode(), prompt_ids.tobytes()))
         added = prompt_ids.size - self._tree.known(prompt_ids, through)
-        room = self._room(prompt_ids, sampling, added)
+        try:
+            room = self._room(prompt_ids, sampling, added)
+        except EpisodeLimit as error:
+            self.limit = str(error)
+            raise
         numbers = self._numbers.setdefault(key, set())
         number = next(n for n in range(len(numbers) + 1) if n not in numbers)
         numbers.add(number)

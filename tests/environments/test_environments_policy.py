@@ -243,6 +243,25 @@ async def test_an_episode_that_runs_into_a_limit_is_trained_on_what_it_sampled(s
     assert played.recorder.drain()["rollout/limited"] == 1
 
 
+async def test_a_limit_that_a_client_reports_as_its_own_error_is_a_limit() -> None:
+    async def episode(task: Any, policy: Any) -> float:
+        await policy.complete("a")
+        try:
+            await policy.complete("b")
+        except EpisodeLimit as error:
+            text = f"Error code: 400 - {{'error': {{'message': '{error}'}}}}"
+        raise RuntimeError(text if task["answer"] == "7" else "another error")
+
+    played = Played(episode, "x", max_turns=1, scores=False)
+    assert (await played.run()).reward == 0.0 and played.recorder.drain()["rollout/limited"] == 1
+    ROW["answer"] = "8"
+    try:
+        with pytest.raises(RuntimeError, match="another error"):
+            await Played(episode, "x", max_turns=1).run()
+    finally:
+        ROW["answer"] = "7"
+
+
 async def test_an_episode_may_catch_its_limit() -> None:
     async def episode(task: Any, policy: Any) -> float:
         await policy.complete("a")
