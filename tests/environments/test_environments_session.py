@@ -395,16 +395,17 @@ async def test_parallel_branches_do_not_depend_on_their_order() -> None:
     assert other.requests[0].seed != first.requests[0].seed
 
 
-async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens() -> None:
-    """Two replies of one request have the same text: the later one is continued, and each is trained once."""
+@pytest.mark.parametrize("line", [0, 1])
+async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens(line: int) -> None:
+    """Two branches got the same words for the same request: each goes on behind its own reply, and each reply is trained once."""
     script = Script("chatml", "same", "same", "end")
     session = session_of("chatml", script)
-    first, second = await session.chat([USER]), await session.chat([USER])
-    await session.chat([USER, second.message, USER])
+    first, second = [await session.chat([USER], line=name) for name in ("/0", "/1")]
+    assert first.generation.token_ids.tolist() == second.generation.token_ids.tolist()
+    await session.chat([USER, second.message, USER], line=f"/{line}")
     trajectory = session.trajectory()
     check_rows(trajectory, script)
-    assert int(trajectory.turns[1]) in trajectory.path(-1) and int(trajectory.turns[0]) not in trajectory.path(-1)
-    assert first.generation.token_ids.tolist() == second.generation.token_ids.tolist()
+    assert [int(turn) in trajectory.path(-1) for turn in trajectory.turns[:2]] == [line == 0, line == 1]
 
 
 async def test_sessions_end_at_the_engine() -> None:
