@@ -3,8 +3,8 @@
 
     python tools/agent_clients.py NAME [--python INTERPRETER] [--cache FOLDER]
 
-NAME: openai, openai-2.54, anthropic, openai-agents, openenv, verifiers or schemathesis. Each gets an environment of its own in the
-cache (made once, as those of `asyncrl bench`), because some of them do not install together.
+NAME: openai, openai-2.54, anthropic, openai-agents, openenv or schemathesis. Each gets an environment of its own in the cache (made
+once, as those of `asyncrl bench`), because some of them do not install together. verifiers: `python tools/adapters.py verifiers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl_bench.job import BenchError, cache_directory  # noqa: E402
 from asyncrl_bench.processes import peer_python  # noqa: E402
 
 TESTS = ("tests/endpoint/test_endpoint_clients.py", "tests/runtime/test_runtime_endpoint_clients.py")
-NAMES = ("openai", "openai-2.54", "anthropic", "openai-agents", "openenv", "verifiers", "schemathesis")
+NAMES = ("openai", "openai-2.54", "anthropic", "openai-agents", "openenv", "schemathesis")
 
 
 def main() -> int:

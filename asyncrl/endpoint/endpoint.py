@@ -38,17 +38,8 @@ from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, Samp
 from .keys import Answers, EpisodeKeys, OpenEpisode, ended_message
 from .messages import MessagesBody, messages_events, messages_reply
 from .openapi import document
-from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe
-from .replies import (
-    chat_events,
-    chat_reply,
-    dumps,
-    event,
-    generate_reply,
-    identifier,
-    text_events,
-    text_reply,
-)
+from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, with_integers
+from .replies import chat_events, chat_reply, dumps, event, generate_reply, identifier, text_events, text_reply
 from .responses import ResponsesBody, responses_events, responses_reply
 
 # A conversation of a million tokens has about 5 MB.
@@ -182,8 +173,13 @@ class Endpoint:
     def _read(self, kind: type[BaseModel], body: bytearray, session: AgentSession) -> Ask:
         try:
             fields = orjson.loads(body)
-            ask: Ask = kind.model_validate(fields).ask(session.sampling)  # type: ignore[attr-defined]  # each body has it
-        except orjson.JSONDecodeError as error:
+            try:
+                parsed: Any = kind.model_validate(fields)
+            except ValidationError:
+                # JSON has one kind of number: 5.0 is an integer, too.
+                parsed = kind.model_validate(with_integers(fields))
+            ask: Ask = parsed.ask(session.sampling)
+        except (orjson.JSONDecodeError, RecursionError) as error:
             raise Refused(400, f"the body is no JSON: {error}") from None
         except ValidationError as error:
             message, parameter = describe(error, kind)

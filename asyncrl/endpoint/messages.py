@@ -181,11 +181,11 @@ def messages_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iter
     yield event({"type": "message_start", "message": begun}, "message_start")
     for index, block in enumerate(reply["content"]):
         kind = block["type"]
-        key, delta = {
-            "text": ("text", {"type": "text_delta", "text": block.get("text")}),
-            "thinking": ("thinking", {"type": "thinking_delta", "thinking": block.get("thinking")}),
-            "tool_use": ("input", {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}),
-        }[kind]
+        key, delta = "text", {"type": "text_delta", "text": block.get("text")}
+        if kind == "thinking":
+            key, delta = "thinking", {"type": "thinking_delta", "thinking": block["thinking"]}
+        elif kind == "tool_use":
+            key, delta = "input", {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         empty: Any = {} if kind == "tool_use" else ""
         start = {"type": "content_block_start", "index": index, "content_block": block | {key: empty}}
         yield event(start, "content_block_start")

@@ -18,22 +18,16 @@ def document(bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     schemas, definitions = models_json_schema(
         [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
     )
-    answers: dict[str, Any] = {
-        "200": {"description": "the answer", "content": {"application/json": {"schema": {"type": "object"}}}}
-    }
-    answers |= {
-        status: {"description": why, "content": {"application/json": {"schema": {"type": "object"}}}}
-        for status, why in _ERRORS.items()
-    }
+    content = {"application/json": {"schema": {"type": "object"}}}
+    reasons = {"200": "the answer", **_ERRORS}
+    answers: dict[str, Any] = {status: {"description": why, "content": content} for status, why in reasons.items()}
     stream: dict[str, Any] = {"text/event-stream": {}}
     paths: dict[str, Any] = {"/v1/models": {"get": {"responses": answers}}}
     for path, body in bodies.items():
         full = path if path.startswith("/inference") else f"/v1{path}"
-        content = {"application/json": {"schema": schemas[body, "validation"]}}
-        ok = answers["200"] | {"content": answers["200"]["content"] | stream}
-        paths[full] = {
-            "post": {"requestBody": {"required": True, "content": content}, "responses": answers | {"200": ok}}
-        }
+        sent = {"required": True, "content": {"application/json": {"schema": schemas[body, "validation"]}}}
+        ok = answers["200"] | {"content": content | stream}
+        paths[full] = {"post": {"requestBody": sent, "responses": answers | {"200": ok}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "asyncrl", "version": "1"},

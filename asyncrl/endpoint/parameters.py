@@ -136,7 +136,9 @@ TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, an
 Stop = Annotated[str, Field(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Identifier = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias], Field(json_schema_extra={"additionalProperties": False})
+]
 
 
 class Body(BaseModel):
@@ -192,7 +194,7 @@ class PenaltiesBody(OpenAiBody):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
-    logit_bias: dict[Identifier, Bias] | None = None
+    logit_bias: _Biases | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
@@ -247,7 +249,6 @@ class ChatBody(PenaltiesBody):
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
     modalities: list[Literal["text"]] | None = None
     functions: None = refused("Not supported: use tools.")
-    function_call: None = refused("Not supported: use tool_choice.")
     audio: None = refused("Not supported: models are trained on text alone.")
     prediction: None = refused("Not supported. Leave it out.")
     reasoning_effort: None = refused("Not supported: set data.chat_template_kwargs of the run, as its template needs.")
@@ -351,6 +352,15 @@ def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
         return f"{where} is not supported by this endpoint; leave it out (docs/endpoint.md lists the parameters)", name
     info = body.model_fields.get(name)
     return f"{where}: {first['msg']}. {(info and info.description) or ''}".strip(), name
+
+
+def with_integers(value: Any) -> Any:
+    """The value with whole numbers as integers."""
+    if isinstance(value, dict):
+        return {key: with_integers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_integers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("verifiers", reason="needs verifiers: python tools/adapters.py verifiers")
 
+import numpy as np
 import verifiers.v1 as vf
 from adapters_helpers import cancel_play, chat_model, open_run, turns_of
 from from_verifiers import from_verifiers
@@ -54,3 +55,40 @@ async def test_an_environment_of_verifiers_trains_a_step_and_is_always_closed() 
         assert trajectory.branches is None and trajectory.reward == (said[-1] == "yes") / len(said)
     assert len({t.reward for group in groups for t in group}) > 1
     assert summary.version == 1 and summary.books.failed == 1
+
+
+async def test_its_train_client_gets_the_tokens_that_the_run_records(tmp_path: Path) -> None:
+    """`TrainClient` renders by itself, and posts token ids to /inference/v1/generate."""
+    from renderers import DefaultRendererConfig
+
+    task = next(iter(vf.load_environment(vf.resolve_env_config(CONFIG)).taskset))
+    seen: list[Any] = []
+
+    async def episode(_: dict[str, Any], policy: Any) -> float:
+        os.environ["EPISODE_KEY"] = policy.api_key
+        environment = vf.load_environment(vf.resolve_env_config(CONFIG))
+        client = vf.TrainClientConfig(
+            base_url=policy.base_url,
+            api_key_var="EPISODE_KEY",
+            renderer=DefaultRendererConfig(),
+            renderer_model_name=str(tmp_path),
+        )
+        async with environment.serving():
+            played = await environment.run_episode(task, vf.ModelContext("policy", client))
+        assert played.ok, played.errors
+        seen.append(played.traces[0])
+        return float(played.traces[0].reward)
+
+    try:
+        async with open_run(f"{__file__}:build", "rollout.max_tokens=2") as runtime:
+            runtime.tokenizer.save_pretrained(tmp_path)
+            trajectories = await runtime.play(episode, {"prompt": "-"}, n=1)
+    finally:
+        os.environ.pop("EPISODE_KEY", None)
+    [trajectory], [trace] = trajectories, seen
+    sampled = [node for node in trace.nodes if node.sampled]
+    assert turns_of(trajectory) == len(sampled)
+    tokens = [token for node in sampled for token, own in zip(node.token_ids, node.mask, strict=True) if own]
+    logprobs = np.array([value for node in sampled for value in node.logprobs], np.float32)
+    assert trajectory.tokens[trajectory.mask].tolist() == tokens
+    assert trajectory.logprobs[trajectory.mask].tobytes() == logprobs.tobytes()

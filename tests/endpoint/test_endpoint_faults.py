@@ -32,7 +32,9 @@ async def until(condition: Any) -> None:
 
 
 async def test_nothing_listens_until_an_episode_asks_and_nothing_after() -> None:
-    endpoint = module.Endpoint(Address(port=0), "p", visitor=session_of("qwen2_5", Script("qwen2_5")), max_context=9)
+    endpoint = module.Endpoint(
+        Address(port=0), "p", visitor=lambda: session_of("qwen2_5", Script("qwen2_5")), max_context=9
+    )
     assert not endpoint._server.url
     url, _ = endpoint.open(session_of("qwen2_5", Script("qwen2_5")))
     port = urlsplit(url).port or 0

@@ -140,7 +140,6 @@ RECIPES = {
     "anthropic": Recipe("anthropic", ("anthropic",)),
     "openai-agents": Recipe("openai-agents-0.24", ("openai-agents==0.24.*",)),
     "openenv": Recipe("openenv-0.10", ("openenv==0.10.*",)),
-    "verifiers": Recipe("verifiers-0.4", ("verifiers==0.4.*", f"transformers=={metadata.version('transformers')}")),
     "schemathesis": Recipe("schemathesis-4", ("schemathesis==4.*",)),
 }
 
