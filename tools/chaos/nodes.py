@@ -185,7 +185,9 @@ class Job:
                 if "sha" in line:
                     halves.setdefault((first, line["version"], line["sender"]), set()).add(line["sha"])
                 elif line["version"] <= last:
-                    counts.update(line["groups"])
+                    counts.update(line.get("claimed", ()))
+                    counts.subtract(line.get("back", ()))
+        counts = +counts
         if twice := sorted(group for group, count in counts.items() if count > 1):
             yield f"groups {twice} were trained twice"
         # Groups that were live at the end may be missing.
@@ -221,11 +223,15 @@ def rank(*words: str) -> None:
 
 
 def take_notes(file: Path) -> None:
-    """Write the groups of each step that this rank has trained, and a hash of each sender's stripe of the weights."""
+    """Write the groups that each step claims on this rank, and a hash of each sender's stripe of the weights.
+
+    Rank 0 may save a step as soon as its collective is done, so a rank that dies then must have written its groups before."""
     from asyncrl.distributed.line_ledger import LineLedger
     from asyncrl.weights.broadcast import Stripes, buckets
 
-    broadcast, commit = Stripes.broadcast, LineLedger.commit
+    # An earlier life that began at the same version has saved nothing.
+    file.unlink(missing_ok=True)
+    broadcast, claim, rollback = Stripes.broadcast, LineLedger.claim, LineLedger.rollback
 
     def note(**line: object) -> None:
         with file.open("a", encoding="utf-8") as lines:
@@ -244,12 +250,19 @@ def take_notes(file: Path) -> None:
                     note(version=order.version, sender=sender, sha=hashlib.sha256(stripe.tobytes()).hexdigest())
         return failure
 
-    async def committing(self: LineLedger) -> int:
-        # Before the commit: rank 0 may save this step, whatever happens to this rank from now on.
-        note(version=self._turn + 1, groups=list(self._open))
-        return await commit(self)
+    async def claiming(self: LineLedger, ready: Any) -> Any:
+        state, ticket = await claim(self, ready)
+        if ticket is not None:
+            note(version=self._turn + 1, claimed=[ticket.group_id])
+        return state, ticket
 
-    Stripes.broadcast, LineLedger.commit = sending, committing  # type: ignore[method-assign]
+    async def rolling_back(self: LineLedger) -> Any:
+        tickets = await rollback(self)
+        note(version=self._turn + 1, back=[ticket.group_id for ticket in tickets])
+        return tickets
+
+    Stripes.broadcast = sending  # type: ignore[method-assign]
+    LineLedger.claim, LineLedger.rollback = claiming, rolling_back  # type: ignore[method-assign]
 
 
 def plant(fault: str, moment: str, message: str, number: str) -> None:
