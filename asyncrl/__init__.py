@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncrl.data.texts import CompletionText
     from asyncrl.data.tokenizing import encode_text
     from asyncrl.environments.sandbox import Sandbox
+    from asyncrl.environments.tools import Tool
     from asyncrl.ports import Environment
     from asyncrl.pumps.hooks import Hooks
     from asyncrl.rewards.forms import whole_group
@@ -37,6 +38,7 @@ _NAMES = {
     "asyncrl.data.texts": "CompletionText",
     "asyncrl.data.tokenizing": "encode_text",
     "asyncrl.environments.sandbox": "Sandbox",
+    "asyncrl.environments.tools": "Tool",
     "asyncrl.ports": "Environment",
     "asyncrl.pumps.hooks": "Hooks",
     "asyncrl.rewards.forms": "whole_group",
@@ -47,8 +49,8 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "Judge", "LossInputs",
-    "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Sandbox", "Surrogate", "Trajectory",
-    "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio", "whole_group",
+    "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Sandbox", "Surrogate", "Tool",
+    "Trajectory", "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio", "whole_group",
 ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def python_of(name: str) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
         site = folder / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-        (site / "base.pth").write_text("\n".join(paths))
+        (site / "base.pth").write_text("\n".join(paths), encoding="utf-8")
         for packages in PACKAGES[name]:
             command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages.split()]
             subprocess.run(command, check=True)

@@ -207,7 +207,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 

@@ -44,6 +44,11 @@ def load_environment(
         raise ConfigError(
             f"environment {address!r} is of type {type(factory).__name__}; expected a coroutine function or a class"
         )
+    if agents is not None and agents.limits.max_turns is not None:
+        raise ConfigError(
+            f"rollout.max_turns limits the replies of `async def episode(task, policy)`, but environment {address!r} is a class, "
+            "which makes its own requests; remove the setting"
+        )
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     missing = [p.name for p in parameters if _is_required(p) and p.name not in available]

@@ -367,7 +367,8 @@ class Session:
                 return exchange, end, ids, messages
             cause = "template" if exchange.tools == tools else "tools"
         asked = any(exchange.messages == messages for exchange, *_ in self._exchanges)
-        if self._exchanges and not asked:
+        begun = best is not None or any(of_line == line for *_, of_line in self._exchanges)
+        if begun and not asked:
             self.format.count_fork(cause)
         return None, -1, self.format.render(messages, tools), messages
 

@@ -22,9 +22,9 @@ from typing import Any
 import jsonschema  # noqa: F401  mcp would import it in the first call, which blocks the event loop
 from mcp import Client, StdioServerParameters
 
+from asyncrl import Tool
 from asyncrl.concurrency import guard
 from asyncrl.concurrency.leftovers import mark_of
-from asyncrl.environments.tools import Tool
 
 _numbers = itertools.count(1_000_000)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from environments_chat import Script, tokenizer_of
 
 from asyncrl.environments.chat import Chat
+from asyncrl.environments.loading import load_environment
 from asyncrl.environments.policy import AgentEnvironment, Agents
 from asyncrl.environments.session import EpisodeLimits
 from asyncrl.environments.tools import Toolbox
@@ -57,6 +59,20 @@ class Played:
 
     def text(self, ids: Any) -> str:
         return str(tokenizer_of("qwen3").decode(ids))
+
+
+def test_a_limit_of_replies_is_refused_for_a_class(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Own:\n    async def run(self, *arguments): ...\n")
+    offered: dict[str, Any] = {
+        "tokenizer": None,
+        "sampling": SamplingParams(),
+        "seed": 1,
+        "text": lambda generation: "",
+    }
+    address = f"{tmp_path}/own.py:Own"
+    load_environment(address, **offered, agents=Played(None).agents)
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns limits the replies of .* is a class"):
+        load_environment(address, **offered, agents=Played(None, max_turns=3).agents)
 
 
 async def test_a_tool_loop_is_recorded_as_sampled_and_nothing_is_touched_by_hand() -> None:

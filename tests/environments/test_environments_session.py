@@ -345,6 +345,16 @@ async def test_experts_of_other_tokens_are_refused() -> None:
     assert session.turns == 0
 
 
+async def test_the_first_conversation_of_a_branch_changes_no_history(caplog: Any) -> None:
+    recorder = Recorder()
+    script = Script("qwen2_5", "one", "two")
+    session = session_of("qwen2_5", script, recorder=recorder)
+    await session.chat([USER])
+    await session.chat([{"role": "system", "content": "You play the other side."}, USER], line="other")
+    assert recorder.drain() == {} and not caplog.records
+    check_rows(session.trajectory(), script)
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
