@@ -14,6 +14,7 @@ BENCHES = (
     "step",
     "generate",
     "turns",
+    "endpoint",
     "train",
     "head",
     "overlap",
@@ -29,6 +30,7 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
   turns       episodes of several turns: keys and values kept between turns against computed again
+  endpoint    tokens per second of concurrent sessions: through policy.base_url against the policy in the process
   train       training alone: share of the GEMM rate, and where the time of a step goes
   head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
   overlap     generation and training on one core each: step time against either side alone, hand-over of weights, timeline
