@@ -131,11 +131,11 @@ def test_messages_and_the_environment_travel() -> None:
         ({"tokens": []}, "tokens is empty"),
         (
             {"tokens": [[]], "masks": [[]], **ALONE},
-            "member 0: tokens has 0 entries; this run takes 1 to 8",
+            "member 0: tokens is empty; a trajectory has 1 token or more",
         ),
         (
             {"tokens": [[7] * 9], "masks": [[7] * 9], **ALONE},
-            "has 9 entries; this run takes 1 to 8",
+            "a path has 9 tokens; this run takes 1 to 8",
         ),
         ({"tokens": [[7, 8, 9.5, 10], [7, 8, 11]]}, "tokens\\[0\\] holds float64; expected integers"),
         ({"tokens": [[7, 8, 9, 2**40], [7, 8, 11]]}, "32-bit"),

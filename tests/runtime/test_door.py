@@ -245,7 +245,7 @@ async def test_a_group_that_the_model_cannot_take_is_refused_with_all_its_member
             long = Scored([4] * 100, 0.0, [0] + [1] * 99, [0] + [-1] * 99, prompt_length=1)
             await client.push(1, [long])
             await f.until(lambda: f.counts.refused == 2)
-            assert "member 0: tokens has 100 entries; this run takes 1 to 72" in f.counts.last_refusal
+            assert "member 0: a path has 100 tokens; this run takes 1 to 72" in f.counts.last_refusal
             await client.push(2, [replace(scored(), reward=None)])  # no function of the run scores it
             await f.until(lambda: f.counts.refused == 3)
             assert "came without a reward" in f.counts.last_refusal
@@ -442,8 +442,8 @@ async def failing_run(
 
 
 def far(reward: float) -> Scored:
-    """At a temperature that makes a difference of logits a million times as large."""
-    return Scored([*PROMPT, 5, 6, 5, 6, 5, 6, 5, 6], reward, prompt_length=12, temperature=1e-6)
+    """At a temperature that makes a difference of logits a million times as large. Its tokens do not fit beside those of `good`."""
+    return Scored([*PROMPT, 6, 5, 6, 5, 6, 5, 6, 5], reward, prompt_length=12, temperature=1e-6)
 
 
 def good() -> list[Scored]:

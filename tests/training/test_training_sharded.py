@@ -88,7 +88,7 @@ def same(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float, 
             assert mine == pytest.approx(theirs, rel=max(100 * tolerance, 1e-8), abs=1e-10)
     logprobs = [values for part in found for values in part["logprobs"]]
     for mine, theirs in zip(logprobs, wanted["logprobs"], strict=True):
-        torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=0, atol=3e-5)
 
 
 UNEQUAL = [[i % 2, i % 3 if i % 2 else 0] for i in range(SEQUENCES)]  # one microbatch here, up to three there
@@ -115,7 +115,7 @@ def test_two_copies_of_the_model_and_weights_that_stay_gathered(four: Ranks, sha
     """2 x 2 ranks: the model is cut over two, and gradients are summed over all four."""
     check(four, Case(where=OF_FOUR, shards=shards, keep=keep, silent=[0, 0, 1, 0], steps=3))
     check(four, Case("dapo", where=OF_THREE, shards=shards, keep=keep, kind="narrow"))
-    check(four, Case(where=OF_FOUR, shards=shards, keep=keep, dtype="float32", checkpointing=True), tolerance=1e-5)
+    check(four, Case(where=OF_FOUR, shards=shards, keep=keep, dtype="float32", checkpointing=True), tolerance=3e-5)
 
 
 def test_kept_weights_are_gathered_once_a_step_and_gradients_are_reduced_once(four: Ranks) -> None:
