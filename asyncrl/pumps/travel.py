@@ -59,9 +59,10 @@ class Line(Protocol):
 
 
 def tokens_of(group: Group) -> int:
-    """The most tokens that a training step forwards: the prompt once, and the distinct tokens of every completion."""
-    first = group.trajectories[0].prompt_length
-    return first + sum(t.completion_length for t in group.trajectories)
+    """The most tokens that a training step forwards: each distinct prompt once, and the distinct tokens of every completion."""
+    # Agents write their own prompts, which may differ within a group.
+    prompts = {t.tokens[: t.prompt_length].tobytes(): t.prompt_length for t in group.trajectories}
+    return sum(prompts.values()) + sum(t.completion_length for t in group.trajectories)
 
 
 def encode_group(group: Group, epoch: int) -> bytearray:

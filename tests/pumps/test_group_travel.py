@@ -22,7 +22,7 @@ from asyncrl.data.stash import same_trajectory
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.errors import DataError, LedgerError, RecordError
 from asyncrl.pumps import travel
-from asyncrl.pumps.travel import UNACKNOWLEDGED, decode_group, encode_group
+from asyncrl.pumps.travel import UNACKNOWLEDGED, decode_group, encode_group, tokens_of
 from asyncrl.types import FinishReason, Group, Prompt, Ticket
 from asyncrl_bench.virtual_time import run_virtual
 
@@ -403,6 +403,14 @@ def test_the_tokens_of_a_step_are_spread_evenly_over_ranks(seed: int) -> None:
         longest = max(longest, tokens)
     mean = loads.total() / ranks
     assert max(loads.values()) - mean <= (1 - 1 / ranks) * longest
+
+
+def test_a_prompt_of_its_own_counts_for_each_member_that_has_one() -> None:
+    prompts = [range(9), range(9), range(50, 90)]
+    members = [trajectory(7, n, 3, [*ids, 1, 2], prompt_length=len(ids)) for n, ids in enumerate(prompts)]
+    for order in (members, members[::-1]):
+        group = Group(TICKET, Prompt(7, np.zeros(0, np.int32), ""), tuple(order))
+        assert tokens_of(group) == 9 + 40 + 3 * 2
 
 
 def test_eight_ragged_groups_a_rank_differ_by_a_tenth() -> None:
