@@ -503,7 +503,8 @@ def test_rows_that_a_table_of_positions_does_not_hold_are_refused(tmp_path: Path
         return built(GPT2Config(**settings) if kind == "gpt2" else MptConfig(**SMALL, max_seq_len=positions))
 
     with pytest.raises(
-        ConfigError, match="is refused: it has positions for 19 tokens, and rows may have 20; make data"
+        ConfigError,
+        match=r"is refused: it has positions for 19 tokens, and rows may have 20; make rollout\.max_context at most 19",
     ):
         check_run_model(config, of(19))
     assert check_run_model(config, of(20)).path == (PACKED if kind == "gpt2" else PLAIN[1])
