@@ -52,6 +52,8 @@ def load_environment(
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     missing = [p.name for p in parameters if _is_required(p) and p.name not in available]
+    if {"task", "policy"} <= set(missing):
+        raise ConfigError(f"environment {address!r} is no coroutine function; write `async def episode(task, policy)`")
     if missing:
         raise ConfigError(
             f"environment {address!r} requires {', '.join(map(repr, missing))}; a run passes only {', '.join(available)}"

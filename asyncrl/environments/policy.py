@@ -118,7 +118,8 @@ class AgentPolicy:
 
     def note(self, name: str, value: float) -> None:
         """A number of this episode, which replaces an earlier number of this name. The metric `own/NAME` of a step is the mean over
-        its episodes. Errors: DataError for an invalid name or value."""
+        its episodes. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
+        self._check_open()
         self._episode.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
 
     @property
@@ -129,18 +130,25 @@ class AgentPolicy:
     @property
     def base_url(self) -> str:
         """For clients of OpenAI's or Anthropic's protocol, together with `api_key`. The first use opens the endpoint."""
-        return self._episode.endpoint(self._line)[0]
+        return self._endpoint()[0]
 
     @property
     def api_key(self) -> str:
         """The key that belongs to this episode alone."""
-        return self._episode.endpoint(self._line)[1]
+        return self._endpoint()[1]
+
+    def _endpoint(self) -> tuple[str, str]:
+        self._check_open()
+        return self._episode.endpoint(self._line)
 
     @property
     def _session(self) -> Session:
+        self._check_open()
+        return self._episode.session
+
+    def _check_open(self) -> None:
         if self._episode.ended:
             raise LifecycleError("policy: the episode has ended; await all requests before the coroutine returns")
-        return self._episode.session
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         if unknown := given.keys() - _SAMPLING:

@@ -230,8 +230,7 @@ class Session:
         tree, last = self._tree, self._last
         if last is None:
             raise GenerationError(
-                f"the episode of member {self._member} of group {self.prompt.group_id} asked for no reply, so there is nothing to "
-                "train; call the policy before the episode returns"
+                "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
             )
         if turn_rewards is not None and len(turn_rewards) != self.turns:
             raise ConfigError(

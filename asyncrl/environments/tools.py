@@ -90,7 +90,7 @@ def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[...
     try:
         return json_schema(function), validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
     except (ValueError, TypeError, NameError, PydanticUserError) as error:
-        raise ConfigError(f"{function!r:.80} cannot be a tool: {error}") from error
+        raise ConfigError(f"{getattr(function, '__qualname__', function)} cannot be a tool: {error}") from error
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:

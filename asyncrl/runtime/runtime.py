@@ -357,7 +357,11 @@ class Runtime:
             run.graph.intake.check(trajectory, self.limits)
             return trajectory
 
+        if isinstance(prompts, str | Mapping):
+            raise DataError(f"evaluate: prompts is {prompts!r:.80}; give a list of prompts or rows")
         rows = [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts]
+        if not rows:
+            raise DataError("evaluate: the list of prompts is empty")
         environment: Any = SimpleNamespace(run=episode)
         if takes_policy(play):
             environment = AgentEnvironment(run.own_agents(), function)

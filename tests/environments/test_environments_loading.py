@@ -37,6 +37,7 @@ def test_a_class_is_given_what_its_signature_takes():
         ("NoRun", "no `async def run"),
         ("BlockingRun", "no `async def run"),
         ("Demanding", "requires 'api_key'"),
+        ("plain_episode", "write `async def episode"),
         ("Broken", "raised OSError: no licence"),
         ("NOT_A_CLASS", "is of type int"),
         ("mine", "did you mean 'Mine'"),

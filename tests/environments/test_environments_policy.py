@@ -310,6 +310,10 @@ async def test_the_policy_ends_with_its_episode_and_so_does_its_session() -> Non
     for policy in kept:
         with pytest.raises(LifecycleError, match="the episode has ended"):
             await policy.branch().complete("b")
+        with pytest.raises(LifecycleError, match="the episode has ended"):
+            policy.note("late", 1)
+        with pytest.raises(LifecycleError, match="the episode has ended"):
+            _ = policy.base_url
 
 
 async def test_the_endpoint_is_opened_once_for_each_line_when_it_is_asked_for() -> None:

@@ -100,6 +100,9 @@ async def test_a_program_plays_groups_which_are_trained(tmp_path: Path) -> None:
         assert len({tuple(t.tokens) for group in groups for t in group}) > len(groups)
         assert len(await runtime.play(two_turns, "c2=", n=2)) == 2
         assert len(await runtime.play(two_turns, "c3=", n=2)) == 2
+        for wrong, words in (({"prompt": "b2="}, "give a list"), ("b2=", "give a list"), ([], "empty")):
+            with pytest.raises(DataError, match=words):
+                await runtime.evaluate(two_turns, wrong, name="own")
         metrics = await runtime.evaluate(two_turns, ["a3=", {"prompt": "b2="}], name="own")
         assert metrics["eval/own/avg@1"] == 0.25 + runtime.version
         assert await runtime.play(failing("turn", ValueError("no")), "a3=") == []
