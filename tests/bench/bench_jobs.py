@@ -48,18 +48,18 @@ def lengths() -> list[int]:
 
 
 def groups(share: bool = True) -> list[tuple[Group, list[float]]]:
-    """`share=False`: every completion is a group of its own, so its prompt runs for it alone."""
+    """`share=False`: the prompts of a group differ in their first token, so each runs for its completion alone."""
     source = np.random.default_rng(1)
     result = []
     for number in range(GROUPS):
         prompt = source.integers(0, VOCABULARY, PROMPT).astype(np.int32)
-        members = [
-            _trajectory(number, member, prompt, source.integers(0, VOCABULARY, size).astype(np.int32))
-            for member, size in enumerate(lengths()[number * MEMBERS : (number + 1) * MEMBERS])
-        ]
-        for part in [members] if share else [[member] for member in members]:
-            group = Group(Ticket(number, 0, 2), Prompt(number, prompt, ""), tuple(part))
-            result.append((group, [(-1.0) ** each.member for each in part]))
+        members = []
+        for member, size in enumerate(lengths()[number * MEMBERS : (number + 1) * MEMBERS]):
+            own = prompt if share else np.concatenate([[number * MEMBERS + member], prompt[1:]]).astype(np.int32)
+            completion = source.integers(0, VOCABULARY, size).astype(np.int32)
+            members.append(_trajectory(number, member, own, completion))
+        group = Group(Ticket(number, 0, 2), Prompt(number, prompt, ""), tuple(members))
+        result.append((group, [(-1.0) ** each.member for each in members]))
     return result
 
 
