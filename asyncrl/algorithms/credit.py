@@ -8,7 +8,7 @@
                   compares rewards of the same turn (Zeng et al., arXiv:2505.11821)
     last_turn     only the last reply is trained, with the advantage of the episode's reward
 
-gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, also if the episode branches. The rewards r_k are
+gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, which is that of the requests. The rewards r_k are
 `turn_rewards`. What the reward of the episode has beyond their sum, such as a penalty for length, is added to the last one. So
 without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 

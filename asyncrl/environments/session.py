@@ -14,7 +14,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.types import (
     ChatAnswer,
+    FinishReason,
     Generation,
     GenerationRequest,
     Int32Array,
@@ -55,6 +56,15 @@ class EpisodeLimits:
         """The limits of a run with this configuration."""
         longest = row_limit(config)
         return cls(longest, config.rollout.max_turns, max(longest, config.train.tokens_per_microbatch))
+
+
+class _Made(NamedTuple):
+    """A request with a reply. `end`: its last token in the tree. `size`: tokens of the reply."""
+
+    number: int
+    end: int
+    through: int
+    size: int
 
 
 class TokenTree:
@@ -167,12 +177,12 @@ class Session:
         self._tree = TokenTree()
         self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
         self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
-        self._last: Generation | None = None
+        self._last: tuple[int, Generation] | None = None  # the newest request with a reply: its number, the reply
         self.limit: str | None = None  # the newest error of a limit
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
-        # For each reply of the tree: the number of its request, in the order of the requests.
-        self._order: list[int] = []
+        # Of each request with a reply, in the order of arrival.
+        self._made: list[_Made] = []
         self._requests = itertools.count()
         self._temperature: float | None = None
 
@@ -227,8 +237,7 @@ class Session:
         """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`, in the order in which the requests were made.
 
         Errors: `GenerationError` without a reply, `ConfigError` for another number of rewards."""
-        tree, last = self._tree, self._last
-        if last is None:
+        if self._last is None:
             raise GenerationError(
                 "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
             )
@@ -236,6 +245,7 @@ class Session:
             raise ConfigError(
                 f"the episode gave {len(turn_rewards)} rewards of turns for {self.turns} replies; give one each"
             )
+        tree = self._in_order()
         tokens = tree.tokens
         return Trajectory(
             group_id=self.prompt.group_id,
@@ -248,16 +258,29 @@ class Session:
             sampled_logprobs=tokens["filtered"].copy(),
             versions=tokens["version"].copy(),
             temperature=self.sampling.temperature if self._temperature is None else self._temperature,
-            finish_reason=last.finish_reason,
-            completion=self._completion(),
+            finish_reason=self._last[1].finish_reason,
+            completion=self._completion(tree),
             reward=reward,
             routed_experts=None if tree.routes is None else tree.routes.copy(),
             branches=np.array(tree.segments[1:], np.int32) if len(tree.segments) > 1 else None,
             turns=np.array(tree.replies, np.int32) if len(tree.replies) > 1 else None,
-            turn_rewards=None
-            if turn_rewards is None
-            else tuple(float(turn_rewards[n]) for n in np.argsort(np.argsort(self._order))),
+            turn_rewards=None if turn_rewards is None else tuple(map(float, turn_rewards)),
         )
+
+    def _in_order(self) -> TokenTree:
+        """The tree as if replies had arrived in the order of their requests. Credit must not depend on which branch is faster."""
+        old, made = self._tree, sorted(self._made)
+        if made == self._made:
+            return old
+        tree, end_of = TokenTree(), {-1: -1}
+        for each in made:
+            path = old.path(each.end)
+            prompt, reply = np.split(old.tokens[path], [path.size - each.size])
+            columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
+            routes = None if old.routes is None else old.routes[path]
+            generation = Generation(*columns, FinishReason.STOP, routes)
+            end_of[each.end] = tree.add(prompt["id"], generation, end_of[each.through])
+        return tree
 
     def close(self) -> None:
         """Tell the engine that no more requests come, so that it forgets their keys and values."""
@@ -304,9 +327,9 @@ class Session:
             self._expected -= added + new
         # The tree has the experts.
         generation = replace(generation, routed_experts=None)
-        if generation.token_ids.size:
-            self._order.append(request_number)
-        self._last = generation
+        self._made.append(_Made(request_number, end, through, generation.token_ids.size))
+        if self._last is None or request_number > self._last[0]:
+            self._last = request_number, generation
         return generation, end
 
     def _room(self, prompt_ids: Int32Array, sampling: SamplingParams, added: int) -> int:
@@ -391,13 +414,15 @@ class Session:
             spellings.append([*new.messages, new.reply])
         self._exchanges.append((new, [Spelling(each) for each in spellings], end, line))
 
-    def _completion(self) -> str | Messages:
+    def _completion(self, tree: TokenTree) -> str | Messages:
         """The messages behind the first request, on the path of the last reply. A text if no request had messages."""
         if not self._exchanges:
-            path = self._tree.path(self._tree.tokens.size - 1)
-            ids = self._tree.tokens["id"][path[path >= self._tree.prompt_length]]
-            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last)] if self._last else ids)
-        first, last = self._exchanges[0][0], self._exchanges[-1][0]
+            path = tree.path(tree.tokens.size - 1)
+            ids = tree.tokens["id"][path[path >= tree.prompt_length]]
+            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last[1])] if self._last else ids)
+        number_of = {made.end: made.number for made in self._made}
+        exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
+        first, last = exchanges[0][0], exchanges[-1][0]
         shared = len(first.messages) if last.messages[: len(first.messages)] == first.messages else 0
         return self.format.written([*last.messages[shared:], last.reply])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from environments_chat import TOOL, Script, oracle, session_of, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.data.stash import same_trajectory
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
 from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
@@ -432,26 +434,47 @@ async def test_sessions_end_at_the_engine() -> None:
     assert [each.session for each in script.requests] == ["3/0", "3/0", None]
 
 
-async def test_rewards_of_turns_belong_to_the_requests_in_their_order() -> None:
-    """The first request of three ends last, and its tokens are the last ones of the tree."""
-    script = Script("chatml", "a", "b", "c")
-    release = asyncio.Event()
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+async def test_credit_does_not_depend_on_which_branch_is_faster(order: tuple[int, ...]) -> None:
+    """Three branches behind a reply, whose prompts share tokens, end in any order. The trajectory is that of the order in which
+    they were asked."""
 
-    async def generate(request: Any) -> Any:
-        if request.prompt_ids[0] == 1:
-            await release.wait()
-        generation = await script(request)
-        if request.prompt_ids[0] == 3:
-            release.set()
-        return generation
+    async def play(order: tuple[int, ...]) -> Trajectory:
+        script = Script("chatml", "first", "some words", "b", "of the third", "end", routes=True)
+        replied = [asyncio.Event() for _ in range(4)]
+        after = {number: before for before, number in itertools.pairwise(order)}
 
-    session = session_of("chatml", generate)
-    await asyncio.gather(*(session.sample([number, 9]) for number in (1, 2, 3)))
-    trajectory = session.trajectory(6.0, [1.0, 2.0, 3.0])
-    firsts = [int(trajectory.tokens[trajectory.path(turn)[0]]) for turn in trajectory.turns]
-    assert firsts == [2, 3, 1] and trajectory.turn_rewards == (2.0, 3.0, 1.0)
-    with pytest.raises(ConfigError, match="2 rewards of turns for 3 replies"):
-        session.trajectory(3.0, [1.0, 2.0])
+        async def generate(request: Any) -> Any:
+            number = len(script.requests) - 1
+            generation = await script(request)
+            if 0 <= number < 3 and number in after:
+                await replied[after[number]].wait()
+            return replace(generation, finish_reason=FinishReason.LENGTH) if number == 1 else generation
+
+        session = session_of("chatml", generate)
+        first = await session.sample([1, 9])
+        begun = [1, 9, *first.token_ids]
+
+        async def branch(number: int) -> Any:
+            reply = await session.sample([*begun, 5, 6, 7, *[number] * 3], line=f"/{number}")
+            replied[number].set()
+            return reply
+
+        replies = await asyncio.gather(*map(branch, range(3)))
+        assert session.trajectory().finish_reason is FinishReason.STOP
+        await session.sample([*begun, 5, 6, 7, 1, 1, 1, *replies[1].token_ids, 8])
+        trajectory = session.trajectory(15.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+        check_rows(trajectory, script)
+        assert [int(trajectory.tokens[turn - 1]) for turn in trajectory.turns] == [9, 0, 1, 2, 8]
+        assert trajectory.turn_rewards == (1.0, 2.0, 3.0, 4.0, 5.0)
+        with pytest.raises(ConfigError, match="2 rewards of turns for 5 replies"):
+            session.trajectory(3.0, [1.0, 2.0])
+        return trajectory
+
+    found, expected = await play(order), await play((0, 1, 2))
+    assert same_trajectory(replace(found, routed_experts=None), replace(expected, routed_experts=None))
+    assert found.completion == expected.completion
+    assert ((found.routed_experts == -1) == (expected.routed_experts == -1)).all()
 
 
 HOSTILE = [
