@@ -59,8 +59,17 @@ _UNREADABLE = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = logging.getLogger("asyncrl.http")
-# Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
-log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _UNREADABLE)))
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    # uvloop raises it for a reply to a client that has gone. asyncio raises nothing.
+    gone = isinstance(error, RuntimeError) and "the handler is closed" in str(error)
+    # Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
+    return not gone and not isinstance(error, _UNREADABLE)
+
+
+log.addFilter(_is_shown)
 
 
 def most_connections(most: int = MOST_CONNECTIONS) -> int:

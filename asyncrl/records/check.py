@@ -74,8 +74,9 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
 def check_temperature(temperature: float, label: str) -> None:
     """Errors: DataError unless the temperature is a number in the allowed range, where log-probs can be compared."""
     if not _is_number(temperature) or not _MIN_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:  # also for NaN
+        greedy = "; greedy samples cannot be trained" if temperature == 0 else ""
         raise DataError(
-            f"{label}: temperature is {temperature}; give the temperature of sampling, a number "
+            f"{label}: temperature is {temperature}{greedy}; give the temperature of sampling, a number "
             f"from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import logging
 import socket
 import struct
 from typing import Any
@@ -20,6 +22,7 @@ from environments_chat import Script, session_of  # noqa: E402
 
 from asyncrl.endpoint import endpoint as module  # noqa: E402
 from asyncrl.http.access import Address  # noqa: E402
+from asyncrl.http.server import log  # noqa: E402
 from asyncrl.types import Generation, GenerationRequest  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -288,3 +291,34 @@ async def test_choices_that_were_sampled_before_a_disconnect_are_not_sampled_aga
         async with o.http.post(o.origin + CHAT, data=json.dumps(body), headers=headers) as reply:
             texts = [choice["message"]["content"] for choice in (await reply.json())["choices"]]
         assert texts == ["Sunny", "Rain"] and o.session.turns == 2
+
+
+def test_a_client_that_has_gone_makes_no_traceback_in_the_log() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    shown: list[BaseException] = []
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.exc_info and record.exc_info[1]
+            shown.append(record.exc_info[1])
+
+    async def write_to_a_closed_connection() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+        transport, _ = await loop.create_connection(asyncio.Protocol, *server.sockets[0].getsockname())
+        transport.abort()
+        await asyncio.sleep(0.01)
+        server.close()
+        transport.write(b"x")
+
+    handler = Shown()
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            uvloop.run(write_to_a_closed_connection())
+        log.error("Unhandled exception", exc_info=caught.value)
+        assert not shown
+        log.error("Unhandled exception", exc_info=RuntimeError("a bug"))
+        assert len(shown) == 1
+    finally:
+        log.removeHandler(handler)

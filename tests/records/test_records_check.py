@@ -28,7 +28,7 @@ def nested(levels: int) -> Any:
     ("changes", "says"),
     [
         *(
-            ({"temperature": t}, re.escape(f"temperature is {t}; ") + r".* from 1e-06 to 1e\+06")
+            ({"temperature": t}, re.escape(f"temperature is {t}; {'greedy ' * (t == 0)}") + r".* from 1e-06 to 1e\+06")
             for t in (0.0, -1.0, 9e-7, 1e-46, 1.1e6, 1e300, math.inf, math.nan, None, "hot")
         ),
         ({"prompt_length": 0}, "prompt_length is 0 of 3"),
