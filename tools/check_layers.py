@@ -102,7 +102,7 @@ CEILINGS: dict[str, int] = {
     "endpoint": 1500,
     "environments": 2500,
     "generation": 6050,
-    "http": 430,
+    "http": 431,
     "models": 7770,
     "pumps": 4515,
     "records": 1260,

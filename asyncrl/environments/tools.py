@@ -14,6 +14,7 @@ import contextvars
 import enum
 import inspect
 import json
+import logging
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,9 @@ def _choices(values: list[Any], where: str) -> dict[str, Any]:
     return {"type": names[0] if len(names) == 1 else names, "enum": values}
 
 
+logger = logging.getLogger(__name__)
+
+
 class CallRefused(Exception):
     """The call of a tool cannot be made. The text is for the model."""
 
@@ -190,6 +194,7 @@ class Toolbox:
         self._places = asyncio.Semaphore(MOST_THREADS)
         self._idle: list[StandbyThread] = []
         self._closed = False
+        self._logged = set[str]()
 
     async def run(self, tools: Sequence[Tool], calls: Sequence[Mapping[str, Any]]) -> Messages:
         """Make these calls at the same time. `calls`: in OpenAI's form. Returns their messages with the role `tool`, in order."""
@@ -225,6 +230,10 @@ class Toolbox:
                 isinstance(error, ValidationError) and error.title == tool.name
             )
             self._recorder.count(f"tools/{tool.name}/{'refused' if refused else 'failed'}")
+            if not refused and tool.name not in self._logged:
+                self._logged.add(tool.name)
+                words = "the tool %s raised; the model reads the error, and later errors of this tool are only counted"
+                logger.warning(words, tool.name, exc_info=error)
             return f"Error: {'' if refused else f'{type(error).__name__}: '}{_brief(error)}"
         if len(text) > self._most:
             self._recorder.count(f"tools/{tool.name}/cut")

@@ -202,7 +202,7 @@ class Own(BaseException):
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_tool_that_raises_gives_the_model_a_line_and_is_counted(
-    error: BaseException, asynchronous: bool
+    error: BaseException, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def breaks() -> str:
         """Breaks."""
@@ -220,6 +220,8 @@ async def test_a_tool_that_raises_gives_the_model_a_line_and_is_counted(
     if isinstance(error, ValueError):
         assert text == "Error: ValueError: no such row"
     assert house.counts() == {"tools/breaks/calls": 1, "tools/breaks/failed": 1}
+    await house.run([breaks], call("breaks", "{}"))
+    assert caplog.text.count("the tool breaks raised") == 1 and "Traceback" in caplog.text
 
 
 async def test_a_validation_error_from_inside_a_tool_is_a_failure_of_the_tool() -> None:
