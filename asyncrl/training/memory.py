@@ -203,7 +203,7 @@ def _activation_bytes(
     else:
         # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than ROW_BYTES
         # (models/attention/rows.py), and none with capped scores or sinks.
-        keys = min(keys, math.sqrt(ROW_BYTES / (4 * heads)))
+        keys = min(keys, math.sqrt(ROW_BYTES[itemsize < 4] / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
     saved = row_tokens * (per_token + score * keys * len(_sliding_layers(text)))

@@ -245,7 +245,8 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: Nodes) -> None:
 
 
 def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.attention.rows.ROW_BYTES", 1)
+    monkeypatch.setitem(ROW_BYTES, True, 1)
+    monkeypatch.setitem(ROW_BYTES, False, 1)
     plan, mask = build(TREES["one long tree"])
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)
@@ -266,11 +267,13 @@ def test_padding_of_rows_is_bounded() -> None:
 
 def test_scores_that_backward_keeps_are_bounded() -> None:
     heads, most = 8, 1024  # own tokens of the longest row without a context
-    assert fits(TreePlan([most, 632, 632], [-1, 0, 0]).rows, heads), "the most keys that a tree of two levels can have"
+    assert fits(TreePlan([most, 632, 632], [-1, 0, 0]).rows, heads, 2), (
+        "the most keys that a tree of two levels can have"
+    )
     line = [100] * 40
     deep = TreePlan([*line, 20], [*range(-1, 39), 0])
-    assert all(row.length * row.total * heads * 4 <= ROW_BYTES for row in deep.rows)
-    assert not fits(deep.rows, heads) and fits(TreePlan(line[:20], [*range(-1, 19)]).rows, heads)
+    assert all(row.length * row.total * heads * 4 <= ROW_BYTES[True] for row in deep.rows)
+    assert not fits(deep.rows, heads, 2) and fits(TreePlan(line[:20], [*range(-1, 19)]).rows, heads, 2)
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, -1, 0], [-1, 0, 0, 1], [-1, 1, 0, 0], [-1, 0, -2, 2], [3, 0, 0, -1]])

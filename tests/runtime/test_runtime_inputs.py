@@ -161,7 +161,7 @@ def score_answer(answer, entry):
     [
         (
             "correct",
-            "correct: it needs 'solution', but the row has only: answer, completion_ids, completions, generation_prompt, log_",
+            "correct: it needs 'solution', but the row has only: answer, api_key, base_url, completion_ids, completions, ",
         ),
         ("compute_score", "compute_score: it has verl's signature and needs the columns data_source, ground_truth"),
         ("score_answer", "score_answer: it scores entries of a reasoning-gym data set (question, answer, metadata)"),

@@ -247,11 +247,12 @@ class TreePlan(PlanWithRoutes):
         """The cached row attention. None if the flash kernel is faster, such as for long rows."""
         if query.dtype not in _ROW_ATTENTION_DTYPES:
             return None
-        heads = query.shape[1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        if (heads, dtype) not in self._short:
-            self._short[heads, dtype] = RowAttention(self.rows, heads, dtype) if fits(self.rows, heads) else None
-        return self._short[heads, dtype]
+        case = heads, dtype = query.shape[1], query.dtype
+        if case not in self._short:
+            scores = torch.promote_types(dtype, torch.float32)
+            short = fits(self.rows, heads, dtype.itemsize)
+            self._short[case] = RowAttention(self.rows, heads, scores) if short else None
+        return self._short[case]
 
     def _general_plan(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
         geometry = terms.window, query.shape[1], query.device
