@@ -46,9 +46,9 @@ class EngineLife(ABC):
         """Drop all requests after the owner has ended. Returns the futures of the waiting calls."""
 
     @property
-    def failed(self) -> bool:
-        """Whether an error ended the engine."""
-        return self._failure is not None
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine, or None."""
+        return self._failure
 
     async def __aenter__(self) -> Self:
         if self._state is not EngineState.NEW:

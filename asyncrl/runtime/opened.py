@@ -339,6 +339,10 @@ class OpenRun:
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
+        failure = getattr(self.ports.engine, "failure", None)
+        if failure is not None and isinstance(error, asyncio.CancelledError):
+            # An engine that fails cancels the pumps. If none of them waits for a reply just then, no pump raises its error.
+            error = failure
         self.ended_by = error
         if self.directory is not None:
             self.directory.spare_descriptors.close()

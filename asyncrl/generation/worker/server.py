@@ -86,7 +86,7 @@ class Server:
             with self._scopes[number]:
                 self._control.send(*sequence_message(number, await self._engine.generate(request)))
         except GenerationError as error:
-            if self._engine.failed:
+            if self._engine.failure is not None:
                 raise
             self._control.send({"failed": number, "error": str(error)})
         finally:

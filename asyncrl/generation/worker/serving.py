@@ -22,8 +22,8 @@ class Serving(BoardEngine, Protocol):
         ...
 
     @property
-    def failed(self) -> bool:
-        """Whether an error ended the engine."""
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine, or None."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation: ...
