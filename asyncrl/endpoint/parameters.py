@@ -165,15 +165,14 @@ class Body(BaseModel):
             "frequency_penalty",
             "presence_penalty",
             "repetition_penalty",
+            "min_tokens",
         )
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         given |= {name: value for name, value in further.items() if value is not None}
         if "max_tokens" in given:
             given["max_tokens"] = min(given["max_tokens"], base.max_tokens)
-        least = given.get("min_tokens", base.min_tokens)
-        return replace(
-            base, **given, **({"min_tokens": min(least, given["max_tokens"])} if "max_tokens" in given else {})
-        )
+        sampling = replace(base, **given)
+        return replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
 
 
 class OpenAiBody(Body):
@@ -336,8 +335,6 @@ class GenerateBody(BaseModel):
     def ask(self, base: SamplingParams) -> Ask:
         given = self.sampling_params
         sampling = given._penalised(base, given.max_tokens)
-        if given.min_tokens is not None:
-            sampling = replace(sampling, min_tokens=min(given.min_tokens, sampling.max_tokens))
         return Ask(sampling=sampling, prompts=[self.token_ids], n=given.n or 1, logprobs=True, ids=True)
 
 

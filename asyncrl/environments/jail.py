@@ -75,6 +75,7 @@ def _enter_namespaces(is_root: bool) -> None:
                 _write(f"/proc/{jail}/setgroups", "deny")
             for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
                 _write(f"/proc/{jail}/{name}", f"{own} {own} 1\n" + f"{_NOBODY} {_NOBODY} 1\n" * is_root)
+            # A forked child must not run the cleanup of its parent.
             os._exit(0)
         finally:
             os._exit(1)
@@ -88,6 +89,7 @@ def _enter_namespaces(is_root: bool) -> None:
 
 def _make_root(memory: int) -> None:
     _mount("none", "/", None, _REC | _PRIVATE)
+    # The new root. Only this namespace sees it in the place of the machine's /tmp.
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/old"), "pivot_root")

@@ -35,6 +35,7 @@ from asyncrl.errors import (
     WorkerDied,
     first_line,
 )
+from asyncrl.generation.life import EngineLife
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import GENERATED, Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
@@ -339,10 +340,10 @@ class OpenRun:
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
-        failure = getattr(self.ports.engine, "failure", None)
-        if failure is not None and isinstance(error, asyncio.CancelledError):
+        engine = self.ports.engine
+        if isinstance(error, asyncio.CancelledError) and isinstance(engine, EngineLife) and engine.failure is not None:
             # An engine that fails cancels the pumps. If none of them waits for a reply just then, no pump raises its error.
-            error = failure
+            error = engine.failure
         self.ended_by = error
         if self.directory is not None:
             self.directory.spare_descriptors.close()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
-from asyncrl.models.attention.rows import ROW_BYTES
+from asyncrl.models.attention.rows import row_bytes
 from asyncrl.models.head.logprobs import CHUNK_ROWS, KEEP_LOGITS
 from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
 from asyncrl.models.parameters.packed import packing_works
@@ -201,9 +201,9 @@ def _activation_bytes(
         softmax = wide if itemsize < wide else 0
         score = 0 if saves_no_weights else heads * (itemsize + softmax)
     else:
-        # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than ROW_BYTES
+        # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than `row_bytes`
         # (models/attention/rows.py), and none with capped scores or sinks.
-        keys = min(keys, math.sqrt(ROW_BYTES[itemsize < 4] / (4 * heads)))
+        keys = min(keys, math.sqrt(row_bytes(itemsize) / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
     saved = row_tokens * (per_token + score * keys * len(_sliding_layers(text)))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.ragged import RaggedWindow
-from asyncrl.models.attention.rows import ROW_BYTES, NodeRow, fits, share_out
+from asyncrl.models.attention.rows import NodeRow, fits, row_bytes, share_out
 from asyncrl.models.attention.tree import TreePlan
 
 PLAIN = AttentionTerms()
@@ -245,8 +245,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: Nodes) -> None:
 
 
 def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROW_BYTES, True, 1)
-    monkeypatch.setitem(ROW_BYTES, False, 1)
+    monkeypatch.setattr("asyncrl.models.attention.rows.row_bytes", lambda itemsize: 1)
     plan, mask = build(TREES["one long tree"])
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)
@@ -272,7 +271,7 @@ def test_scores_that_backward_keeps_are_bounded() -> None:
     )
     line = [100] * 40
     deep = TreePlan([*line, 20], [*range(-1, 39), 0])
-    assert all(row.length * row.total * heads * 4 <= ROW_BYTES[True] for row in deep.rows)
+    assert all(row.length * row.total * heads * 4 <= row_bytes(2) for row in deep.rows)
     assert not fits(deep.rows, heads, 2) and fits(TreePlan(line[:20], [*range(-1, 19)]).rows, heads, 2)
 
 

@@ -27,9 +27,6 @@ from .bins import RowBin, index_tensor
 
 # Most bytes of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-# A row with more bytes of float32 scores is faster with torch's flash kernel, which stores no scores, but has a slow backward in
-# 16-bit types. By whether the type has 16 bits.
-ROW_BYTES = {True: 32 << 20, False: 4 << 20}
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
 # Most keys of the mean query, in lengths of the longest row without a context. Only a tree of more than two levels can exceed the
 # limit, with many short rows that have long contexts.
@@ -63,10 +60,17 @@ class _ScoreBin(RowBin):
     lengths: Tensor  # [R] own tokens of each row
 
 
+def row_bytes(itemsize: int) -> int:
+    """The most bytes of float32 scores of a row for plain products. `itemsize`: bytes of an element of the queries.
+
+    A longer row is faster with torch's flash kernel, which stores no scores, but has a slow backward in 16-bit types."""
+    return (32 if itemsize < 4 else 4) << 20
+
+
 def fits(rows: list[NodeRow], heads: int, itemsize: int) -> bool:
     """Whether all rows are short enough for plain products, and backward can keep the scores of all rows. `itemsize`: bytes of an
     element of the queries."""
-    scores, most = [row.length * row.total for row in rows], ROW_BYTES[itemsize < 4] / (4 * heads)
+    scores, most = [row.length * row.total for row in rows], row_bytes(itemsize) / (4 * heads)
     return max(scores) <= most and sum(scores) <= _MEAN_KEYS * most**0.5 * sum(row.length for row in rows)
 
 
