@@ -59,7 +59,7 @@ class AgentSession(Protocol):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Of requests that set nothing else."""
+        """The defaults of requests."""
         ...
 
     def encode(self, text: str) -> Int32Array:
@@ -201,7 +201,7 @@ class Trainer(Protocol):
 class Ledger(Protocol):
     """Admits groups and gives them places in steps, for one or several ranks.
 
-    A *turn* is the number of a batch. It equals the policy version if `updates_per_batch` is 1. The reservation rule: a ready
+    A *turn* is the number of a batch: the policy version, if a batch takes one optimizer step. The reservation rule: a ready
     group gets a place in turn `v` only if, for every j >= 0, the other live groups with a deadline <= v + j still fit into the
     free places of the turns up to v + j. `distributed/reservation.py` has the proof.
     """
@@ -272,12 +272,12 @@ class Ledger(Protocol):
         ...
 
     def remote_cause(self) -> str | None:
-        """A text about the group that the open step waits for, if another rank has that group. Call it from any thread."""
+        """A text about the group that the open step waits for, if another rank has that group. Any thread may call this."""
         ...
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """This rank's admitted and untrained groups by group id, those of the open step included. On rank 0 `everywhere` adds the
-        groups of the other ranks."""
+        """This rank's admitted and untrained groups, those of the open step included, sorted by group id. On rank 0 `everywhere`
+        adds the groups of the other ranks."""
         ...
 
     def committed_elsewhere(self) -> list[Ticket]:
@@ -298,7 +298,7 @@ class Ledger(Protocol):
 
     async def begin(self, turn: int) -> bool:
         """Only for a rank that joined the run: it admits groups from now on, and its engines have the weights of the turns below
-        `turn`. False: they are too old, so call it again with newer weights."""
+        `turn`. False: these weights are too old, so call it again with newer ones."""
         ...
 
     async def release(self, turn: int) -> None:

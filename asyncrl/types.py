@@ -57,7 +57,7 @@ class SamplingParams:
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
-    OpenAI's API. bad_words: the token ids of each text; the last id is not sampled after the others. min_tokens: a shorter
+    OpenAI's API. bad_words: the token ids of each banned text; the last id is not sampled after the others. min_tokens: a shorter
     completion is not ended by a stop token or stop string.
     """
 
@@ -91,7 +91,7 @@ class GenerationRequest:
     start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
 
     Requests of one `session` continue each other, or branch from a common beginning. The engine may keep the keys and values of a
-    finished request for the next one, until `Engine.end_session`. They go to one worker, unless it dies or has too much to do.
+    finished request for the next one, until `Engine.end_session`. A session stays at one worker, unless that dies or is overloaded.
     """
 
     prompt_ids: Int32Array  # [P]
@@ -177,7 +177,7 @@ class Trajectory:
     branches: Int32Array | None = None
     # [t] the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
     turns: Int32Array | None = None
-    # [t] the reward of each reply. `reward` is the reward of the episode: what it has beyond their sum belongs to the last reply.
+    # [t] the reward of each reply. If `reward` differs from their sum, the last reply also gets the difference.
     turn_rewards: tuple[float, ...] | None = None
 
     def segments(self) -> list[tuple[int, int, int]]:
@@ -209,8 +209,8 @@ class Trajectory:
 
     @property
     def completion_ids(self) -> Int32Array:
-        """The path of the last token without its prompt. If the path does not begin with the first prompt, its prompt ends before
-        its first sampled token."""
+        """The tokens on the path of the last token, behind the prompt of the path: the first `prompt_length` tokens, or, if the
+        path does not begin with these, everything before the first sampled token of the path."""
         if self.branches is None:
             return self.tokens[self.prompt_length :]
         path, sampled = self.path(-1), np.flatnonzero(self.mask[self.path(-1)])
@@ -277,10 +277,10 @@ class Microbatch:
     """Packed token trees for one forward and backward.
 
     A node has adjacent tokens. Nodes are in depth-first preorder, and the tokens of a node come behind those of the node before it.
-    So the descendants of a node are the tokens right behind it. A token attends to its own node up to itself, and to all tokens of
-    all ancestors. Its position is the number of tokens before it on this path. A sequence is a trajectory, and has the tokens of
-    one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state
-    predicts `target[s]`. Several scored tokens may have the same source.
+    So the tokens of a node's descendants come right behind its own. A token attends to its own node up to itself, and to all tokens
+    of all ancestors. Its position is the number of earlier tokens that it attends to. A sequence is a trajectory and has the tokens
+    of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden
+    state predicts `target[s]`. Several scored tokens may have the same source.
     """
 
     tokens: Int64Array  # [T]
@@ -304,9 +304,9 @@ class Microbatch:
     reference_logprobs: Float32Array | None = None  # [S]
     # [T, layers, k] experts for each packed token; None: the routers choose.
     routes: RoutesArray | None = None
-    # [S] whether the surrogate loss uses the token; None: all. Unused tokens still count in N, the number of scored tokens.
+    # [S] whether the surrogate loss uses the token; None: all. Unused tokens still count in the divisor of the loss.
     keep: BoolArray | None = None
-    # Tokens and sequences of groups that are left out because their gradient is zero. They still count in N.
+    # Tokens and sequences of groups that are left out because their gradient is zero. They still count in the divisor.
     skipped_tokens: int = 0
     skipped_sequences: int = 0
 
@@ -327,9 +327,9 @@ class StepResult:
 
     version: int  # the new policy version
     loss: float
-    grad_norm: float  # after the division by N, before clipping
+    grad_norm: float  # after the division by the normaliser, before clipping
     lr: float  # of this step
-    tokens: int  # N_tokens over all ranks
+    tokens: int  # scored tokens of all ranks
     sequences: int
     microbatches: int  # of this rank
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -86,7 +86,7 @@ class AtroposDoor:
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
-        """`wait_s`: below Atropos' own 300 s, after which it would send the group again. Errors: ConfigError."""
+        """`wait_s`: the longest wait for room, below the 300 s after which Atropos sends a group again. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
@@ -161,7 +161,7 @@ class AtroposDoor:
         return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
-        # An environment server drops trajectories of this length, so it is one more than the longest that the run takes.
+        # An environment server drops trajectories of `max_token_len` tokens. The longest that the run takes has one less.
         return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:

@@ -76,7 +76,7 @@ class Environments:
             del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
 
     def touch(self, number: int | None) -> None:
-        """Call when the environment has sent a group: it is not silent."""
+        """Call when the environment has sent a group: `_find` sets `seen_at`."""
         self._find(number)
 
     def disconnect(self, number: Any) -> bool:

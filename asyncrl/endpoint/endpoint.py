@@ -55,7 +55,7 @@ SEND_S = 30.0
 # Delivered answers of an episode that a late retry may still ask for.
 _MOST_DELIVERED = 32
 _ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
-# The error types of the two protocols by status; other statuses are the first.
+# The error types of the two protocols by status; other statuses have the type of 400.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -106,7 +106,7 @@ class Endpoint:
         self._server = HttpServer(self._keys, routes, refusal=self._refuse, connections=MOST_CONNECTIONS)
 
     async def serve(self) -> None:
-        """Answer requests until this is cancelled. Connections that came before wait in the kernel."""
+        """Answer requests until this is cancelled. Until this is called, connections wait in the kernel."""
         try:
             async with self._server:
                 await anyio.sleep_forever()
@@ -114,7 +114,7 @@ class Endpoint:
             self._server.forget()
 
     def open(self, session: AgentSession, line: str = "") -> tuple[str, str]:
-        """(base URL, key) for requests of the session on a line. Listens from the first call on. Errors: ConfigError."""
+        """(base URL, key) for requests of one `line` (branch) of a session. Listens from the first call on. Errors: ConfigError."""
         url, key = self._open(lambda: session, line)
         self._issued.setdefault(id(session), []).append(key)
         return url, key
@@ -273,7 +273,7 @@ class Endpoint:
     async def _top(self, ask: Ask, prompt_ids: Int32Array) -> tuple[tuple[int, float], ...]:
         """The most probable tokens behind the prompt with their log-probs: each is sampled greedily while those before are banned.
 
-        Outside of the episode, because they are no part of what the agent did."""
+        Their session is not the episode's, because they are no part of what the agent did."""
         found: dict[int, float] = {}
         temperature, session = ask.sampling.temperature or 1.0, self._visitor()
         for _ in range(ask.top):
@@ -314,7 +314,7 @@ async def _send(request: web.BaseRequest, response: web.StreamResponse, data: by
 
 
 def _error(error: Refused, request: web.BaseRequest) -> dict[str, Any]:
-    """In the form of the protocol of the path."""
+    """The error in the form of the path's protocol."""
     fields: dict[str, Any] = {"type": _TYPES.get(error.status, _TYPES[400]), "message": str(error)}
     if request.path.endswith(_ANTHROPIC):
         return {"type": "error", "error": fields, "request_id": identifier("req")}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_ENDED = 10_000
 _KEY = re.compile(r"asyncrl-(\d{1,15})-[0-9a-f]{40}")
 _VERSION = re.compile(r"^(/v1)+(?=/)")
-# An answer of a request: by the number of its choice.
+# The answers to one request, by the number of the choice.
 Answers = dict[int, ChatAnswer]
 
 
@@ -31,7 +31,7 @@ Answers = dict[int, ChatAnswer]
 class OpenEpisode:
     """What one key opens."""
 
-    # Of an episode always the same; a visitor gets a new one for each request.
+    # Returns the session of an episode. For a visitor each call makes a new session.
     session: Callable[[], AgentSession]
     line: str
     ended: str | None = None  # the reason
@@ -78,7 +78,7 @@ class EpisodeKeys(Access):
         return self.find(request)[1]
 
     def find(self, request: web.BaseRequest) -> tuple[OpenEpisode, str]:
-        """(what the key opens, path without key and version). Errors: Refused."""
+        """(what the key opens, path without key and `/v1`). Errors: Refused."""
         for key, path in keys_of(request):
             number = self._number(key)
             if number is None:

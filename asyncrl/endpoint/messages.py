@@ -175,7 +175,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
 
 
 def messages_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The same as the events of a stream, one delta for each block."""
+    """The answer as a stream of events, with one delta for each block."""
     reply = messages_reply(ask, choices, model)
     begun = reply | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield event({"type": "message_start", "message": begun}, "message_start")

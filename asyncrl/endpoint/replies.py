@@ -44,7 +44,7 @@ def version_runs(generation: Generation) -> list[list[int]]:
     versions = generation.versions
     if not versions.size:
         return []
-    # Later tokens have no earlier version, so nearly every answer is one run.
+    # Versions never decrease, so the ends of an answer are equal only if it is one run. Nearly every answer is.
     if versions[0] == versions[-1]:
         return [[int(versions[0]), int(versions.size)]]
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
@@ -108,7 +108,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 
 def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The same as a stream of `chat.completion.chunk`: each choice is one chunk, and its end another."""
+    """The answer as a stream of `chat.completion.chunk`: each choice is one chunk, and its end another."""
     reply = chat_reply(ask, choices, model)
     ids = {key: reply[key] for key in ("prompt_token_ids",) if key in reply}
     head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -158,7 +158,7 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 
 def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The same as a stream, a chunk for each choice."""
+    """The object `text_completion` as a stream, a chunk for each choice."""
     reply = text_reply(ask, choices, model)
     head = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
     for choice in reply["choices"]:
@@ -169,7 +169,7 @@ def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator
 
 
 def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
-    """The answer to tokens, as of vLLM."""
+    """The answer of vLLM's generate route."""
     return {
         "request_id": identifier("generate"),
         "model": model,
@@ -189,6 +189,6 @@ def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
 
 
 def tokens_of(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
-    """Fields of the routes that have one choice."""
+    """The fields about tokens, for routes with one choice."""
     fields: dict[str, Any] = {"prompt_token_ids": choice.prompt_ids, "token_logprobs": choice.generation.logprobs}
     return _shared(ask, choice) | (fields if ask.ids else {})

@@ -82,7 +82,7 @@ def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], i
         return replace
 
     content = text
-    # In a reply the calls of one format stand in their order.
+    # Formats are read one after the other, so only calls in the same format keep their order.
     for pattern, read in (
         (_BLOCK, lambda match: _from_block(match[1], tools)),
         (_INVOKE, lambda match: _from_block(match[0], tools)),
@@ -121,7 +121,7 @@ def _channels(text: str) -> tuple[str, str, list[Call], int]:
 
 
 def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
-    """Calls of a block of JSON, or with arguments in tags."""
+    """The calls in a block: calls in JSON, or one call with its arguments in tags."""
     if body.startswith(("{", "[")):
         return _from_json(body)
     function = _FUNCTION.fullmatch(body.strip())
@@ -193,7 +193,7 @@ def _quoted(text: str) -> str:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values in a text that `;` or spaces separate. Nothing if the text has more."""
+    """The JSON values of a text, between which are `;` or spaces. No value if the text has anything else."""
     values, start = [], 0
     decoder = json.JSONDecoder()
     while start < len(text):
@@ -207,7 +207,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _decoded(text: str, default: Any) -> Any:
-    """The value of a JSON text that is not nested too deeply. NaN and Infinity are no JSON."""
+    """The value of a JSON text. `default` if the text is no JSON (NaN and Infinity are none) or is nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

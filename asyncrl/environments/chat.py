@@ -1,4 +1,4 @@
-"""Conversations as token ids, and sampled ids as messages. Made once for a run, from its tokenizer and its chat template.
+"""Conversations as token ids, and sampled ids as messages. A run has one `Chat`, made of its tokenizer and its chat template.
 
     first request   messages ── template ──▶ text ──▶ ids
     next request    ids of the last request ‖ its sampled ids ‖ ids of the template's text for the new messages alone
@@ -7,7 +7,7 @@
 The text for new messages is a difference: the template renders the whole conversation with a mark in place of the reply, and the
 text behind the mark is what follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
 earlier messages differently now, `Chat.extend` returns None, and the whole conversation is rendered.
-Only the template writes control tokens: `data/tokenizing.py` spells out those of messages and tools.
+Only the template writes control tokens: `data/tokenizing.py` encodes those in messages and tools as plain text.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
-# Marks in place of a reply's content and reasoning. They are for private use, so no template writes them.
+# Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
 # Characters at the end of a text, in which a thinking block is searched.
 _TAIL = 100
-# At the end of a text. Templates disagree with themselves about an empty thinking block before a reply.
+# At the end of a text. The same template may write an empty thinking block before a reply in one request, and none in the next.
 _EMPTY_THINKING = re.compile(r"\s*(<(think|thinking)>\s*(</\2>\s*)?)?\Z")
 _THINKING = re.compile(r"\s*<(think|thinking)>(.*?)(?:</\1>|\Z)(.*)", re.DOTALL)
-# The prompt ends within a thought.
+# Matches if the prompt ends within a thought.
 _THINKS = re.compile(r"<(think|thinking)>(?!.*</\1>)", re.DOTALL)
 _TOOLS = """# Tools
 
@@ -71,7 +71,7 @@ class Recorded:
     messages: Messages  # of the request, as `normalise` returns them
     tools: list[Any]
     prompt_ids: Int32Array  # [P] up to the first token of the reply
-    # Ends with the reply's last token. A reply that was continued is one reply.
+    # Ends with the reply's last token. A reply and its continuation are one reply.
     generation: Generation
     reply: dict[str, Any]
 
@@ -101,7 +101,7 @@ class Chat:
         return decode(self.tokenizer, ids.tolist())
 
     def render(self, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array:
-        """Token ids [P] of a conversation of `normalise`, up to the first sampled token.
+        """Token ids [P] of a conversation that `normalise` returned, up to the first sampled token.
 
         If the last message is the assistant's, the reply continues it. Errors: `DataError`."""
         return np.array(self._encoder.tokenize(self._render(messages, tools)), np.int32)
@@ -109,7 +109,7 @@ class Chat:
     def extend(self, last: Recorded, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
         """Token ids [P] of a conversation that begins with `last`: its tokens, then the new messages.
 
-        `messages`: all of them. None: the template writes the beginning differently now. Errors: `DataError`."""
+        `messages`: the whole conversation. None: the template writes its beginning differently now. Errors: `DataError`."""
         ids, begun = last.generation.token_ids, len(last.messages) + 1
         ended = self.has_ended(last.generation)
         if begun == len(messages):
@@ -120,7 +120,7 @@ class Chat:
             try:
                 text = self._render([*messages[: begun - 1], marked, *messages[begun:]], tools, strict=True)
             except DataError:
-                # Some templates want the calls before the results of tools, and others print a reply of calls alone.
+                # The template refuses this form of the reply, such as results of tools without their calls.
                 continue
             marks = sorted((mark for mark in (_CONTENT, _REASONING) if mark in text), key=text.index)
             if (
@@ -175,7 +175,7 @@ class Chat:
         return message
 
     def written(self, messages: Messages) -> Messages:
-        """Messages of `normalise` in OpenAI's form: arguments of calls are JSON texts."""
+        """Messages that `normalise` returned, in OpenAI's form: arguments of calls are JSON texts."""
         return [map_call_arguments(message, to_json) for message in messages]
 
     def count_fork(self, cause: str) -> None:
@@ -187,7 +187,7 @@ class Chat:
             logger.warning("a conversation is rendered again from its beginning: %s", _FORKS[cause])
 
     def _check_calls(self, tools: Sequence[Any]) -> None:
-        """Warn once if calls are not read in the form in which the template writes them."""
+        """Warn once if `read_calls` cannot read the form in which the template writes calls."""
         if "calls" in self._logged:
             return
         self._logged.add("calls")
@@ -203,7 +203,7 @@ class Chat:
         ends = [match.start() for match in re.finditer("|".join(map(re.escape, texts)) or "(?!)", text)]
         if not any(read_calls(text[:end], tools)[2] for end in [*ends, len(text)]):
             logger.warning(
-                "the chat template writes calls of tools as %r, which is not read: calls stay text", text[:200]
+                "the chat template writes calls of tools as %r, which cannot be read: calls stay text", text[:200]
             )
 
     def has_ended(self, generation: Generation) -> bool:
@@ -229,7 +229,7 @@ class Chat:
         calls = {"tool_calls": reply.get("tool_calls")}
         if not calls["tool_calls"] or not ended:
             return [marked]
-        # Some templates refuse calls with both content and reasoning, or print a reply of calls alone without its content.
+        # Some templates refuse calls with both content and reasoning, or leave out the content of a reply with calls.
         thought = [{**marked, "content": "", **calls}] if "reasoning_content" in marked else []
         return [{**marked, **calls}, *thought, marked]
 
@@ -251,7 +251,7 @@ class Chat:
         written: Messages = []
         for message in messages:
             message = self._for_template(message, has_calls)
-            # Some templates want a user and an assistant by turns.
+            # Some templates require that user and assistant alternate, so results in a row become one message of the user.
             if message["role"] == "tool" and not has_calls:
                 message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
                 if (
@@ -286,18 +286,18 @@ class Chat:
 
 
 _FORKS = {
-    "messages": "an earlier message was changed or left out; its tokens are new, and what was sampled is trained where it stands",
+    "messages": "an earlier message was changed or left out; replies to the unchanged messages are trained in their own branch",
     "tools": "its tools were changed",
     "template": (
-        "the chat template writes earlier messages differently after new ones (such as without their thinking); what was "
-        "sampled is trained where it stands"
+        "the chat template writes earlier messages differently after new ones (such as without their thinking); "
+        "earlier replies are trained in their own branch"
     ),
 }
 _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 def normalise(messages: Any) -> Messages:
-    """Messages of any client in one form: content is a text, arguments of calls are mappings, no value is null.
+    """Messages of any client in one form: content is a text, arguments of calls are mappings if they can be read, no value is null.
 
     Errors: `DataError` for what is no message, and for parts that are no text."""
     if isinstance(messages, str):

@@ -37,7 +37,7 @@ from .tools import AnyTool, Tool, Toolbox, as_tool
 
 # A coroutine function `episode(task, policy)`.
 EpisodeFunction: TypeAlias = Callable[[dict[str, Any], "AgentPolicy"], Awaitable[Any]]
-# Opens the endpoint for the requests of a session on a line. Returns (base URL, key).
+# Opens the endpoint for the requests of one `line` (branch) of a session. Returns (base URL, key).
 OpenEndpoint: TypeAlias = Callable[[Session, str], tuple[str, str]]
 _NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
 _SAMPLING = {each.name for each in fields(SamplingParams)}
@@ -88,7 +88,7 @@ class AgentPolicy:
         self._branches = 0
 
     async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] = (), **sampling: Any) -> Reply:
-        """The reply to a conversation in OpenAI's form. If the conversation goes on from an earlier one, its tokens do, too.
+        """The reply to a conversation in OpenAI's form. If `messages` continue an earlier one, its tokens are continued.
 
         `tools`: functions with types and a docstring, or `Tool`s. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
         Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
@@ -187,7 +187,7 @@ class _Episode:
 
 @dataclass(slots=True)
 class Agents:
-    """What the episodes of a run share. `sampling`: of requests that set nothing else. `scores`: whether reward functions score an
+    """What the episodes of a run share. `sampling`: the defaults of requests. `scores`: whether reward functions score an
     episode that returns None. `column`: the name of the prompt's column. `version`: the policy version now."""
 
     chat: Chat

@@ -7,7 +7,7 @@ The process starts with the block, so it is ready before the policy has written 
 a call is cancelled or reaches a limit. `jail.py` is the process, and says what its code can see.
 
 The kernel keeps the limits (namespaces of an ordinary user), so a bug of the kernel is a way out. Files in the folders of Python
-and below /usr can be read. All processes of a sandbox together may use `processes` times its memory.
+and below /usr can be read. All processes of a sandbox together may use `processes` times `memory_mib`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Sandbox:
         return _text(output[: -len(mark)]), True
 
     def _start(self) -> socket.socket:
-        """The line to the process, which is started if there is none."""
+        """The socket to the process. Starts the process if none runs."""
         if self._line is not None:
             return self._line
         if sys.platform != "linux":

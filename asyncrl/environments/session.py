@@ -49,7 +49,7 @@ class EpisodeLimits:
 
     max_context: int  # tokens of a request's prompt and reply
     max_turns: int | None = None  # replies
-    whole: int | None = None  # tokens of all branches, which a step trains together
+    whole: int | None = None  # tokens of all branches, which one microbatch must hold
 
     @classmethod
     def of(cls, config: Config) -> EpisodeLimits:
@@ -59,7 +59,7 @@ class EpisodeLimits:
 
 
 class _Made(NamedTuple):
-    """A request with a reply. `end`: its last token in the tree. `size`: tokens of the reply."""
+    """A request with a reply. `end`: index of its last token in the tree. `through`: as in `add`. `size`: tokens of the reply."""
 
     number: int
     end: int
@@ -68,7 +68,7 @@ class _Made(NamedTuple):
 
 
 class TokenTree:
-    """The tokens of an episode, each once: a prompt shares the longest beginning that is there, and each reply is new."""
+    """The tokens of an episode, each once: a prompt shares the longest beginning that the tree has, and each reply is new."""
 
     def __init__(self) -> None:
         self.tokens = np.zeros(0, _TOKEN)
@@ -78,7 +78,7 @@ class TokenTree:
         self.prompt_length = 0  # of the first request
 
     def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
-        """Add a request and its reply. Returns the index of the last token. `through`: a token that the prompt continues."""
+        """Add a request and its reply. Returns the index of the last token. `through`: see `_longest_beginning`."""
         routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
         if routes is not None and len(routes) != size:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
@@ -117,7 +117,7 @@ class TokenTree:
         return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
 
     def _longest_beginning(self, ids: Int32Array, through: int) -> tuple[int, int]:
-        """(number of tokens of the prompt that are in the tree, index of the last of them or -1)."""
+        """(number of the prompt's tokens in the tree, index of the last or -1). A path with the token `through` wins a tie."""
         found = (0, False, -1)
         ends = [*(start for start, _ in self.segments), self.tokens.size][1:]
         # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `through`).
@@ -168,7 +168,7 @@ class Session:
         limits: EpisodeLimits,
         end_session: Callable[[str], object] | None = None,
     ) -> None:
-        """`sampling`: of requests that set nothing else. `seed`: of the run. `end_session`: see `close`."""
+        """`sampling`: the defaults of requests. `seed`: of the run. `end_session`: see `close`."""
         self.format, self.prompt, self.sampling = chat, prompt, sampling
         self._member, self._group_size = member, group_size
         self._generate, self._limits, self._end_session = generate, limits, end_session
@@ -176,12 +176,12 @@ class Session:
         self._seed = episode_seed(seed, prompt.group_id, member)
         self._tree = TokenTree()
         self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
-        self._numbers: dict[bytes, set[int]] = {}  # by request: numbers of replies and of running requests
+        self._numbers: dict[bytes, set[int]] = {}  # line and prompt -> numbers of the equal requests
         self._last: tuple[int, Generation] | None = None  # the newest request with a reply: its number, the reply
         self.limit: str | None = None  # the newest error of a limit
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
-        # Of each request with a reply, in the order of arrival.
+        # In the order in which the replies arrived.
         self._made: list[_Made] = []
         self._requests = itertools.count()
         self._temperature: float | None = None

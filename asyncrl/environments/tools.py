@@ -36,7 +36,7 @@ from asyncrl.types import Messages
 # At its first use pydantic reads its plugins from files, which would block the event loop.
 validate_call(lambda: None)
 
-# Calls of synchronous tools that may run at a time, those that were given up but have not ended included.
+# Most calls of synchronous tools at a time. A call that was given up counts until it ends.
 MOST_THREADS = 256
 # The most characters of an error that the model reads.
 _ERROR_CHARACTERS = 300
@@ -72,8 +72,8 @@ AnyTool: TypeAlias = Tool | Callable[..., Any]
 
 
 def as_tool(tool: AnyTool) -> Tool:
-    """The tool that a function is. Its docstring describes the tool and each argument in Google's style, and each argument has a
-    type. The arguments of a call are checked against the types. Errors: ConfigError."""
+    """Make a tool of a function. Its docstring must describe the tool and each argument in Google's style, and each argument must
+    have a type. The arguments of a call are checked against the types. Errors: ConfigError."""
     if isinstance(tool, Tool):
         return tool
     name = getattr(tool, "__name__", "")
@@ -225,7 +225,7 @@ class Toolbox:
                 self._recorder.count(f"tools/{tool.name}/timeouts")
                 return f"Error: {tool.name} did not answer within {self._timeout_s:g} s"
         except Exception as error:
-            # Other errors of pydantic come from inside the tool.
+            # A ValidationError with another title comes from inside the tool.
             refused = isinstance(error, CallRefused) or (
                 isinstance(error, ValidationError) and error.title == tool.name
             )

@@ -125,7 +125,7 @@ class Access:
 
 
 def keys_of(request: web.BaseRequest) -> list[tuple[str, str]]:
-    """What may be the key of a request, each with the path without it: the first part of the path, and the key of a header."""
+    """(possible key, path without this key) for the first part of the path, and for the header."""
     first, slash, rest = request.path[1:].partition("/")
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     header = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")

@@ -2,7 +2,7 @@
 
     kernel's queue ──▶ accepted while there is a place ──▶ key, names ──▶ the handler of a method and path
                               │ no place for `GRACE_S`: connections without a request are closed;
-                              ▼ if all have a request, the next one waits until one has ended
+                              ▼ if all have a request, a new connection waits until one ends
 
 aiohttp itself closes a connection, silent or slow, that completed no request for `IDLE_S`.
 """
@@ -63,7 +63,7 @@ log = logging.getLogger("asyncrl.http")
 
 def _is_shown(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    # uvloop raises it for a reply to a client that has gone. asyncio raises nothing.
+    # uvloop raises this error for a reply to a client that has gone. asyncio raises none.
     gone = isinstance(error, RuntimeError) and "the handler is closed" in str(error)
     # Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
     return not gone and not isinstance(error, _UNREADABLE)

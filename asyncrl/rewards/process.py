@@ -153,7 +153,7 @@ class RewardWorker:
         self._child.channel.send({"id": number, "cancel": True})
 
     async def reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to this request. After a cancelled wait, wait again. Errors: `WorkerDiedError`."""
+        """Wait for the reply to this request. If the wait is cancelled, it can be repeated. Errors: `WorkerDiedError`."""
         await asyncio.wait([reply := self._replies[number]])
         del self._replies[number]
         if (message := reply.result()) is None:

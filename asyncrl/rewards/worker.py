@@ -139,7 +139,7 @@ def as_list(answer: Any, completions: int) -> list[Any]:
 
 
 def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """Returns (a finite float or None for each value, (number, text) of each value that is anything else)."""
+    """Returns (a finite float or None for each value, (index, text) of each value that is anything else)."""
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
     invalid = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
@@ -201,7 +201,7 @@ def anonymous_bytes() -> int:
 
 
 class SocketSession:
-    """The functions of a worker and their calls. `loop` runs coroutines; it is stopped while another function runs."""
+    """The functions of a worker and their calls. `loop` runs coroutines; it is stopped while a function that is not async runs."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
@@ -209,7 +209,7 @@ class SocketSession:
         self._pid = os.getpid()
         self._functions: list[Function] = []
         self._called: set[int] = set()
-        # Bytes before all calls, and growth in the first call of each function.
+        # Bytes before all calls, plus the growth in the first call of each function.
         self._expected = 0
         self._grown = 0  # bytes above `_expected`
         self._data = bytearray()  # the received part of a message
