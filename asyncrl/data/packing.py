@@ -7,7 +7,7 @@ Rows are trajectories. Rows of a microbatch share their first tokens as long as 
 tokens of members that begin alike, the history of branches. So no token is forwarded twice, with two exceptions, because each inner
 node costs a call of attention:
 
-* A node is not cut for less than `_FEWEST` tokens, except at the end of the prompt.
+* A node is not cut for less than `_FEWEST` tokens, except at the end of the prompt or of a row.
 * Rows of two groups do not share `_MOST_APART` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
 
 Both keep the number of forwarded tokens below that of TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one
@@ -47,9 +47,9 @@ from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-# A node is not cut for fewer shared tokens. TRL's trie has two tokens more for each fork, so with 3 this one never has more.
+# A node is not cut for fewer shared tokens. For each row with a fork TRL's trie has two tokens more, so 3 never give more here.
 _FEWEST = 3
-# Rows of two groups do not share as many tokens or fewer, if there are spare tokens.
+# Rows of two groups do not share as many tokens or fewer, while that leaves no more tokens than TRL's trie has.
 _MOST_APART = 32
 
 
@@ -135,7 +135,7 @@ class _Trie:
         trajectory, ends = row.trajectory, list[_Node]()
         for start, end, parent, position, first, last in row.segments:
             if first == last and start == end:
-                ends.append(self.root)  # not needed
+                ends.append(self.root)  # a placeholder
                 continue
             if ends:
                 before = self.root if parent < 0 else self._ending(ends[parent], position)
@@ -367,8 +367,8 @@ def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment,
     """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
     scored, node, left = row.scored[segment.first : segment.last], end, segment.last - segment.first
     while left:
-        # The part of `scored` whose predicting tokens are in this node. The segment, if it went back so far, would have the first
-        # token of the node at `start`.
+        # `start`: the index in the trajectory that the node's first token would have, if the segment reached back so far. `first`:
+        # the index in `scored` of the first token that a token of this node predicts.
         start = node.depth - segment.position + segment.start
         if row.scored_slice is not None:
             first = max(0, start + 1 - row.scored_slice.start - segment.first)

@@ -155,7 +155,7 @@ def register() -> None:
 
     torch prefers cuDNN's attention on Hopper cards. Its masked backward gives NaN if the key length is 64 mod 128 and activations
     are large (pytorch#196678). cuDNN also builds a plan for each new shape, and every decode step has a new shape. A new plan took
-    36 ms on an H200 and a cached plan 0.15 ms. Memory of the plans is outside torch's allocator.
+    36 ms on an H200 and a cached plan 0.15 ms. Memory of cuDNN's plans is outside torch's allocator.
     Errors: PlatformError if torch does not turn cuDNN's attention off.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

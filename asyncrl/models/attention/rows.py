@@ -28,8 +28,8 @@ from .bins import RowBin, index_tensor
 # Most bytes of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
-# Most keys of the mean query, in lengths of the longest row without a context. Only a tree of more than two levels can exceed the
-# limit, with many short rows that have long contexts.
+# Most keys of the mean query, as a multiple of the longest row that fits without a context. Only a tree of more than two levels
+# can exceed the limit, with many short rows that have long contexts.
 _MEAN_KEYS = 1.62
 
 

@@ -69,7 +69,7 @@ class _SpanBin:
 
 class TreePlan(PlanWithRoutes):
     """The nodes of one packed microbatch, in depth-first preorder. The tokens of a node are adjacent and follow those of the node
-    before it, so the descendants of a node are the tokens behind it. `node_parent`: -1 for a root; None: all nodes are roots.
+    before it, so the tokens of its descendants come right behind its own. `node_parent`: -1 for a root; None: all nodes are roots.
 
     Errors: ValueError if a parent is neither the node before nor an ancestor of that node.
     """
@@ -84,7 +84,7 @@ class TreePlan(PlanWithRoutes):
         depths: list[int] = []  # of a node: how many ancestors have tokens
         levels = defaultdict[int, list[tuple[slice, slice]]](list)
         for node, parent in enumerate([*parents, -1]):
-            # The subtrees of the nodes between the parent and the node before end here.
+            # Here end the subtrees of the previous node and of its ancestors below `parent`.
             ended = node - 1
             while ended not in (parent, -1):
                 if starts[ended] < starts[ended + 1] < starts[node]:
