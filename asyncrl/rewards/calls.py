@@ -135,7 +135,7 @@ def function_source(spec: RewardSpec) -> str | bytes:
         return bytes(cloudpickle.dumps(spec.function))
     # Pickling a user's object may raise any exception.
     except Exception as error:
-        raise ConfigError(f"reward function {spec.function!r} cannot be pickled: {error}; give its import path") from error
+        raise ConfigError(f"reward function {spec.function!r} cannot be pickled: {error}; name its path") from error
 
 
 def remote_text(reply: dict[str, str]) -> str:
