@@ -112,7 +112,7 @@ class PinsVersions(Protocol):
     """An engine with several workers, of which one may be pinned."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Reserve a worker for requests of the pin. None: no worker is free for a pin, or a worker is not at `version`."""
+        """Reserve a worker for requests of the pin. None: fewer than two workers have `version`, or it is not the newest."""
         ...
 
 

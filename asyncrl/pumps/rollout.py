@@ -309,7 +309,7 @@ class Episodes:
 
         async def generate_counted(request: GenerationRequest) -> Generation:
             nonlocal sent, unanswered, tokens
-            # A session numbers its requests by conversation, so that parallel requests do not depend on their order.
+            # A request of a session has a seed of its own, which does not depend on the order of parallel requests.
             seed = request.seed if request.session else request_seed(request.seed, next(request_numbers))
             request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
             sent, unanswered = sent + 1, unanswered + 1

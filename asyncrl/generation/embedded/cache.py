@@ -157,7 +157,7 @@ class KVCache:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def swap_rows(self, row: int, other: int, length: int, other_length: int) -> None:
-        """Let two rows change places. Each holds so many positions, or none."""
+        """Let two rows change places. `length` and `other_length`: how many positions each holds, perhaps none."""
         if not length:
             row, other, length, other_length = other, row, other_length, length
         saved = self.save(other, other_length) if other_length else None

@@ -13,9 +13,9 @@ Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys a
 (key, version). The other sequences copy them from the row of a running sequence or from a saved copy.
 
 Sessions: the row of a finished request is kept until the next request of its session, which computes only the tokens behind the
-longest common beginning. If that request needs only a part of a kept row, or the row of a running request, it copies the part.
+longest common beginning. If that request needs only a part of a kept row, or of the row of a running request, it copies the part.
 Kept rows are dropped, oldest first, where running sequences need rows or positions. A prefix that is more than `kept_max_age`
-versions old is computed again. So is an older prefix without a sampled token, because no version of a token would tell its age.
+versions old is computed again. So is a prefix of an older version without a sampled token, because no token tells its age.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Core:
         return version
 
     def _fit(self, rows: int, longest: int) -> Callable[[], None]:
-        """Gives the cache `rows` rows of `longest` positions. `add` has checked that they fit the budget. Rows are those of now."""
+        """A function that gives the cache `rows` rows of `longest` positions (within the budget), and moves the rows in use now."""
         columns = self.sequences
         usual_row_length = min(columns.max_context, self.cache.total_positions // columns.capacity)
         return partial(self.cache.fit, rows, longest, usual_row_length, columns.cached[columns.occupied_slots])

@@ -123,8 +123,8 @@ class EmbeddedEngine(OwnedEngine):
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. Now:
-        `kept_rows` for sessions whose next request may come."""
+        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt.
+        `kept_rows`: rows that are kept now for the next request of a session."""
         core = self._core
         if core is None:
             return super().statistics() | dict.fromkeys(("prefill_tokens", "copied_tokens", "kept_rows"), 0.0)

@@ -67,7 +67,7 @@ class _Run:
     mask: Tensor | None
 
 
-class _RaggedRows:
+class _CachePieces:
     """Pieces of rows that are written to the cache and attend to their whole row, by the cache's kernel. The host computes all
     indices once, and one copy brings them to the device."""
 
@@ -83,7 +83,8 @@ class _RaggedRows:
     @staticmethod
     def make_layout(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
         """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2]: the index in the flat cache of each token [T],
-        bounds of the pieces among the tokens [n + 1], starts of rows in the flat cache and one end [n + 1], positions read [n].
+        bounds of the pieces among the tokens [n + 1], starts of rows in the flat cache and one end [n + 1], positions that each
+        piece reads [n].
         """
         row_start_n = row_n * cache.shape.positions
         piece_start_n = np.cumsum(length_n) - length_n
@@ -123,11 +124,11 @@ class DecodePlan(PlanWithRoutes):
         self.longest = int(position_n.max(initial=-1)) + 1
         self._write_index: Tensor | None = None
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
-        self._ragged: _RaggedRows | None = None
+        self._ragged: _CachePieces | None = None
         if cache.kernel is not None:
             if layout is None:
                 layout = to_device(self.layout(cache, position_n), cache.device)
-            self._ragged = _RaggedRows(cache, layout, position_n.size, 1, self.longest)
+            self._ragged = _CachePieces(cache, layout, position_n.size, 1, self.longest)
         if cache.native or self._ragged is not None:
             return
         length_n = to_device(position_n + 1, cache.device)
@@ -145,7 +146,7 @@ class DecodePlan(PlanWithRoutes):
     def layout(cache: KVCache, position_n: Int64Array) -> Int64Array:
         """The indices of one decode step of rows [0..n), for a cache with a kernel for ragged rows."""
         row_n = np.arange(position_n.size)
-        return _RaggedRows.make_layout(cache, row_n, position_n, np.ones_like(row_n))
+        return _CachePieces.make_layout(cache, row_n, position_n, np.ones_like(row_n))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
@@ -263,11 +264,11 @@ class ExtendPlan(PlanWithRoutes):
                 self.groups[-1] = (self.groups[-1][0], index + 1)
             else:
                 self.groups.append((index, index + 1))
-        self._ragged: _RaggedRows | None = None
+        self._ragged: _CachePieces | None = None
         if cache.kernel is not None:
             row_n, start_n, length_n = np.array([(piece.row, piece.start, piece.length) for piece in pieces]).T
-            layout = to_device(_RaggedRows.make_layout(cache, row_n, start_n, length_n), cache.device)
-            self._ragged = _RaggedRows(cache, layout, len(pieces), int(length_n.max()), self.longest)
+            layout = to_device(_CachePieces.make_layout(cache, row_n, start_n, length_n), cache.device)
+            self._ragged = _CachePieces(cache, layout, len(pieces), int(length_n.max()), self.longest)
             return
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 

@@ -59,7 +59,7 @@ class Sequences:
         self.session: list[str | None] = [None] * capacity
         # Cached tokens of the prompt that an earlier request of the session has left.
         self.reused = np.zeros(capacity, dtype=np.int64)
-        # Version of the weights that computed the first cached token, which no other cached token is older than.
+        # Version of the weights that computed the first cached token. No other cached token has an older version.
         self.oldest = np.zeros(capacity, dtype=np.int32)
         # Index of the first sampled token of the requests that made the row. Its version is `oldest`.
         self.first_sampled = np.zeros(capacity, dtype=np.int64)
@@ -91,7 +91,7 @@ class Sequences:
 
     @property
     def longest(self) -> int:
-        """Positions that a row needs, so that every row is long enough."""
+        """Positions that the longest occupied row needs."""
         return int(self.limit[self.occupied_slots].max(initial=0))
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:

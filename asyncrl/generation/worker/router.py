@@ -153,7 +153,7 @@ class Router:
             yield job
 
     def end_session(self, session: str) -> None:
-        """Forget the worker of the session, for its unanswered requests, too."""
+        """Forget the session and its worker, also in unanswered requests."""
         self._sessions.pop(session, None)
         for job in self._all_jobs():
             if job.request.session == session:

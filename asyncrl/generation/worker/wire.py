@@ -35,8 +35,8 @@ def check_sendable(request: GenerationRequest) -> None:
 def requests_message(
     requests: Sequence[tuple[int, GenerationRequest | None]], ended_sessions: Sequence[str] = ()
 ) -> Message:
-    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together. The sessions end
-    behind them."""
+    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together. Then it ends
+    the sessions."""
     fields = [[number, None if request is None else _request_fields(request)] for number, request in requests]
     prompts = [request.prompt_ids for _, request in requests if request is not None]
     return {"requests": fields, "ended": list(ended_sessions)}, b"".join(
@@ -65,7 +65,7 @@ def read_requests(message: Mapping[str, Any]) -> list[tuple[int, GenerationReque
 
 
 def sequence_message(number: int, generation: Generation) -> Message:
-    """The message that carries a finished sequence to the trainer."""
+    """The message that carries a finished sequence to the rank."""
     routes = generation.routed_experts
     message = {
         "sequence": number,
