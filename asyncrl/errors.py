@@ -26,7 +26,6 @@
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
        |- SegmentDamaged            the file of the segment cannot be read; its data is kept
-       |- StaleHandle               the handle belongs to another slab, or points outside its slab
        |- RecordError               this version cannot read the bytes as a record (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
        |- RingFull                  no room before the deadline (also TimeoutError)
@@ -187,10 +186,6 @@ class OutOfMemory(TransportError, MemoryError):
 
 class SegmentDamaged(TransportError):
     """The file is no segment, or its header was overwritten. Such a file is never unlinked automatically."""
-
-
-class StaleHandle(TransportError):
-    """The handle belongs to another slab or to an earlier slab of the same name, or the bytes are no handle."""
 
 
 class RecordError(TransportError, ValueError):

@@ -38,7 +38,6 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
         "asyncrl/transport/memory/segment.py",
         ("check_platform", "close_file", "owner_of", "parts_of", "_link", "_still_named"),
     ): "names in /dev/shm and /proc: no disk",
-    ("asyncrl/transport/queues/tensor_queue.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",
     ("asyncrl/environments/sandbox.py", ("_start", "_end")): "in a thread, a cancellation could lose the process",

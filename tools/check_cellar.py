@@ -30,9 +30,6 @@ FRONTS = ("asyncrl", "asyncrl.client")
 
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
-    "asyncrl.transport.queues.tensor_queue:share_queue": "nodes: the same in host memory",
-    "asyncrl.transport.queues.tensor_queue:attach_queue": "nodes: the same in host memory",
-    "asyncrl.transport.queues.device_queue": "nodes: what one process fetched or made on a device goes to those beside it",
     "asyncrl.generation.vllm.v0_32": "generation.engine=vllm: imported by its name where that vLLM is installed",
     "asyncrl.generation.vllm.v0_32_split:BoardTransfer.init_transfer_engine": "vLLM calls it",
     "asyncrl.generation.vllm.v0_32_split:BoardTransfer.start_weight_update": "vLLM calls it",

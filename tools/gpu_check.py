@@ -289,18 +289,14 @@ def slab(device: str) -> Found:
     look = """
 import sys
 from asyncrl.transport.memory.slab import Slab
-from asyncrl.transport.memory.handles import Handle
 with Slab.attach(sys.argv[1]) as slab:
-    slab.memory.wait(bytes.fromhex(sys.argv[3]), slab.memory.stream())
-    tensor = slab.view(Handle.decode(bytes.fromhex(sys.argv[2])))
-    print(int(tensor.sum()))
-    del tensor
+    print(int(slab.tensor().sum()))
 """
-    with Slab.create(f"check-{os.getpid()}", 1 << 24, device=device) as made:
-        handle = made.handle(made.allocate(1 << 20), torch.int32, (1 << 18,))
-        made.view(handle).fill_(3)
-        fence = made.memory.record(0, made.memory.stream())
-        found = child(look, f"check-{os.getpid()}", handle.encode().hex(), fence.hex())
+    with Slab.create(f"check-{os.getpid()}", 1 << 18, device=device) as made:
+        made.tensor().fill_(3)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        found = child(look, f"check-{os.getpid()}")
     return Found(f"sum {found.strip()}", int(found) == 3 << 18)
 
 

@@ -1,6 +1,6 @@
-"""Transfer of bytes between processes without copies: shared memory, CUDA IPC, and the queues and rings on top.
+"""Transfer of bytes between processes without copies: shared memory, CUDA IPC, and the rings on top.
 
-    rings/      records from many producers to one owner        queues/     arrays and tensors, in order, with credits
+    rings/      records from many producers to one owner        queues/     items between the tasks of a process
     memory/     shared-memory segments and slabs                rendezvous  how a process connects to an owner
     inventory   lists and removes segments in shared memory
 

@@ -42,7 +42,7 @@ path = os.environ["PYTHONPATH"]
 versions = {{"script": sys.argv[1].rsplit("/", 1)[-1], "side": job["side"], "from here": os.listdir(path)}}
 print(json.dumps({{**found, "versions": versions}}))
 """
-SIDES = ("memcpy", "local", "ring", "client", "tensor", "queue", "line")
+SIDES = ("memcpy", "local", "ring", "client", "queue", "line")
 OWN = {(side, "") for side in SIDES if side != "ring"} | {("ring", "asyncio"), ("ring", "uvloop")}
 PROMPT, TOKENS, GROUPS = 16, 256, 40  # of `--quick`
 

@@ -36,7 +36,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +46,6 @@ from torch import Tensor
 
 from ...concurrency.offload import offload
 from ...errors import LifecycleError, OutOfMemory, TransportError
-from .handles import Handle
 from .segment import check_platform
 from .slab import Slab
 from .words import Words, fault
@@ -96,43 +95,45 @@ async def wait_for_device(wait: DeviceWait) -> None:
 class SlabHalves:
     """Two halves in one block of a slab, on a GPU (in tests also on the CPU). Each reader opens the slab once."""
 
-    def __init__(self, slab: Slab, handles: Sequence[Handle]) -> None:
+    def __init__(self, slab: Slab, elements: int, dtype: torch.dtype) -> None:
         """`slab` belongs to this object from now on."""
-        self._slab, self._handles = slab, handles
-        self.tensors = [slab.view(handle) for handle in handles]
+        self._slab, size, memory = slab, elements * dtype.itemsize, slab.tensor()
+        self.tensors = [memory[start : start + size].view(dtype) for start in (0, _slab_half(elements, dtype))]
 
     @classmethod
     def create(cls, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Two empty halves on `device`, in a slab of the new `name`. Errors: OutOfMemory, PlatformError."""
-        half_bytes = -(-elements * dtype.itemsize // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
+        size = 2 * _slab_half(elements, dtype)
         if device.type == "cuda":
             # The slab is allocated outside torch, so cached blocks of torch would reduce its room.
             torch.cuda.empty_cache()
         try:
-            slab = Slab.create(name, 2 * half_bytes, device=device)
+            slab = Slab.create(name, size, device=device)
         except OutOfMemory as error:
             raise OutOfMemory(
-                f"the weight board needs {2 * half_bytes:,} bytes on {device} for two versions of the weights: {error}; use a "
+                f"the weight board needs {size:,} bytes on {device} for two versions of the weights: {error}; use a "
                 "smaller model or model.dtype=bfloat16, or generation.placement=shared"
             ) from error
-        start = slab.allocate(2 * half_bytes)
-        handles = [slab.handle(start + index * half_bytes, dtype, (elements,)) for index in (0, 1)]
-        return cls(slab, handles)
+        return cls(slab, elements, dtype)
 
     @classmethod
-    def attach(cls, description: Mapping[str, Any]) -> Self:
-        """The halves of another process. Errors: as `Slab.attach`; PlatformError for memory that cannot be opened."""
-        slab = Slab.attach(description["name"])
+    def attach(cls, name: str, elements: int, dtype: torch.dtype) -> Self:
+        """The halves of another process. Errors: as `Slab.attach`; TransportError for a slab of another size."""
+        slab = Slab.attach(name)
         try:
-            return cls(slab, [Handle.decode(bytes.fromhex(encoded)) for encoded in description["handles"]])
+            if slab.size != (size := 2 * _slab_half(elements, dtype)):
+                raise TransportError(
+                    f"slab {name!r} has {slab.size:,} bytes, but the weight board has {size:,}; use the board's own"
+                )
+            return cls(slab, elements, dtype)
         except BaseException:
             slab.close()
             raise
 
     @property
-    def description(self) -> dict[str, Any]:
-        """Name and handles of the slab for `attach`, as JSON types."""
-        return {"name": self._slab.segment.name, "handles": [handle.encode().hex() for handle in self._handles]}
+    def name(self) -> str:
+        """The name of the slab, for `attach`."""
+        return self._slab.segment.name
 
     def close(self) -> None:
         """Close the slab. A tensor of a half that is still in use keeps its memory."""
@@ -237,15 +238,15 @@ class Board:
                     f"the weight board holds {elements:,} x {description['dtype']} in layout {description['layout']}, but the "
                     f"model of this process has layout {layout}: use the same model, dtype and version of asyncrl in both"
                 )
-            slab_description = description.get("slab")
+            slab_name = description.get("slab")
             size, head = os.fstat(fd).st_size, os.pread(fd, _HEAD.size, 0)
-            expected = _memfd_bytes(elements * dtype.itemsize, slab_description is not None)
+            expected = _memfd_bytes(elements * dtype.itemsize, slab_name is not None)
             if (size, head) != (expected, _HEAD.pack(_MAGIC, token)):
                 raise TransportError(
                     f"descriptor {fd} is not the weight board of the description: it begins with {head[:8]!r} and has "
                     f"{size:,} bytes, but the board has {expected:,}; pass the board's own `fd` with its `description`"
                 )
-            slab = None if slab_description is None else SlabHalves.attach(slab_description)
+            slab = None if slab_name is None else SlabHalves.attach(slab_name, elements, dtype)
             return cls(fd, elements, dtype, layout, token, False, slab, copy_to, one_copy)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -262,7 +263,7 @@ class Board:
             "elements": self.elements,
             "layout": self.layout,
             "token": self._token.hex(),
-            "slab": None if self._slab is None else self._slab.description,
+            "slab": None if self._slab is None else self._slab.name,
         }
 
     # -- for the owner
@@ -356,6 +357,11 @@ class Board:
         self._check_open()
         if not self.owner:
             raise LifecycleError("only the process that created a weight board may change it; this process attached")
+
+
+def _slab_half(elements: int, dtype: torch.dtype) -> int:
+    """Bytes of a half in a slab."""
+    return -(-elements * dtype.itemsize // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
 
 
 def _pages(size: int) -> int:

@@ -1,13 +1,11 @@
-"""CUDA memory of a slab: one allocation of cuMemAlloc, its IPC handle, and interprocess events as fences.
+"""CUDA memory of a slab: one allocation of cuMemAlloc, and its IPC handle.
 
 The allocation comes from the driver and not from torch's allocator, for two reasons. An IPC handle names a whole
 allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
 torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit it.
 
-Source of the rules: the CUDA driver API, "Memory Management".
-* cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and device. If the exporter frees memory that an
-  importer has open, the result is undefined.
-* cuIpcGetEventHandle: either process may record the event and wait for it. The event must outlive its last use in both.
+Source of the rules: the CUDA driver API, "Memory Management". cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and
+device. If the exporter frees memory that an importer has open, the result is undefined.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,13 +22,15 @@ from typing import Any
 import torch
 
 from ...errors import OutOfMemory, PlatformError
-from .device_memory import DeviceMemory
 
 _DESCRIPTION = struct.Struct("<64s64sQ")  # UUID of the device as text, IPC handle, pid of the owner
 _OUT_OF_MEMORY = 2
 # The driver exports whole blocks of 2 MiB. A smaller allocation would also export its neighbours.
 _SHARED_BLOCK = 1 << 21
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
+# All memory that this process has, by description: a process can open neither its own IPC handle nor one handle twice. The key has
+# the pid, because a fork copies the dictionary.
+_memories: weakref.WeakValueDictionary[tuple[int, bytes], CudaMemory] = weakref.WeakValueDictionary()
 
 
 class _Handle(ctypes.Structure):
@@ -132,24 +133,15 @@ class Driver:
             raise DriverError(name, code, (text.value or b"unknown").decode())
 
 
-class CudaMemory(DeviceMemory):
-    """See the module. Made by `allocate` (the owner) or `open` (a receiver)."""
-
-    kind = b"cuda"
+class CudaMemory:
+    """See the module. Made by `allocate` (the owner) or `open`. Unmapped when no tensor and no slab refers to this object."""
 
     def __init__(
         self, size: int, device: torch.device, address: int, unmap: Callable[[], None], description: bytes
     ) -> None:
-        # The owner drops its events only with the memory, because receivers wait for these events until they unmap.
-        events: dict[int, Any] = {}
-        all_events: dict[bytes, Any] = {}
-        super().__init__(size, partial(_unmap_and_drop_events, unmap, events, all_events))
-        self.device, self.address = device, address
-        self.description = description
-        # This process's own events by slot; all events, also those opened from other processes, by IPC handle.
-        self._events, self._all_events = events, all_events
-        self._handles: dict[int, bytes] = {}
-        self._write_stream: torch.cuda.Stream | None = None
+        self.size, self.device, self.address, self.description = size, device, address, description
+        weakref.finalize(self, unmap).atexit = False
+        _memories[os.getpid(), description] = self
 
     @classmethod
     def allocate(cls, device: str | torch.device, size: int, driver: Driver | None = None) -> CudaMemory:
@@ -165,7 +157,10 @@ class CudaMemory(DeviceMemory):
 
     @classmethod
     def open(cls, size: int, description: bytes, driver: Driver | None = None) -> CudaMemory:
-        """The memory of another process. Errors: PlatformError if the device is invisible here, or the driver refuses."""
+        """The memory of a description. Errors: PlatformError if the device is invisible here, or the driver refuses."""
+        known = _memories.get((os.getpid(), description))
+        if known is not None:
+            return known
         raw, handle, pid = _DESCRIPTION.unpack(description)
         uuid = raw.rstrip(b"\0").decode()
         check_cuda(torch.device("cuda"))
@@ -180,65 +175,18 @@ class CudaMemory(DeviceMemory):
         address = open_exported(driver, index, handle, pid)
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
-    def tensor(self, offset: int, size: int, keep_alive: object) -> torch.Tensor:
-        if not size:
-            return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_CudaArrayBase(self.address + offset, size, (self, keep_alive)), device=self.device)
-
-    def stream(self) -> torch.cuda.Stream:
-        """torch's current stream on the device of the memory."""
-        return torch.cuda.current_stream(self.device)
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[torch.cuda.Stream]:
-        """As `DeviceMemory.writing`: all writes of this memory run on one stream."""
-        # With one stream for all writes, reused memory needs its reader's fence on that stream only. The write stream
-        # and the current stream wait for each other, as if the current stream did the copies.
-        if self._write_stream is None:
-            self._write_stream = torch.cuda.Stream(self.device)
-        writes, current = self._write_stream, self.stream()
-        writes.wait_stream(current)
-        try:
-            with torch.cuda.stream(writes):
-                yield writes
-        finally:
-            current.wait_stream(writes)
-
-    def record(self, slot: int, stream: torch.cuda.Stream) -> bytes:
-        """As `DeviceMemory.record`: the IPC handle of an interprocess event. Each slot has one event."""
-        event = self._events.get(slot)
-        if event is None:
-            with torch.cuda.device(self.device):
-                event = torch.cuda.Event(interprocess=True)
-                handle = event.ipc_handle()  # the first call creates the event, on the current device
-            self._events[slot], self._handles[slot], self._all_events[handle] = event, handle, event
-        event.record(stream)
-        return self._handles[slot]
-
-    def wait(self, fence: bytes, stream: torch.cuda.Stream) -> None:
-        """As `DeviceMemory.wait`. The first wait for a handle of another process opens its event."""
-        event = self._all_events.get(fence)
-        if event is None:
-            event = self._all_events[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
-        stream.wait_event(event)
+    def tensor(self) -> torch.Tensor:
+        """All bytes, as a flat tensor that keeps the memory mapped."""
+        return torch.as_tensor(_CudaArrayBase(self), device=self.device)
 
 
 class _CudaArrayBase:
     """Device memory for `torch.as_tensor`. The tensor keeps this object as long as its storage lives."""
 
-    def __init__(self, address: int, size: int, keep_alive: object) -> None:
-        self._keep_alive = keep_alive
-        shape, data = (size,), (address, False)
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+        shape, data = (memory.size,), (memory.address, False)
         self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": None, "data": data}
-
-
-def _unmap_and_drop_events(unmap: Callable[[], None], events: dict[int, Any], all_events: dict[bytes, Any]) -> None:
-    try:
-        # Unmapping waits for the device, so no event is pending afterwards.
-        unmap()
-    finally:
-        events.clear()
-        all_events.clear()
 
 
 def check_cuda(device: torch.device) -> None:
@@ -251,8 +199,7 @@ def check_cuda(device: torch.device) -> None:
         )
     if not torch.cuda.is_available():
         raise PlatformError(
-            f'a slab on {device} needs a CUDA device; torch {torch.__version__} sees none. On this machine use device="cpu", '
-            "or a queue through shared memory"
+            f'a slab on {device} needs a CUDA device; torch {torch.__version__} sees none. On this machine use device="cpu"'
         )
 
 
@@ -275,7 +222,7 @@ def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, byt
         driver.free(ordinal, address)
         raise PlatformError(
             f"memory of cuda:{ordinal} cannot be shared with other processes here ({error}): CUDA IPC needs native "
-            "Linux (no WSL), and some integrated and virtual GPUs lack it. Use a queue through shared memory, and for weights "
+            "Linux (no WSL), and some integrated and virtual GPUs lack it. Use "
             "generation.placement=shared"
         ) from error
 

@@ -1,4 +1,4 @@
-"""The queue between tasks of one process, and the contract of the queues between processes (`tensor_queue.py`).
+"""The queue between tasks of one process: anyio's memory stream, with a name, a gauge and the recording of waits.
 
     sender, receiver = open_queue("scored", capacity=16)
     producers:  async with sender: await sender.put(item)         consumers:  async for item in receiver: ...
@@ -7,17 +7,15 @@ Contract
 * Closing an end ends the queue. After the send end is closed, the receivers get the remaining items. Then `get` raises
   `anyio.EndOfStream`, and `async for` ends. After the receive end is closed, `put` raises `anyio.BrokenResourceError`.
   A closed end raises `anyio.ClosedResourceError`.
-* Between processes, a cancelled `get` has taken no item, and a cancelled `put` has put no item.
-* Within a process, use cancel scopes of anyio, which do not interrupt a task that has just received an item. After
+* Use cancel scopes of anyio, which do not interrupt a task that has just received an item. After
   `asyncio.Task.cancel` the item of such a `get` is lost, so never cancel a single task of a run by this method.
   The item of a cancelled `put` may have been taken at the same moment, so never put the item again.
-* A queue within a process moves references, never bytes. The items of one producer keep their order.
+* A queue moves references, never bytes. The items of one producer keep their order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -40,22 +38,8 @@ def record_wait(recorder: Recorder | None, need: str, source: str, cause: Cause)
     return recorder.wait(task.get_name() if task else "?", need, on=source, cause=cause)
 
 
-class QueueEnd(ABC):
-    """One end of a queue, within a process or between two. `async with` closes the end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close this end of the queue. Closing twice is fine."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-
-class _LocalEnd(QueueEnd, Generic[T]):
-    """Base of both ends within a process: the name, the gauge of the depth, and the recording of waits."""
+class _QueueEnd(Generic[T]):
+    """Base of both ends: the name, the gauge of the depth, and the recording of waits. `async with` closes the end."""
 
     def __init__(
         self, name: str, stream: MemoryObjectSendStream[T] | MemoryObjectReceiveStream[T], recorder: Recorder | None
@@ -72,12 +56,18 @@ class _LocalEnd(QueueEnd, Generic[T]):
         return record_wait(self._recorder, need, f"{source} of queue {self._name}", "group")
 
     def close(self) -> None:
-        """As `QueueEnd.close`. All tasks on this side share the end."""
+        """Close this end, which all tasks on this side share. Closing twice is fine."""
         self._stream.close()
 
+    async def __aenter__(self) -> Self:
+        return self
 
-class QueueSender(_LocalEnd[T]):
-    """The send end within a process. All producers share the end; close it after the last producer has ended."""
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+class QueueSender(_QueueEnd[T]):
+    """The send end. All producers share the end; close it after the last producer has ended."""
 
     _stream: MemoryObjectSendStream[T]
 
@@ -96,8 +86,8 @@ class QueueSender(_LocalEnd[T]):
         self._record_depth()
 
 
-class QueueReceiver(_LocalEnd[T]):
-    """The receive end within a process. Tasks that iterate over it share the items; each item goes to one task."""
+class QueueReceiver(_QueueEnd[T]):
+    """The receive end. Tasks that iterate over it share the items; each item goes to one task."""
 
     _stream: MemoryObjectReceiveStream[T]
 
@@ -122,7 +112,7 @@ class QueueReceiver(_LocalEnd[T]):
 
 
 def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tuple[QueueSender[T], QueueReceiver[T]]:
-    """Both ends of a new queue within this process, for at most `capacity` items. Errors: ValueError below 1."""
+    """Both ends of a new queue for at most `capacity` items. Errors: ValueError below 1."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     send, receive = anyio.create_memory_object_stream[T](capacity)

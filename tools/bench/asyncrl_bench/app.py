@@ -36,7 +36,7 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
   overlap     generation and training on one core each: step time against either side alone, hand-over of weights, timeline
   overlap-dry a dry run on two devices of equal cost: step time against the longer of the two
   weights     new weights while requests are in flight: the pause that they see, the total; embedded, vLLM, AsyncLLM
-  transport   handing a group of trajectories to another process: the record ring, the tensor queue,
+  transport   handing a group of trajectories to another process: the record ring, the line,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
   nodes       ledger transitions and groups a second over the line between ranks; weights by broadcast to other nodes;
               a simulation of many nodes

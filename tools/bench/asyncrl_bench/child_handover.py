@@ -2,7 +2,6 @@
 
     ring        a record ring: the producer puts records with the columns that all sides hand over, the door of a run takes them
     client      the same with `asyncrl.client`, whose push checks each member and adds texts and metadata
-    tensor      the tensor queue: an item of four arrays, in the event loop
     queue       multiprocessing.Queue, pickled arrays; read in the event loop when something lies in it
     line        the line between nodes: an encrypted record to a server at 127.0.0.1, which answers when the group is trained
     local       no transport: the group lies in the process whose microbatch it becomes. What all sides pay behind the hand-over
@@ -31,7 +30,6 @@ from asyncrl.records.layout import Section
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import Draft, Plan, plan
-from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import Delivery, RingSettings
@@ -109,23 +107,6 @@ def produce_queue(queue: Any, job: HandoverJob, pipe: Any, credit: Any) -> None:
     data = arrays(job.tokens)
     produce(job, pipe, credit, lambda group, versions: queue.put((data | {"versions": versions}, REWARDS)))
     queue.put(None)
-
-
-def produce_tensors(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
-    async def run() -> None:
-        data, rewards = arrays(job.tokens), np.array(REWARDS)
-        async with share_queue(name, IN_FLIGHT, (IN_FLIGHT + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
-            pipe.send("ready")
-            await asyncio.to_thread(pipe.recv)  # the loop has the receiver to let in, here and below
-            begun, puts = time.process_time(), []
-            for group in turns(job.turns()):
-                await asyncio.to_thread(credit.acquire)
-                given = data | {"versions": versions_of(group, job.tokens)}
-                puts.append(time.monotonic_ns())
-                await sender.put({"rewards": rewards, **{key: np.stack(column) for key, column in given.items()}})
-            pipe.send((puts, time.process_time() - begun))
-
-    asyncio.run(run())
 
 
 def produce_line(address: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
@@ -225,17 +206,6 @@ async def consume_ring(job: HandoverJob, target: Callable[..., None] = produce_r
     return own.found | {"leases": leases, "times": times}
 
 
-async def consume_tensors(job: HandoverJob) -> dict[str, Any]:
-    own, group = Measured(job), 0
-    async with own.way, own.producing(produce_tensors, own.name):
-        async with await attach_queue(own.name) as receiver:
-            async for item in receiver:
-                with item:
-                    await own.way.handed(group, {key: item[key] for key in COLUMNS}, item["rewards"].tolist())
-                group += 1
-    return own.found
-
-
 async def consume_queue(job: HandoverJob) -> dict[str, Any]:
     own, group = Measured(job), 0
     queue: Any = multiprocessing.get_context("spawn").Queue(IN_FLIGHT)
@@ -295,7 +265,6 @@ def copy_only(job: HandoverJob) -> dict[str, Any]:
 IN_A_LOOP: dict[str, Callable[[HandoverJob], Coroutine[Any, Any, dict[str, Any]]]] = {
     "ring": consume_ring,
     "client": partial(consume_ring, target=produce_client),
-    "tensor": consume_tensors,
     "queue": consume_queue,
     "line": consume_line,
     "local": no_transport,

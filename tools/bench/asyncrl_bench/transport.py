@@ -10,7 +10,6 @@ clear, as fast as it goes: groups per second, and the CPU time of a group in all
 
     ring             a record ring and the door of a run: leased, read where it lies until it is packed
     client           the same with `asyncrl.client` as the producer, whose push checks and adds texts and metadata
-    tensor           the tensor queue
     queue            multiprocessing.Queue
     line             the line between nodes, encrypted, over the loopback device
     local            no transport at all: what every side pays behind its hand-over
@@ -44,7 +43,7 @@ from .job import LOOPS, BenchError, HandoverJob
 from .peers.handover_group import MEMBERS, footprint, prompt_of
 from .processes import environment, peer_python
 
-OWN = ("memcpy", "local", "ring", "client", "tensor", "queue", "line")
+OWN = ("memcpy", "local", "ring", "client", "queue", "line")
 IN_BOTH_LOOPS = ("ring",)  # the others in uvloop, as a run
 PEERS = ("ray", "transferqueue", "atropos")
 PACES = {"paced": 0.001, "full": 0.0}
