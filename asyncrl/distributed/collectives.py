@@ -126,17 +126,30 @@ class Collectives:
         if not self._has_other_ranks():
             return [value]
         device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-        sizes = self._all_gather(torch.tensor([len(value)], device=device))
-        lengths = [int(size) for size in sizes]
+        lengths = self.all_gather(torch.tensor([len(value)], device=device)).view(-1).tolist()
         # `frombuffer` needs a writable buffer that is not empty.
         padded = torch.frombuffer(bytearray(value.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8).to(device)
-        gathered = self._all_gather(padded)
+        gathered = self.all_gather(padded)
         return [tensor[:length].cpu().numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]
 
-    def _all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
-        self._run(lambda: dist.all_gather(gathered, values, group=self.group, async_op=True))
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...]: the contiguous `values` of all ranks, which have one shape and dtype."""
+        gathered = values.new_empty(self.world_size, *values.shape)
+        if not self._has_other_ranks():
+            return gathered.copy_(values)
+        # As bytes, because gloo does not know all dtypes.
+        parts, own = list(gathered.view(self.world_size, -1).view(torch.uint8)), values.view(-1).view(torch.uint8)
+        self._run(lambda: dist.all_gather(parts, own, group=self.group, async_op=True))
         return gathered
+
+    def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        """`parts` [ranks, ...] is contiguous, and part r is for rank r. Returns the parts for this rank, by their senders."""
+        received = torch.empty_like(parts)
+        if not self._has_other_ranks():
+            return received.copy_(parts)
+        sent, written = parts.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        self._run(lambda: dist.all_to_all_single(written, sent, group=self.group, async_op=True))
+        return received
 
     def _has_other_ranks(self) -> bool:
         """Errors: LifecycleError if there are other ranks and the world is not open."""

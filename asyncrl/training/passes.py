@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs, MetricSum
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DataError
-from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.copying import to_device
 from asyncrl.models.head.logprobs import SpareMemory, token_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -22,15 +22,26 @@ from asyncrl.models.routing import Routing
 from asyncrl.records.routes import MISSING
 from asyncrl.types import Microbatch, Normaliser
 
+from .context import Share, dealt
+
 UNREPLAYED = "moe/unreplayed_tokens"
 
 
 class PolicyForward:
     """The forward of the trainer. Each call sets checkpointing itself, since other users share the modules."""
 
-    def __init__(self, policy: PolicyModel, checkpointing: bool = False, *, plain: bool = False) -> None:
-        """`plain`: use the model's own forward, whose results equal those of a sharded training forward."""
+    def __init__(
+        self,
+        policy: PolicyModel,
+        checkpointing: bool = False,
+        *,
+        plain: bool = False,
+        siblings: Collectives | None = None,
+    ) -> None:
+        """`plain`: use the model's own forward, whose results equal those of a sharded training forward. `siblings`: the ranks that
+        share each microbatch (context.py); a call is a collective then."""
         self.policy = policy
+        self._siblings = siblings
         self._plain = plain
         self._spare = SpareMemory()
         # Whether the newest call had ids that the model lacks (bool, 0-d); see `clamped_ids`.
@@ -46,18 +57,19 @@ class PolicyForward:
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
         hidden = policy.plain_hidden if self._plain else policy.hidden
-        plan = TreePlan.of(batch)
+        share = Share(batch, self._siblings)
+        own, plan = share.own, share.plan()
         plan.routes = routes
-        tokens_T, target_S, self.has_unknown_ids = clamped_ids(batch, policy.head.weight.shape[0], policy.device)
-        hidden_TE = hidden(tokens_T, to_device(batch.positions, policy.device), plan)
+        tokens_T, target_S, unknown_ids = clamped_ids(own, policy.head.weight.shape[0], policy.device)
+        hidden_TE = hidden(tokens_T, to_device(own.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
-            self.has_unknown_ids = self.has_unknown_ids | routes.outside.to(self.has_unknown_ids.device)
-        return token_logprobs(
-            hidden_TE.index_select(0, to_device(batch.source, policy.device)),
+            unknown_ids = unknown_ids | routes.outside.to(unknown_ids.device)
+        logp, entropy = token_logprobs(
+            hidden_TE.index_select(0, to_device(own.source, policy.device)),
             policy.head.weight,
             target_S,
-            torch.from_numpy(batch.temperature),
+            torch.from_numpy(own.temperature),
             bias_V=policy.head.bias,
             transform=policy.transform,
             grad_buffer=policy.head_gradient,
@@ -67,6 +79,8 @@ class PolicyForward:
             spare=self._spare,
             kernel=policy.head_kernel,
         )
+        logp_S, entropy_S, self.has_unknown_ids = share.joined(logp, entropy, unknown_ids)
+        return logp_S, entropy_S
 
 
 def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,8 +115,11 @@ def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataErro
     return error
 
 
-def forward_routes(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:
-    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits if asked to.
+def forward_routes(
+    batch: Microbatch, routing: Routing | None, siblings: Collectives | None = None, *, keep_logits: bool = False
+) -> Routes | None:
+    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits if asked to. With
+    `siblings` they are those of this rank's tokens.
 
     None if there is nothing to do. `routing`: of the model. Errors: ValueError if the model has no supported routers."""
     if batch.routes is None and not keep_logits:
@@ -113,7 +130,7 @@ def forward_routes(batch: Microbatch, routing: Routing | None, *, keep_logits: b
         )
     if batch.routes is None:
         return routing.record(keep_logits=True)
-    return routing.replay(batch.routes, keep_logits=keep_logits)
+    return routing.replay(dealt(batch.routes, siblings, MISSING), keep_logits=keep_logits)
 
 
 def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:

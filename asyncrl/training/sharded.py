@@ -49,6 +49,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
+from .context import Share
 from .passes import PolicyForward, clamped_ids, forward_routes, loss_inputs
 from .reducer import sum_over_ranks
 from .trainer import TorchTrainer, local_norm
@@ -101,10 +102,12 @@ class ShardedForward:
         checkpointing: bool,
         transform: HeadTransform,
         kernel: HeadKernel | None = None,
+        siblings: Collectives | None = None,
         **cut: Any,
     ) -> None:
         """`model`: full weights, on the host or on `device`; it is sharded in place. `transform`: the policy's transform of logits.
-        `cut`: `collectives`, `shards` and `keep` of `ShardedParameters`. Errors: ConfigError."""
+        `siblings`: see `TorchTrainer`. `cut`: `collectives`, `shards` and `keep` of `ShardedParameters`. Errors: ConfigError."""
+        self._siblings = siblings
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
         model.eval()
@@ -120,17 +123,17 @@ class ShardedForward:
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
         """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
-        device, plan = self.device, TreePlan.of(batch)
+        device, share = self.device, Share(batch, self._siblings)
+        own, plan = share.own, share.plan()
         plan.routes = routes
-        tokens_T, target_S, self.has_unknown_ids = clamped_ids(batch, self._vocabulary, device)
-        positions_T, source_S = to_device(batch.positions, device), to_device(batch.source, device)
-        result: tuple[Tensor, Tensor] = self._scoring(
-            tokens_T, positions_T, source_S, target_S, batch.temperature, plan, entropy_grad
-        )
+        tokens_T, target_S, unknown_ids = clamped_ids(own, self._vocabulary, device)
+        positions_T, source_S = to_device(own.positions, device), to_device(own.source, device)
+        logp, entropy = self._scoring(tokens_T, positions_T, source_S, target_S, own.temperature, plan, entropy_grad)
         if routes is not None:
             routes.require_all()
-            self.has_unknown_ids = self.has_unknown_ids | routes.outside.to(device)
-        return result
+            unknown_ids = unknown_ids | routes.outside.to(device)
+        logp_S, entropy_S, self.has_unknown_ids = share.joined(logp, entropy, unknown_ids)
+        return logp_S, entropy_S
 
     def run_empty(self, entropy_grad: bool) -> None:
         """Forward and backward of weight 0: two tokens through every sharded module, for a round without work."""
@@ -182,9 +185,10 @@ class ShardedTrainer(TorchTrainer):
         mismatch_gate: float | Literal["auto"] | None = None,
         shards: int | None = None,
         keep: bool = False,
+        siblings: Collectives | None = None,
     ) -> None:
         """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place.
-        `shards`, `keep`: see `ShardedParameters`."""
+        `shards`, `keep`: see `ShardedParameters`. `siblings`: see `TorchTrainer`."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
         self.keep = keep
@@ -195,6 +199,7 @@ class ShardedTrainer(TorchTrainer):
             config.gradient_checkpointing,
             policy.transform,
             policy.head_kernel,
+            siblings,
             collectives=reducer,
             shards=shards,
             keep=keep,
@@ -213,8 +218,9 @@ class ShardedTrainer(TorchTrainer):
             total_steps=total_steps,
             mismatch_gate=mismatch_gate,
             parameters=self.sharded.parameters,
+            siblings=siblings,
         )
-        self.forward = PolicyForward(policy, plain=True)
+        self.forward = PolicyForward(policy, plain=True, siblings=siblings)
         cut = self.sharded.parameters
         if cut.rank + cut.replica * cut.ranks != self.reducer.rank or self.reducer.world_size % cut.ranks:
             raise LifecycleError(
@@ -302,7 +308,7 @@ class ShardedTrainer(TorchTrainer):
     # -- what differs from a flat layout -----------------------------------------------------------------------------
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
-        routes = forward_routes(batch, self.sharded.routing, keep_logits=self.balance is not None)
+        routes = forward_routes(batch, self.sharded.routing, self.siblings, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad, routes)
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 

@@ -32,15 +32,17 @@ def survey(
     reducer: Reducer,
     device: torch.device,
     max_length: int,
+    counts: bool = True,
 ) -> tuple[Loss, list[Microbatch]]:
     """A loss whose terms share one normaliser, and the microbatches with a `keep` column if the loss needs one. A collective.
 
-    `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1.
+    `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1. `counts`: whether this rank
+    adds its microbatches to the sums; of siblings that share microbatches only one does.
     """
     selected = list(batches)
     if loss.top_entropy_quantile < 1:
         # The empty array is for a rank without microbatches.
-        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *entropies]))
+        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(entropies if counts else ())]))
         threshold = entropy_threshold(gather_over_ranks(own_entropies, reducer, device), loss.top_entropy_quantile)
         selected = [
             replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
@@ -48,17 +50,18 @@ def survey(
         ]
     if loss.extra_normaliser is None:
         return loss, selected
-    counts = Counts(
+    own = Counts(
         sequences=sum(batch.sequences for batch in selected),
         tokens=sum(batch.scored for batch in selected),
         microbatches=len(selected),
         extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
-    ).over_ranks(reducer, device)
-    denominators = counts.denominators(max_length)
+    )
+    totals = (own if counts else Counts()).over_ranks(reducer, device)
+    denominators = totals.denominators(max_length)
     extra_denominator = denominators[loss.extra_normaliser]
     # With TOKENS the extra term is a mean over its own tokens, which `keep` selects.
     if loss.extra_normaliser is Normaliser.TOKENS:
-        extra_denominator = max(counts.extra, 1.0)
+        extra_denominator = max(totals.extra, 1.0)
     return loss.with_scaled_extra(denominators[loss.normaliser] / extra_denominator), selected
 
 

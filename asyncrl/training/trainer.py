@@ -33,7 +33,9 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import EntropyControl, Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DivergenceError, TrainStepError
+from asyncrl.models.attention.context import require_context
 from asyncrl.models.copying import to_device
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
@@ -42,6 +44,7 @@ from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 from .accumulators import Counts, Metrics, empty_metrics
 from .agreement import EVERY, bit_sums, exact, require_same_weights
 from .balance import METRIC, Balance, balance_of
+from .context import Share
 from .optimizer import FlatAdamW, Parameters, require_names
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
 from .reducer import OneRank, Reducer
@@ -92,11 +95,14 @@ class TorchTrainer:
         second_buffer: bool = False,
         mismatch_gate: float | Literal["auto"] | None = None,
         parameters: Parameters | None = None,
+        siblings: Collectives | None = None,
     ) -> None:
         """max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present
         weights in the matmul dtype. total_steps: optimizer steps of the run, for the schedule; by default `train.max_steps`.
         mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto". second_buffer: allocate the gradient of a
-        term with its own normaliser (second_buffer.py). parameters: the trained parameters; by default the policy's `flat`."""
+        term with its own normaliser (second_buffer.py). parameters: the trained parameters; by default the policy's `flat`.
+        siblings: the ranks that share each microbatch (context.py), this one included; they make the same calls with the same
+        arguments in the same order. Errors: ConfigError if they cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
         assert mismatch_gate != "auto"
@@ -108,7 +114,12 @@ class TorchTrainer:
         self.schedule = Schedule(config, total_steps or config.max_steps)
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
-        self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing)
+        self.siblings = siblings
+        # Counts and metrics are the same on all siblings, so one of them adds them to the step.
+        self._leads = siblings is None or siblings.rank == 0
+        if siblings is not None:
+            require_context(policy.config, policy.path, siblings.world_size)
+        self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing, siblings=siblings)
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second_buffer = SecondBuffer(policy.flat) if second_buffer else None
@@ -158,6 +169,9 @@ class TorchTrainer:
             self._run(step, batch)
 
     def _count(self, step: TrainStep, batch: Microbatch) -> None:
+        step.microbatches += 1
+        if not self._leads:
+            return
         step.counts.sequences += batch.sequences + batch.skipped_sequences
         step.counts.tokens += batch.scored + batch.skipped_tokens
         step.counts.skipped_sequences += batch.skipped_sequences
@@ -165,7 +179,6 @@ class TorchTrainer:
         if batch.routes is not None:
             step.metrics.add(replay_gaps(batch.routes))
         step.counts.microbatches += 1
-        step.microbatches += 1
 
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
         """Runs forward and backward with gradients enabled, and adds the metrics."""
@@ -179,16 +192,18 @@ class TorchTrainer:
             assert second_sums.extra is not None
             with self.second_buffer.swapped_in():
                 second_sums.extra.backward()
+        step.results.append((sums.total.detach(), unknown_ids, replace(batch, routes=None)))
+        if not self._leads:
+            return
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
-        step.results.append((sums.total.detach(), unknown_ids, replace(batch, routes=None)))
         age_S = self.version - to_device(batch.versions, inputs.logp_S.device).to(torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
         )
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
-        routes = forward_routes(batch, self.policy.routing, keep_logits=self.balance is not None)
+        routes = forward_routes(batch, self.policy.routing, self.siblings, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad, routes=routes)
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.forward.has_unknown_ids
 
@@ -198,6 +213,8 @@ class TorchTrainer:
         """The inputs and sums of the loss. If the model has a loss that balances experts, it is added to the sums."""
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
+        share = Share(batch, self.siblings)
+        routes.logits = {layer: share.joined_tokens(logits) for layer, logits in sorted(routes.logits.items())}
         return inputs, self.balance.added(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
@@ -269,7 +286,7 @@ class TorchTrainer:
         "reference" means the weights at the start of the run. Errors: ValueError if the trainer keeps no reference."""
         with torch.no_grad():
             if model == "policy":
-                logp_S, _ = self.forward(batch, routes=forward_routes(batch, self.policy.routing))
+                logp_S, _ = self.forward(batch, routes=forward_routes(batch, self.policy.routing, self.siblings))
             else:
                 if self.reference is None:
                     raise ValueError("compute_logprobs: no reference weights; set needs_reference=True for the trainer")
@@ -283,7 +300,7 @@ class TorchTrainer:
         if batch.scored == 0:
             return np.zeros(0, np.float32)
         with torch.no_grad():
-            _, entropy_S = self.forward(batch, routes=forward_routes(batch, self.policy.routing))
+            _, entropy_S = self.forward(batch, routes=forward_routes(batch, self.policy.routing, self.siblings))
         return self._on_host(entropy_S, batch)
 
     def _on_host(self, values_S: Tensor, batch: Microbatch) -> Float32Array:
@@ -298,7 +315,8 @@ class TorchTrainer:
     ) -> tuple[Loss, list[Microbatch]]:
         """See survey.py. A collective, which every rank calls before `begin_train_step`."""
         loss = self._with_entropy_control(loss)
-        return survey(loss, batches, entropies, self.reducer, self.policy.device, self.max_completion_length)
+        lengths = self.max_completion_length
+        return survey(loss, batches, entropies, self.reducer, self.policy.device, lengths, counts=self._leads)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ import torch
 from support.trees import lines_of, random_tree
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     PhiConfig,
@@ -41,12 +43,16 @@ _EXPERTS = {
     "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True,
     "output_router_logits": True, "router_aux_loss_coef": 0.5,
 }  # fmt: skip
+_WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 _KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, {}),
     "qwen3": (Qwen3Config, {}),
     "narrow": (Qwen3Config, {"head_dim": 4}),
     # Experts that an auxiliary loss balances.
     "moe": (Qwen3MoeConfig, _EXPERTS),
+    # Windows with capped scores, and with sinks and experts.
+    "window": (Gemma2Config, _WINDOW | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}),
+    "sinks": (GptOssConfig, _WINDOW | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
     # What a model may do around its head: soft-capped logits, logits that are divided, a bias.
     "capped": (Gemma3TextConfig, _CAPPED),
     "scaled": (GraniteConfig, {"logits_scaling": 0.25}),

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_helpers import (
     MAX_LENGTH,
     everything,
     make_group,
     tiny_module,
-    tiny_policy,
     train_step,
     with_columns,
     with_routes,
@@ -33,10 +33,12 @@ from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.checkpoint.manifest import STATE
 from asyncrl.checkpoint.shards import join_shards
-from asyncrl.config.schema import TrainConfig
+from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.distributed.world import World
 from asyncrl.errors import DivergenceError
+from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.sharded import ShardedTrainer
@@ -65,6 +67,10 @@ class Case:
     # Before this step one bit of a master flips on this rank, in the last element: [rank, step, tensor].
     flip: list[Any] | None = None
     plain: bool = False  # every term of the loss is a multiple of the advantage
+    context: int = 1  # ranks that share each microbatch; `where` names their sets
+    path: str | None = None
+    lora: int = 0  # the rank of adapters
+    whole: str = ""  # "survey": the step is surveyed first; "buffer": a second gradient buffer
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -85,7 +91,22 @@ def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]
 
 
 def loss_of(case: Case) -> Loss:
+    if case.whole:
+        return everything(case.name, top=0.4 if case.whole == "survey" else 1.0)
     return build_loss(case.name) if case.plain else everything(case.name, entropy_coef=0.0)
+
+
+def policy_of(case: Case, served: bool = False) -> PolicyModel:
+    path = next((path for path in (FUSED, PACKED, *PLAIN) if path.name == case.path), None)
+    lora = LoraConfig(rank=case.lora, alpha=5) if case.lora else None
+    return PolicyModel(tiny_module(case.kind, case.tied), case.dtype, served=served, path=path, lora=lora)
+
+
+def one_step(trainer: TorchTrainer, case: Case, batches: list[Microbatch]) -> dict[str, float]:
+    loss = loss_of(case)
+    if case.whole == "survey":
+        loss, batches = trainer.survey(loss, batches, [trainer.compute_entropies(batch) for batch in batches])
+    return summary(train_step(trainer, batches, loss))
 
 
 def settings(case: Case) -> TrainConfig:
@@ -94,13 +115,13 @@ def settings(case: Case) -> TrainConfig:
 
 def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
     """The same step on one rank that holds everything, with the flat layout. `run_all`: groups without advantages, too."""
-    policy = tiny_policy(case.dtype, case.kind, case.tied)
-    trainer = TorchTrainer(policy, settings(case), max_completion_length=MAX_LENGTH)
+    trainer = make_flat(None, case)
+    policy = trainer.policy
     ranks = range(len(case.silent) or 1 + max(rank for rank, _ in case.where))
     batches = [batch for rank in ranks for batch in batches_of(case, rank, run_all)]
     numbers = []
     for _ in range(case.steps):
-        numbers.append(summary(train_step(trainer, batches, loss_of(case))))
+        numbers.append(one_step(trainer, case, batches))
     return {
         "numbers": numbers,
         "gradient": {name: grad.clone() for name, grad in policy.flat.named_grads()},
@@ -117,16 +138,38 @@ def summary(result: Any) -> dict[str, float]:
     return {f"step/{name}": float(getattr(result, name)) for name in KEPT} | result.metrics
 
 
+class Siblings(Collectives):
+    """The set of this rank."""
+
+    def __init__(self, world: World, size: int) -> None:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.world_size, size)]
+        self.world_size, self.lost = size, world.lost
+        self.rank, self.group = world.rank % size, groups[world.rank // size]
+
+    is_open = True
+
+
+SETS: dict[int, Siblings] = {}  # by their size
+
+
+def siblings(world: World | None, case: Case) -> Siblings | None:
+    if world is None or case.context == 1:
+        return None
+    if case.context not in SETS:
+        SETS[case.context] = Siblings(world, case.context)
+    return SETS[case.context]
+
+
 def make_sharded(world: Any, case: Case) -> ShardedTrainer:
-    policy = PolicyModel(tiny_module(case.kind, case.tied), case.dtype, served=True)
     return ShardedTrainer(
-        policy,
+        policy_of(case, served=True),
         tiny_module(case.kind, case.tied),
         settings(case),
         world,
         max_completion_length=MAX_LENGTH,
         shards=case.shards,
         keep=case.keep,
+        siblings=siblings(world, case),
     )
 
 
@@ -144,8 +187,14 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def make_flat(world: Any, case: Case) -> TorchTrainer:
-    policy = tiny_policy(case.dtype, case.kind, case.tied)
-    return TorchTrainer(policy, settings(case), world, max_completion_length=MAX_LENGTH)
+    return TorchTrainer(
+        policy_of(case),
+        settings(case),
+        world,
+        max_completion_length=MAX_LENGTH,
+        second_buffer=case.whole == "buffer",
+        siblings=siblings(world, case),
+    )
 
 
 def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> ShardedTrainer:
@@ -165,13 +214,16 @@ def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> Shar
 
 def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
     trainer: Any = make_sharded(world, case) if not case.flat else make_flat(world, case)
-    batches = batches_of(case, rank)
+    batches = batches_of(case, rank // case.context)
     numbers, collectives = [], []
     for step in range(case.steps):
         if step == 1 and case.then is not None:
             trainer = reopened(world, case, trainer, out)
         if case.flip is not None and case.flip[:2] == [rank, step]:
             dict(trainer.parameters.named_masters())[case.flip[2]].view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
+        if case.whole:
+            numbers.append(one_step(trainer, case, batches))
+            continue
         with CollectiveCount() as counter:
             trainer.begin_train_step(loss_of(case))
             for number, batch in enumerate(batches):

@@ -128,7 +128,7 @@ class TreePlan(PlanWithRoutes):
         if self._pads(query, terms) and self._ragged_plan(query, terms) is None:
             self._check_count(query)
             return self.attend_masked(query, key, value, scaling)
-        result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
+        result: Tensor = TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
         return result
 
     def _pads(self, query: Tensor, terms: AttentionTerms) -> bool:
@@ -327,7 +327,7 @@ class _PaddedRows:
         return rows.view(self.count, width, *key.shape[1:]).transpose(1, 2)
 
 
-class _TreeAttention(torch.autograd.Function):
+class TreeAttention(torch.autograd.Function):
     """`TreePlan.forward` and `TreePlan.backward` as one autograd node."""
 
     @staticmethod

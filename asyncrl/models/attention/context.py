@@ -1,0 +1,131 @@
+"""Attention over packed trees whose tokens are dealt over ranks (`distributed.context`; DeepSpeed Ulysses, arXiv:2309.14509).
+
+n siblings share each microbatch: sibling r holds the tokens r, r + n, r + 2n, ... Attention needs all tokens, but one head at a
+time. So an all-to-all turns a share of the tokens into a share of the heads, `TreePlan` attends, and another all-to-all turns back:
+
+    q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of the own heads ->  [T, h, D]  ->  [t, H, D]
+
+Backward exchanges the inputs again, because saving them by heads too would double what attention saves.
+Each sibling needs the key/value heads of its query heads. If n does not divide K, every key/value head is sent as often as it takes
+to give each sibling equally many.
+
+Shape legend: n siblings, T packed tokens and padding, t = T/n, H query heads, h = H/n, K key/value heads, k = lcm(K, n)/n,
+D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from asyncrl.distributed.collectives import Collectives
+from asyncrl.errors import ConfigError
+from asyncrl.types import Microbatch
+
+from ..paths import ModelPath
+from .interface import PLAIN, AttentionTerms
+from .tree import TreeAttention, TreePlan
+
+
+def require_context(config: PretrainedConfig, path: ModelPath | None, siblings: int) -> None:
+    """Errors: ConfigError if `siblings` ranks cannot share the microbatches of a model. `path`: None if it is not known yet."""
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if siblings > 1 and isinstance(heads, int):
+        _require_heads(heads, siblings)
+    if siblings > 1 and path is not None and path.name == "plain":
+        raise ConfigError(
+            f"distributed.context is {siblings}, but this model runs on the path {path}, where each rank computes whole rows; set "
+            "distributed.context to 1"
+        )
+
+
+def _require_heads(heads: int, siblings: int) -> None:
+    if heads % siblings:
+        raise ConfigError(
+            f"distributed.context is {siblings}, but the model has {heads} attention heads, which {siblings} ranks cannot share "
+            f"equally; choose a divisor of {heads}"
+        )
+
+
+class ContextPlan(TreePlan):
+    """The plan of one sibling. All siblings must call `attend`, `forward` and `backward` in the same order."""
+
+    def __init__(self, batch: Microbatch, siblings: Collectives) -> None:
+        """The padding is a root of its own behind all nodes of `batch`."""
+        padding = -batch.tokens.size % siblings.world_size
+        super().__init__(np.append(batch.node_length, padding), np.append(batch.node_parent, -1))
+        self._siblings = siblings
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
+        """`query` [t, H, D], `key` and `value` [t, K, D] -> [t, H, D]. A collective, and its backward as well."""
+        result: Tensor = TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
+        return result
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """See `TreePlan.forward`; tensors of the own tokens. The second result is that of the own heads."""
+        repeats = self._repeats(query, key)
+        q, k, v = self._exchange((query, _repeat(key, repeats), _repeat(value, repeats)), self.tokens)
+        out, saved = super().forward(q, k, v, scaling, self._of_own_heads(terms))
+        return self._exchange((out,), len(query))[0], saved
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        scaling: float,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        terms: AttentionTerms = PLAIN,
+        sinks_gradient: Tensor | None = None,
+    ) -> None:
+        """See `TreePlan.backward`; tensors of the own tokens. `sinks_gradient` gets the part of the own heads."""
+        query, key, value, out, lse = saved
+        repeats = self._repeats(query, key)
+        inputs = query, _repeat(key, repeats), _repeat(value, repeats), out, grad
+        q, k, v, out, grad = self._exchange(inputs, self.tokens)
+        of_heads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        own_sinks = None if sinks_gradient is None else self._own(sinks_gradient)
+        super().backward(grad, (q, k, v, out, lse), scaling, of_heads, self._of_own_heads(terms), own_sinks)
+        del inputs, q, k, v, out, grad
+        parts = self._exchange(of_heads, len(query))
+        gradients[0].copy_(parts[0])
+        for target, part in zip(gradients[1:], parts[1:], strict=True):
+            target.copy_(part if repeats == 1 else part.view(*key.shape[:2], repeats, -1).sum(2))
+
+    def _repeats(self, query: Tensor, key: Tensor) -> int:
+        """How often each key/value head is sent."""
+        siblings = self._siblings.world_size
+        _require_heads(query.shape[1], siblings)
+        if len(query) * siblings != self.tokens:
+            raise ValueError(
+                f"the plan describes {self.tokens} tokens of {siblings} ranks, but the model passed {len(query)}"
+            )
+        return siblings // math.gcd(key.shape[1], siblings)
+
+    def _exchange(self, parts: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The all-to-all in both directions, for each part: [t, n x, D] -> [T, x, D] if `rows` is T, and back if it is t."""
+        siblings = self._siblings.world_size
+        own, size = self.tokens // siblings, parts[0].shape[2]
+        # Token i belongs to sibling i % n, so both layouts are [t, n, x, D].
+        by_rank = [part.reshape(own, siblings, -1, size).transpose(0, 1) for part in parts]
+        received = self._siblings.all_to_all(torch.cat(by_rank, 2))
+        widths = [part.shape[2] for part in by_rank]
+        return [part.transpose(0, 1).contiguous().view(rows, -1, size) for part in received.split(widths, 2)]
+
+    def _own(self, values_H: Tensor) -> Tensor:
+        return values_H.view(self._siblings.world_size, -1)[self._siblings.rank]
+
+    def _of_own_heads(self, terms: AttentionTerms) -> AttentionTerms:
+        return terms if terms.sinks is None else AttentionTerms(terms.window, terms.softcap, self._own(terms.sinks))
+
+
+def _repeat(heads: Tensor, repeats: int) -> Tensor:
+    return heads if repeats == 1 else heads.repeat_interleave(repeats, 1)

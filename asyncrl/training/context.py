@@ -1,0 +1,103 @@
+"""How siblings share a microbatch (`distributed.context`). All of them have the whole microbatch.
+
+Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of them. A
+differentiable all-gather then gives every sibling all S log-probs and entropies, and each evaluates the whole loss. Backward keeps
+the own part of their gradient, so the gradients of the parameters are those of the own tokens, and the sum over ranks is exact.
+Counts, losses and metrics are the same on all siblings: the leader, sibling 0, alone adds them to the step.
+
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s own ones, filled up to those of the sibling with most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.distributed.collectives import Collectives
+from asyncrl.models.attention.context import ContextPlan
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.copying import to_device
+from asyncrl.types import Int64Array, Microbatch
+
+
+def dealt(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int = 0) -> npt.NDArray[Any]:
+    """[T, ...] -> the values [t, ...] of this rank's tokens. Padding gets the value `padding`."""
+    if siblings is None:
+        return values_T
+    filled = np.full((-len(values_T) % siblings.world_size, *values_T.shape[1:]), padding, values_T.dtype)
+    return np.ascontiguousarray(np.concatenate([values_T, filled])[siblings.rank :: siblings.world_size])
+
+
+class Share:
+    """What this rank computes of a microbatch; all of it without siblings.
+
+    own: the microbatch with the columns of a forward (tokens, positions, source, target, temperature) cut to this share.
+    """
+
+    def __init__(self, batch: Microbatch, siblings: Collectives | None) -> None:
+        self._siblings = siblings
+        self._whole = self.own = batch
+        # Of each scored token the place among the gathered ones of all siblings.
+        self._place_S: Int64Array | None = None
+        if siblings is None:
+            return
+        n, rank = siblings.world_size, siblings.rank
+        owner_S, scored = batch.source % n, np.arange(batch.scored)
+        mine = [scored[owner_S == sibling] for sibling in range(n)]
+        most = max(1, *(each.size for each in mine))
+        self._place_S = np.zeros(batch.scored, np.int64)
+        for sibling, each in enumerate(mine):
+            self._place_S[each] = sibling * most + np.arange(each.size)
+
+        def filled(values_S: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
+            return np.append(values_S, np.full(most - values_S.size, value, values_S.dtype))
+
+        self.own = replace(
+            batch,
+            tokens=dealt(batch.tokens, siblings),
+            positions=dealt(batch.positions, siblings),
+            source=filled(batch.source[mine[rank]] // n, 0),
+            target=filled(batch.target[mine[rank]], 0),
+            temperature=filled(batch.temperature[mine[rank]], 1),
+        )
+
+    def plan(self) -> TreePlan:
+        """The plan of the tokens of `own`."""
+        return TreePlan.of(self._whole) if self._siblings is None else ContextPlan(self._whole, self._siblings)
+
+    def joined(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies [s] of `own`, and whether it has unknown ids -> those of the whole microbatch. A collective."""
+        if self._siblings is None or self._place_S is None:
+            return logp, entropy, unknown
+        columns = torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)])
+        gathered: Tensor = _Gather.apply(columns, self._siblings)
+        place_S = to_device(self._place_S, logp.device)
+        all_logp, all_entropy = (gathered[:, i].flatten().index_select(0, place_S) for i in range(2))
+        is_unknown = gathered[:, 2].detach().any()
+        return all_logp, all_entropy if entropy.requires_grad else all_entropy.detach(), is_unknown
+
+    def joined_tokens(self, values: Tensor) -> Tensor:
+        """Values [t, ...] of the own tokens -> [T, ...], differentiable. A collective."""
+        if self._siblings is None:
+            return values
+        gathered: Tensor = _Gather.apply(values.contiguous(), self._siblings)
+        return gathered.transpose(0, 1).flatten(0, 1)[: self._whole.tokens.size]
+
+
+class _Gather(torch.autograd.Function):
+    """[...] -> [n, ...]. The backward takes the own part of the gradient: siblings evaluate the same loss, so a sum would count the
+    gradient n times."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, siblings: Collectives) -> Tensor:
+        ctx.rank = siblings.rank
+        return siblings.all_gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.rank], None
