@@ -201,7 +201,11 @@ class _End:
             now = awake.now()
             for link in list(self._links()):
                 if link.down_since is not None and now - link.down_since > self.silence_s:
-                    self._lose(link, f"has given no sign of life for {now - link.down_since:.0f} s")
+                    try:
+                        self._lose(link, f"has given no sign of life for {now - link.down_since:.0f} s")
+                    except Exception:
+                        # Of `on_end`. This task watches the other links, too.
+                        logger.exception("%s could not handle the loss of %s", self.name, link.peer)
 
 
 class LineServer(_End):
@@ -278,6 +282,11 @@ class LineServer(_End):
         if (link := self._peers.get(peer)) is not None:
             self._dismiss(peer.encode(), link.session, str(error))
             self._end(link, error)
+
+    def forget(self, peer: str) -> None:
+        """Keep nothing about a client that has ended, and whose name no other client will have."""
+        self.machines.pop(peer, None)
+        self._left.discard(peer)
 
     async def leave(self, timeout_s: float) -> list[str]:
         """Wait, before `aclose`, until each client has left, too, or is lost. Returns the clients that have not left.

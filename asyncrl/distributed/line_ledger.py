@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from ..concurrency.shield import wait_shielded
-from ..errors import LedgerError, LifecycleError, RankLost
+from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
 from .changes import Changes, waiting_for_slot
 from .ledger import LocalLedger
@@ -149,7 +149,7 @@ class LineLedger:
         self._watching: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()  # a task waits for a change
         self._opened = self._closed = self._stale = False
-        self._lost: RankLost | None = None
+        self._lost: Exception | None = None
         if self._desk is not None:
             self._desk.ledger.on_change = self._on_change
 
@@ -164,6 +164,8 @@ class LineLedger:
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
+        if self._watching is not None:
+            await asyncio.wait([self._watching])
 
     def close(self) -> None:
         """Fail every waiter with LifecycleError. A second call does nothing. Rank 0 goes on answering the other ranks."""
@@ -173,12 +175,12 @@ class LineLedger:
                 self._watching.cancel()
             self._wake(LifecycleError("the ledger was closed while a task waited for a change; open a new ledger"))
 
-    def lose(self, error: RankLost) -> None:
-        """A rank is lost without which the run cannot go on: every waiter and every further call raises `error`."""
+    def lose(self, error: Exception) -> None:
+        """The run cannot go on, most often because a rank is lost: every waiter and every further call raises `error`."""
         self._lost = self._lost or error
         self._wake(error)
 
-    def _wake(self, error: RankLost | LifecycleError) -> None:
+    def _wake(self, error: Exception) -> None:
         self._changes.wake(error)
         if self._admitting is not None:
             self._admitting.cancel()
@@ -264,8 +266,7 @@ class LineLedger:
         return await self._changes.wait(seen)
 
     async def _watch(self, line: LineClient) -> None:
-        # LifecycleError: this rank closes its line. `lose` tells the waiters of a RankLost.
-        with contextlib.suppress(RankLost, LifecycleError):
+        try:
             while True:
                 if not self._changes.awaited:
                     self._wanted.clear()
@@ -275,6 +276,12 @@ class LineLedger:
                 self._set_state(state)
                 # So that the woken tasks are no waiters any more.
                 await asyncio.sleep(0)
+        except LifecycleError:
+            # This rank closes its line.
+            return
+        except Exception as error:
+            # Nothing else would wake the waiters.
+            self.lose(error)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         await self._complete("end", _plain(ticket), outcome)

@@ -6,6 +6,7 @@ All parts are on one exit stack, which closes them in the opposite order, also a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.connections import Connections
+from asyncrl.distributed.exchange import Handler
 from asyncrl.distributed.joining import JOINING, VARIABLE, Entrance, listen_at
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import LifecycleError, RankLost
@@ -160,15 +162,20 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
         )
 
 
-async def _open_line(run: OpenRun) -> None:
-    """Open the line between rank 0 and the other ranks. A rank that is lost ends the run."""
-    world, silence_s = run.world, run.config.watchdog.loop_timeout_s
+def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
+    """What the line calls: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
+    another rank says why it ends."""
+    world = run.world
+    # On ranks other than 0: why rank 0 ends.
+    told: RankLost | None = None
 
     def lose(lost: RankLost) -> None:
+        lost = told or lost
         if world.joined is not None:
             world.ended_well = run.remote is not None and run.remote.ended.is_set()
-            lost = lost if world.lost.reason is None else RankLost(f"the run has ended: {world.lost.reason}")
-        run.stages.lost = str(lost)
+            lost = lost if told is None else RankLost(f"the run has ended: {told}")
+        if world.joined is None or not run.stages.end_opening(lost):
+            run.stages.lost = str(lost)
         world.lost.report(str(lost))
         if run.ledger is not None:
             run.ledger.lose(lost)
@@ -183,10 +190,13 @@ async def _open_line(run: OpenRun) -> None:
             lose(lost)
 
     async def hear(peer: str, ended: Any, buffers: Any) -> None:
+        nonlocal told
         lost = RankLost(ended["reason"])
         lost.stopped_by = ended["stopped_by"]
         if ended["stalled"]:
             run.describe_waits()
+        if not isinstance(run.line, LineServer):
+            told = lost
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
             # Only collectives end: this rank may be about to raise the error that ended the other rank.
             world.lost.report(str(lost))
@@ -194,6 +204,14 @@ async def _open_line(run: OpenRun) -> None:
             run.line.give_up(peer, lost)
         else:
             lose(lost)
+
+    return lose, on_end, hear
+
+
+async def _open_line(run: OpenRun) -> None:
+    """Open the line between rank 0 and the other ranks. A rank that is lost ends the run."""
+    world, silence_s = run.world, run.config.watchdog.loop_timeout_s
+    lose, on_end, hear = _on_lost(run)
 
     async def meet(peer: str, header: Any, buffers: Any) -> Any:
         return [chosen_settings(run.config), run.saved is not None], ()
@@ -290,7 +308,8 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
 def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
     if peer.startswith(JOINING):
-        return
+        assert isinstance(run.line, LineServer)
+        return run.line.forget(peer)
     dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
     assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
     # Without an `await` in between: a checkpoint must not miss a prompt.

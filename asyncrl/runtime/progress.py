@@ -14,6 +14,7 @@ from weakref import WeakSet
 from asyncrl.concurrency.offload import offloaded_work
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.errors import RankLost
 from asyncrl.telemetry.recorder import Recorder
 
 T = TypeVar("T")
@@ -32,6 +33,8 @@ class Stages:
         self.lanes: list[Any] = []
         self.line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
         self.lost: str | None = None  # why the run cannot go on without a lost rank
+        # End the opening of the run with this error. False if the run is open, or is being closed.
+        self.end_opening: Callable[[RankLost], bool] = lambda lost: False
 
     def show_on(self, display: Callable[[str], None]) -> None:
         """From now on `show` also calls `display`, the live view."""

@@ -113,6 +113,7 @@ class Runtime:
         self._stack = AsyncExitStack()
         self._run: OpenRun | None = None  # set at the end of the opening
         self._stages = Stages()
+        self._stages.end_opening = self._end_opening
         self._stall: StallError | RankLost | None = None  # a stall during the opening
         self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(config.watchdog)
@@ -211,9 +212,14 @@ class Runtime:
                 # Else the lane waits for the lost rank, and the pumps wait for the lane.
                 self._run.world.lost.report(str(error))
             self._run.supervisor.fail(error)
-        elif self._task is not None:
-            self._stall = error
-            self._task.cancel()
+        else:
+            self._end_opening(error)
+
+    def _end_opening(self, error: StallError | RankLost) -> bool:
+        if self._run is not None or self._state is not _State.OPEN or self._task is None:
+            return False
+        self._stall = error
+        return self._task.cancel()
 
     def expect_end(self, reason: str) -> None:
         """Call before the block is cancelled because of a signal. The end must then take at most `watchdog.abort_grace_s`.

@@ -253,6 +253,22 @@ async def test_an_end_that_is_disconnected_is_named_until_it_is_back() -> None:
         assert server.silent() == client.silent() == []
 
 
+async def test_an_error_while_the_loss_of_one_end_is_handled_hides_no_other_loss() -> None:
+    lost = list[str]()
+
+    def on_end(peer: str, error: RankLost | None) -> None:
+        lost.append(peer)
+        raise ValueError("of the test")
+
+    async with await LineServer(SECRET, silence_s=0.5, on_end=on_end).open() as server, Wire(server.address) as wire:
+        clients = [LineClient(wire.address, SECRET, f"rank {rank}", silence_s=60.0) for rank in (1, 2)]
+        async with clients[0], clients[1]:
+            wire.refuses = True
+            wire.cut()
+            await until(lambda: sorted(lost) == ["rank 1", "rank 2"])
+            server.on_end = None
+
+
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110  # of threads and processes

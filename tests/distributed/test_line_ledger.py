@@ -351,6 +351,22 @@ async def test_a_rank_that_is_lost_ends_all_waits() -> None:
                 await ledger.claim([])
 
 
+async def test_a_rank_that_cannot_read_the_state_of_the_books_does_not_wait_for_ever() -> None:
+    async with two_ranks(4, 0) as (a, b):
+
+        async def unreadable(peer: str, request: Sequence[int], buffers: object) -> Any:
+            return [a.changes + 1], ()
+
+        a._line.on("watch", unreadable)
+        with anyio.fail_after(30), pytest.raises(ValueError, match="not enough values"):
+            # The first state was asked for before, and is good.
+            for number in range(3):
+                waiting = asyncio.ensure_future(b.wait_changed(b.changes))
+                await fresh(a, number)
+                await waiting
+    assert b._watching is not None and b._watching.done()
+
+
 async def test_a_rank_waits_for_each_next_change_whatever_it_did_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ledger, "_EVERY_S", 1000.0)  # else the next state to every rank would help
     async with two_ranks(200, 3) as (a, b):

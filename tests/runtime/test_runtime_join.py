@@ -9,10 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from ports import reserved_port
-from runtime_helpers import DRY, MODEL, PROGRAM, REWARDS, Process, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import DRY, MODEL, PROGRAM, REWARDS, Process, config_of, metrics_of, rollouts_of, write_yaml
 from test_runtime_lost import DIES, TELEMETRY
+
+from asyncrl import Runtime
+from asyncrl.distributed.joining import ask_to_join
+from asyncrl.distributed.line import LineServer
 
 SECRET = {"ASYNCRL_SECRET": "the secret of these tests", "WARM_WORKERS": ""}
 HOOKS = Path(__file__).with_name("runtime_hooks.py")
@@ -102,7 +107,26 @@ def test_a_node_that_starts_when_the_run_ends_ends_well(tmp_path: Path) -> None:
         assert run.first.wait(60) == 0, run.first.output
         (tmp_path / "node/go").touch()
         assert node.wait(60) == 0, node.output
-        assert "the run has ended before this node generated" in node.output
+        assert node.output.splitlines()[-1] == "asyncrl: the run has ended before this node generated", node.output
+        # No stacks of threads.
+        assert len(node.output.splitlines()) < 10, node.output
+
+
+async def test_rank_0_forgets_the_names_of_nodes_that_have_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_SECRET", SECRET["ASYNCRL_SECRET"])
+    tree = DRY | {"reward": f"{REWARDS}:short", "distributed": {"listen": "127.0.0.1:0"}}
+    async with Runtime(config_of(tmp_path, base=tree)) as runtime:
+        server = runtime.built.line
+        assert isinstance(server, LineServer)
+        numbers = [(await ask_to_join(server.address, SECRET["ASYNCRL_SECRET"])).rank for _ in range(3)]
+        assert numbers == [1, 2, 3]
+        with anyio.fail_after(30):
+            while server.peers:  # noqa: ASYNC110  # of the other end's thread
+                await anyio.sleep(0.01)
+        assert (server.machines, server._left) == ({}, set())
+        await runtime.run()
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,28 @@ def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resume
     check_trained_once(run, stopped_at + 4)
 
 
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        ("", 128 + signal.SIGTERM, "another rank was stopped by SIGTERM; this rank ends, too"),
+        ("fails", RankLost.exit_code, "RankLost: rank 0 has ended: HookError: hook after_advantages (fails) failed"),
+    ],
+    ids=["SIGTERM", "an error"],
+)
+def test_a_rank_that_generates_names_the_reason_why_rank_0_ends(
+    tmp_path: Path, fault: str, code: int, reason: str
+) -> None:
+    tree = DRY | {"train": DRY["train"] | {"max_steps": 1000}, "reward": f"{REWARDS}:short"}
+    if fault:
+        tree["hooks"] = f"{DIES.with_name('runtime_hooks.py')}:failing"
+    with run_of(tmp_path, tree, [""]) as (first, second):
+        if not fault:
+            first.wait_until(lines_at_least(tmp_path / "runs/run", 2), "step 2")
+            first.send(signal.SIGTERM)
+        assert second.wait() == code, second.output
+        assert reason in second.output, second.output
+
+
 @pytest.mark.slow
 def test_a_run_without_ranks_that_generate_waits_for_a_node_to_join(tmp_path: Path) -> None:
     """Rank 1 is lost, and a node joins and is lost, too. No further node comes, so the run ends at the watchdog's limit."""
