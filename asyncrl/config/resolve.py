@@ -111,7 +111,7 @@ def resolve(
         # The gate remains "auto" while model.dtype is "auto": the dtype depends on the device, which is not known yet.
         derived["algorithm.mismatch_gate"] = MISMATCH.get(config.model.dtype, "auto") if sampled_here else None
     if config.engine.max_sequences is None:
-        groups_of_rank = -(-slots(config) // (generating or world_size))
+        groups_of_rank = -(-slots(config) // (world_size if generating is None else max(1, generating)))
         derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
     if config.engine.kept_prefix_max_age is None:
         oldest = 1 if config.engine.kv_after_update == "recompute" else max(1, staleness_bound(config))

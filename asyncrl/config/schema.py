@@ -304,7 +304,8 @@ class RolesConfig(SettingsSection):
 
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
-        None, "Number of ranks that only generate, or the ranks that generate."
+        None,
+        "Number of ranks that only generate, or the ranks that generate; none of them only with distributed.listen.",
     )
 
 

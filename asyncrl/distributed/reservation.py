@@ -168,7 +168,9 @@ class Reservation:
     def set_generating(self, ranks: Sequence[int]) -> None:
         """Only these ranks admit groups and have engines."""
         for rank in set(range(self.ranks)).difference(ranks):
-            self.acknowledged[rank], self.exhausted[rank] = _NO_ENGINE, True
+            self.acknowledged[rank] = _NO_ENGINE
+            # Without any rank that generates, the run must not end before a node joins.
+            self.exhausted[rank] = bool(ranks)
 
     def has_engine(self, rank: int) -> bool:
         """False for a rank that only trains, and for a lost rank."""

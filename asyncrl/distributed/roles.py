@@ -2,6 +2,7 @@
 
     {train: 2, generate: 6}                   ranks 0 and 1 train, ranks 2 to 7 generate
     {train: [0, 1], generate: [1, 2, 3]}      rank 1 does both
+    {train: 2, generate: 0}                   both ranks train; nodes that join generate (`distributed.listen`)
     absent                                    every rank does both
 
 Rank 0 always trains. It has the ledger and the prompt cursor of the run, and writes the files.
@@ -55,9 +56,10 @@ class Roles:
             _check_list("generate", setting.generate, ranks)
             roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)), listens)
         for name, chosen in (("train", roles.train), ("generate", roles.generate)):
-            if not chosen:
+            if not chosen and not (listens and name == "generate"):
+                joins = ", or distributed.listen, so that nodes join that generate" if name == "generate" else ""
                 raise ConfigError(
-                    f"distributed.roles.{name} names no rank; a run needs one rank or more that can {name}"
+                    f"distributed.roles.{name} names no rank; a run needs one rank or more that can {name}{joins}"
                 )
         if without := sorted(set(range(ranks)).difference(roles.train, roles.generate)):
             raise ConfigError(
@@ -121,7 +123,8 @@ def _check_list(name: str, given: tuple[int, ...], ranks: int) -> None:
 
 def _named(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 0-2, 5`."""
-    numbers = sorted(ranks)
+    if not (numbers := sorted(ranks)):
+        return "no rank"
     firsts = [number for number in numbers if number - 1 not in numbers]
     lasts = [number for number in numbers if number + 1 not in numbers]
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]

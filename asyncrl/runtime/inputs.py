@@ -65,7 +65,8 @@ def check_start(config: Config, code: bool) -> None:
     Errors: as `check_inputs`."""
     ranks = os.environ.get("WORLD_SIZE", "")
     setting = config.distributed.roles
-    roles = Roles.resolve(setting, int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting))
+    count = int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting)
+    roles = Roles.resolve(setting, count, listens=config.distributed.listen is not None)
     resolved = resolve(config, len(roles.train), len(roles.generate))
     # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
     if os.environ.get("RANK", "0") == "0":

@@ -241,8 +241,9 @@ class OpenRun:
         remote = self.dispatch.progress if self.dispatch else ()
         counters = (*groups, *remote, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
-        if self.dispatch is not None and not self.dispatch.generating and self.lost:
-            sentence = f"no rank is left that generates, and no node has joined ({[*self.lost.values()][-1][1]})"
+        if self.dispatch is not None and not self.dispatch.generating:
+            reason = f" ({[*self.lost.values()][-1][1]})" if self.lost else ""
+            sentence = f"no rank is there that generates, and no node has joined{reason}"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
     def _on_step(self, report: StepReport) -> None:

@@ -269,6 +269,11 @@ def _let_join(run: OpenRun) -> None:
         }  # fmt: skip
 
     run.entrance.open(describe)
+    if not dispatch.generating:
+        run.journal.live.note(
+            "no rank generates: the run waits for a node to join. It ends if nothing is generated within "
+            f"watchdog.stall_timeout_s ({run.config.watchdog.stall_timeout_s:g} s)"
+        )
 
 
 async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> Any:

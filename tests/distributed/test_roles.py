@@ -68,6 +68,16 @@ def test_what_no_run_can_be_is_refused(setting: dict[str, Any], text: str) -> No
     assert text in str(refused.value)
 
 
+def test_no_rank_has_to_generate_if_nodes_may_join() -> None:
+    for generate in (0, ()):
+        setting = RolesConfig(train=2 if generate == 0 else (0, 1), generate=generate)
+        given = Roles.resolve(setting, 2, listens=True)
+        assert (given.train, given.generate, given.sends) == ((0, 1), (), True)
+        assert "rank 1 only trains (distributed.roles: train ranks 0-1, generate no rank; " in given.line(1)
+        with pytest.raises(ConfigError, match=r"roles\.generate names no rank; .* or distributed\.listen"):
+            Roles.resolve(setting, 2)
+
+
 def config(*overrides: str) -> Any:
     given = (
         "train.max_steps=1",

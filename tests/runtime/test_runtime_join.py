@@ -18,6 +18,7 @@ from test_runtime_lost import DIES, TELEMETRY
 from asyncrl import Runtime
 from asyncrl.distributed.joining import ask_to_join
 from asyncrl.distributed.line import LineServer
+from asyncrl.errors import StallError
 
 SECRET = {"ASYNCRL_SECRET": "the secret of these tests", "WARM_WORKERS": ""}
 HOOKS = Path(__file__).with_name("runtime_hooks.py")
@@ -31,7 +32,8 @@ class JoinedRun:
         self.folder, self._stack, self._go = folder, stack, folder / "go"
         port = stack.enter_context(reserved_port())
         self.address = f"127.0.0.1:{port}"
-        tree = tree | {"distributed": {"listen": self.address}, "hooks": f"{HOOKS}:waiting"}
+        distributed = {"listen": self.address, **tree.get("distributed", {})}
+        tree = tree | {"distributed": distributed, "hooks": f"{HOOKS}:waiting"}
         arguments = str(write_yaml(folder, tree)), f"run.dir={folder}/runs"
         self.first = self._start("first", *arguments, program=PROGRAM)
         self.first.wait_until(lambda: "nodes may join this run" in self.first.output, "the first lines")
@@ -127,6 +129,24 @@ async def test_rank_0_forgets_the_names_of_nodes_that_have_their_number(
                 await anyio.sleep(0.01)
         assert (server.machines, server._left) == ({}, set())
         await runtime.run()
+
+
+def test_a_run_whose_ranks_only_train_ends_if_no_node_joins(tmp_path: Path) -> None:
+    tree = DRY | {
+        "reward": {"functions": [f"{REWARDS}:short"], "timeout_s": 1.0},
+        "watchdog": {"stall_timeout_s": 3.0, "interval_s": 0.5},
+        "telemetry": TELEMETRY,
+        "data": {"max_prompt_tokens": 64, "eval": f"{MODEL}:rows"},
+        "evaluate": {"every": 1, "samples": 1, "limit": 2},
+        "distributed": {"roles": {"train": 1, "generate": 0}},
+    }
+    with ExitStack() as stack:
+        first = JoinedRun(tmp_path, stack, tree).first
+        assert first.wait(60) == StallError.exit_code, first.output
+        shown = " ".join(first.output.split())
+        assert "rank 0 only trains (distributed.roles: train rank 0, generate no rank; distributed.listen: " in shown
+        assert "no rank generates: the run waits for a node to join. It ends if nothing is generated within" in shown
+        assert "no rank is there that generates, and no node has joined for 3." in shown, shown
 
 
 @pytest.mark.parametrize(

@@ -109,30 +109,36 @@ def check_equal(run: Path, alone: Path, output: str) -> None:
     assert "12 admitted, 12 trained, 0 dropped, 0 failed" in output
 
 
-@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_node_that_joins_does_not_change_the_weights(tmp_path: Path, alone: Path, sharding: str) -> None:
-    """Two ranks train and two generate. The groups of the second step are played once a fifth node has joined."""
+@pytest.mark.parametrize(
+    ("train", "generate", "sharding"),
+    [(2, 2, "replicate"), (1, 0, "replicate"), pytest.param(2, 2, "fsdp", marks=pytest.mark.slow)],
+)
+def test_a_node_that_joins_does_not_change_the_weights(
+    tmp_path: Path, alone: Path, train: int, generate: int, sharding: str
+) -> None:
+    """The groups of the second step are played once a node has joined, and all groups if no rank generates."""
+    size = train + generate
     gate = tmp_path / "gate"
     environ = {"ASYNCRL_SECRET": "the secret of this test", "GATE": str(gate), "GATE_FROM": "4", "WARM_WORKERS": ""}
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        tree = with_roles(SYNC, 2, 2, listen=address, sharding=sharding) | {
+        tree = with_roles(SYNC, train, generate, listen=address, sharding=sharding) | {
             "hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"
         }
-        with start_two(tmp_path, tree, size=4, own=("",) * 4, **environ) as ranks:
+        with start_two(tmp_path, tree, size=size, own=("",) * size, **environ) as ranks:
             ranks[0].wait_until(lambda: "nodes may join" in ranks[0].output, "the address")
             (place := tmp_path / "node").mkdir()
             node = Process(place, "join", address, "threads=1", program=("-m", "asyncrl.cli.app"), **environ)
             try:
                 node.wait_until(lambda: "this node generates from now on" in node.output, "weights", 240.0)
                 gate.touch()
-                assert [rank.wait(150) for rank in (*ranks, node)] == [0] * 5, (
+                assert [rank.wait(150) for rank in (*ranks, node)] == [0] * (size + 1), (
                     ranks[0].output[-3000:] + node.output[-3000:]
                 )
             finally:
                 node.kill()
             check_equal(tmp_path / "runs/run", alone, ranks[0].output)
-    assert sum(line.get("travel/rank_4/groups", 0) for line in metrics_of(tmp_path / "runs/run")) > 0
+    assert sum(line.get(f"travel/rank_{size}/groups", 0) for line in metrics_of(tmp_path / "runs/run")) > 0
     assert "done: the run has ended at version 3" in node.output
 
 
