@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ROLES = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>"]
+# The template only names `tools`. A template without this word would get the schemas of tools in a system message.
 TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.content %}{{ m.content }}{% endif %}\
 {% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}\
 {% if tools is defined and add_generation_prompt or add_generation_prompt %}<assistant>{% endif %}"""
-# A conversation: what is read and what is learned, in turns.
+# A conversation: (text, whether the model learns to write this text), in order.
 Conversation = Sequence[tuple[str, bool]]
 
 

@@ -2,7 +2,7 @@
 
     torchrun -m asyncrl.main examples/calculator.yaml
 
-A question is `37*48`. The first model knows how to write an answer and how to write a tool call, but it makes nearly no calls: it
+A question is `37*48`. At the start the model can write an answer and can write a tool call, but it makes nearly no calls: it
 guesses, and is nearly always wrong. `agents_model.py` has the model.
 """
 
@@ -15,7 +15,7 @@ import agents_model
 
 OPENING = '<tool_call>{"name": "multiply", "arguments": {"a": '
 PIECES = [OPENING, ', "b": ', "}}</tool_call>"]
-# The share of the replies of the warm-up in which the model learns to begin with a tool call.
+# In this share of the tool calls of the warm-up the model also learns to begin the call.
 CALLS = 0.04
 BATCHES = 60
 # All products of two such numbers have four digits.

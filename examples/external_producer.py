@@ -7,8 +7,8 @@ Start the run in one terminal and any number of producers in other terminals. A 
 the run ends. Producers need numpy and no torch.
 
 The task is the quickstart's: `c7=` asks for the letter `c` seven times. `play` guesses the letters and knows their
-log-probs. A real producer samples from a server of the run's policy, or pushes samples of another
-policy, because the importance weights correct for the difference.
+log-probs. A real producer samples from a server of the run's policy. It may also push samples of another policy: the
+importance weights correct for the difference.
 """
 
 from __future__ import annotations

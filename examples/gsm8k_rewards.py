@@ -9,7 +9,7 @@ _ANSWER = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
 
 
 def _number(text: str) -> float | None:
-    """The number behind the last four signs; None where there is none."""
+    """The number behind the last `####`; None if there is none."""
     found = _ANSWER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 

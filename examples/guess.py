@@ -2,9 +2,9 @@
 
     torchrun -m asyncrl.main examples/guess.yaml
 
-After each guess the agent reads whether the letter comes later (+) or earlier (-). The first model guesses at random, and in half
-of its games it heeds the answers. Its reward teaches it to heed them always, and to halve what is left. `agents_model.py` has the
-model.
+After each guess the agent reads a hint: the letter comes later (+) or earlier (-). At the start the model guesses at random, in
+half of its games among the letters that the hints leave. Its reward teaches it to heed every hint, and to halve what is left.
+`agents_model.py` has the model.
 """
 
 from __future__ import annotations

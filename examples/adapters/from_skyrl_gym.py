@@ -22,7 +22,7 @@ def from_skyrl_gym(env_id: str, env_config: Any = None) -> Any:
         call = partial(asyncio.get_running_loop().run_in_executor, thread)
         made, rewards, done = [], [], False
         try:
-            # The thread keeps what it made: a cancelled call returns nothing.
+            # The thread stores the environment, because a cancelled call returns nothing.
             await call(lambda: made.append(skyrl_gym.make(env_id, env_config=env_config or {}, extras=task)))
             [environment] = made
             messages, _ = await call(environment.init, list(task["prompt"]))

@@ -28,7 +28,7 @@ def from_textarena(env_id: str, players: int = 1, opponent: Callable[[str], str]
         conversations: dict[int, list[Any]] = {player: [] for player in range(players)}
         voices = {player: policy if player == seat else policy.branch(f"player {player}") for player in range(players)}
         try:
-            # The thread keeps what it made: a cancelled call returns nothing.
+            # The thread stores the game, because a cancelled call returns nothing.
             await call(lambda: made.append(ta.make(env_id, **options)))
             [game] = made
             # A seed would also seed Python's own generator, for all episodes of the process.

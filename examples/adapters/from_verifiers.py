@@ -25,7 +25,7 @@ def from_verifiers(make: Callable[[], vf.Env[Any]]) -> tuple[Callable[[], list[d
         return [{"prompt": task.data.prompt_text or "-", "number": number} for number, task in enumerate(tasks)]
 
     async def episode(task: dict[str, Any], policy: Any) -> float:
-        # verifiers reads a key from a variable of the environment.
+        # verifiers reads a key from an environment variable.
         variable = f"EPISODE_{secrets.token_hex(8)}_API_KEY"
         os.environ[variable] = policy.api_key
         try:
