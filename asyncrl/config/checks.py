@@ -75,13 +75,15 @@ SWITCHED: Mapping[str, Switch] = {
 }
 
 
-def complaints(config: Config, world_size: int, embedding: bool) -> list[str]:
+def complaints(
+    config: Config, world_size: int, embedding: bool, own_environment: bool = False, own_rewards: bool = False
+) -> list[str]:
     """All errors of a configuration whose presets are applied. `embedding`: the program of the user passes prompts and rewards, and
-    ends the run."""
+    ends the run. `own_environment`, `own_rewards`: the program passes these objects."""
     errors = [text for check in _CHECKS for text in check(config)]
     errors += _check_unread(config, embedding)
     errors += _check_ranks(config, world_size)
-    return errors if embedding else [*errors, *_check_run(config)]
+    return errors if embedding else [*errors, *_check_run(config, own_environment, own_rewards)]
 
 
 def is_loopback(host: str) -> bool:
@@ -385,8 +387,9 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
     return []
 
 
-def _check_run(config: Config) -> Iterator[str]:
+def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iterator[str]:
     train = config.train
+    asks_once = config.rollout.environment == "single_turn" and not own_environment
     dry_run = train.kind == "dry_run"
     rollout = config.rollout
     asks_policy = any(judge.url == "policy" for judge in config.reward.judge)
@@ -398,7 +401,7 @@ def _check_run(config: Config) -> Iterator[str]:
     # A program may play agents, and a producer may send their rows.
     limits = ["max_turns", "tool_timeout_s", "tool_max_chars"]
     limits += [] if config.door.ring is not None or asks_policy else ["max_context"]
-    for name in limits if rollout.environment == "single_turn" else ():
+    for name in limits if asks_once else ():
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             yield (
                 f"rollout.{name} is {getattr(rollout, name)} but rollout.environment is single_turn, which asks once for each "
@@ -423,7 +426,7 @@ def _check_run(config: Config) -> Iterator[str]:
             "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
             "prompts, or door.ring, through which other processes bring groups"
         )
-    if not config.reward.scores and config.rollout.environment == "single_turn":
+    if asks_once and not (config.reward.scores or own_rewards):
         yield (
             "reward.functions is empty; expected at least one `file.py:function` or `module:function`, a reward.judge or a "
             "reward.model (or an environment of your own that sets the reward)"

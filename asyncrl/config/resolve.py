@@ -79,12 +79,13 @@ def resolve(
     embedding: bool = False,
     submitted: bool = False,
     own_environment: bool = False,
+    own_rewards: bool = False,
 ) -> Config:
     """The configuration with presets and derived values filled in. Every contradiction is refused.
 
     `world_size`: trainer ranks. `generating`: ranks that generate; None: `world_size`. `embedding`: the program passes prompts and
     rewards to the Runtime and decides when to end, so data, reward functions and a limit of steps may be missing. `submitted`: the
-    program submits finished groups. `own_environment`: the program passes an environment object.
+    program submits finished groups. `own_environment`, `own_rewards`: the program passes an environment or reward functions.
     Errors: `ConfigError`, one line per contradiction.
     """
     staleness, streaming = PRESETS[config.preset]
@@ -98,7 +99,7 @@ def resolve(
         tokens = max(config.train.tokens_per_microbatch, row_limit(config))
         config = with_values(config, {"train.tokens_per_microbatch": tokens})
     config = with_values(config, {name: value for name, value in preset.items() if get(config, name) is None})
-    if problems := complaints(config, world_size, embedding):
+    if problems := complaints(config, world_size, embedding, own_environment, own_rewards):
         raise ConfigError("\n".join(problems))
 
     loss = chosen_loss(config.algorithm)

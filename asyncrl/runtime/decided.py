@@ -105,6 +105,7 @@ async def decide(
         embedding=submitted or prompts is not None,
         submitted=submitted,
         own_environment=environment is not None,
+        own_rewards=bool(rewards),
     )
     resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_settings), "device")
     passed_by_program = prompts is not None, bool(rewards), environment is not None, hooks is not None

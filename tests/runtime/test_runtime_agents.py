@@ -42,8 +42,15 @@ async def test_a_configuration_names_an_agent_which_is_trained_and_evaluated(tmp
 async def test_a_program_passes_an_agent(tmp_path: Path) -> None:
     from runtime_agents import scored_here
 
-    config = config_of(tmp_path, "data.max_prompt_tokens=30", "train.max_steps=1")
+    tree = {key: value for key, value in REAL.items() if key != "reward"}
+    config = config_of(tmp_path, "rollout.max_context=60", "rollout.max_turns=2", "train.max_steps=1", base=tree)
     async with Runtime(config, environment=scored_here, write=False) as runtime:
+        assert (await runtime.run()).books.trained == 4
+
+
+async def test_a_program_passes_rewards_for_the_prompts_of_its_configuration(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "train.max_steps=1", base={k: v for k, v in REAL.items() if k != "reward"})
+    async with Runtime(config, rewards=lambda completions, **_: [1.0] * len(completions), write=False) as runtime:
         assert (await runtime.run()).books.trained == 4
 
 
