@@ -14,6 +14,7 @@ another rank counts as untrained until the ledger has admitted its group. So a c
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -71,6 +72,7 @@ class Dispatch:
         self._mean_s: dict[str, float] = {}  # rank -> how long its newest groups took, for `pace.py`
         self._sum_s = 0.0  # of `_mean_s`
         self._played = Counter[str]()
+        self._recent = Counter[str]()  # as `_played`, since the last evaluation
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
         line.on(REPORT, self._report)
@@ -118,6 +120,7 @@ class Dispatch:
     def _note(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
             self._played[peer] += 1
+            self._recent[peer] += 1
             change_s = (seconds - self._mean_s.get(peer, 0.0)) / min(self._played[peer], _RECENT)
             self._mean_s[peer] = self._mean_s.get(peer, 0.0) + change_s
             self._sum_s += change_s
@@ -202,7 +205,7 @@ class Dispatch:
                 continue
             if not peers:
                 raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
-            shares = {peer: rest[number :: len(peers)] for number, peer in enumerate(peers)}
+            shares = self._shares(rest, peers)
             rest = []
 
             async def ask(peer: str, share: list[int], left: list[int] = rest) -> None:
@@ -223,6 +226,19 @@ class Dispatch:
                     if share:
                         spawn(tasks, f"evaluation on {peer or 'this rank'}", ask, peer, share)
         return scored
+
+    def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, list[int]]:
+        """A rank plays rows in proportion to the groups that it has played since the last evaluation. A slow rank plays fewer."""
+        shares: dict[str, list[int]] = {peer: [] for peer in peers}
+        # (how long the rank would need for one more row, number, rank)
+        next_ends = [(1.0 / (1 + self._recent[peer]), number, peer) for number, peer in enumerate(peers)]
+        heapq.heapify(next_ends)
+        for row in rows:
+            _, number, peer = next_ends[0]
+            shares[peer].append(row)
+            heapq.heapreplace(next_ends, ((len(shares[peer]) + 1) / (1 + self._recent[peer]), number, peer))
+        self._recent.clear()
+        return shares
 
     async def tell_version(self, version: int) -> None:
         """The weights have this version. Only for dry runs, which send no weights."""

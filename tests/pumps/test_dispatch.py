@@ -255,6 +255,25 @@ async def test_an_evaluation_is_spread_over_the_ranks_and_every_bit_arrives() ->
         assert sorted(map(len, shares)) == [2, 3, 3]
 
 
+async def test_a_rank_that_plays_fewer_groups_gets_fewer_rows_of_an_evaluation() -> None:
+    shares: dict[int, int] = {}
+
+    async with connected(1, 2, 3, play=play) as ranks:
+        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        for rank, groups in ((1, 9), (2, 9), (3, 0)):
+
+            async def counted(version: int, rows: Sequence[int], rank: int = rank) -> list[Sample]:
+                shares[rank] = len(rows)
+                return await play(version, rows)
+
+            ranks.remote(rank)._evaluate = SimpleNamespace(play=counted)  # type: ignore[assignment]  # counts
+            await ranks.remote(rank).next([1.0] * groups)
+        for expected in ({1: 20, 2: 20, 3: 2}, {1: 14, 2: 14, 3: 14}):
+            scored = await ranks.dispatch.evaluate(5, range(42), play)
+            assert sorted(scored) == await play(5, range(42))
+            assert shares == expected
+
+
 async def test_the_rows_of_a_rank_that_dies_in_an_evaluation_go_to_the_others() -> None:
     async with connected(1, 2, play=play) as ranks, anyio.create_task_group() as tasks:
         hangs = anyio.Event()
