@@ -33,6 +33,7 @@ from support.pages import blocks
 from asyncrl import Runtime
 from asyncrl.errors import ConfigError, GenerationError, RankLost
 from asyncrl.pumps.train import TrainPump
+from asyncrl.telemetry.sinks import read_jsonl
 
 TELEMETRY = {"live": "plain", "trace": False, "report": False}
 SYNC: dict[str, Any] = REAL | {
@@ -120,15 +121,17 @@ def test_a_node_that_joins_does_not_change_the_weights(
     size = train + generate
     gate = tmp_path / "gate"
     environ = {"ASYNCRL_SECRET": "the secret of this test", "GATE": str(gate), "GATE_FROM": "4", "WARM_WORKERS": ""}
+    # Each process notes a hash of each stripe that it sends or receives.
+    program, environ["NODES_NOTES"] = (str(ROOT / "tools/chaos/__main__.py"), "nodes:rank"), "notes.jsonl"
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
         tree = with_roles(SYNC, train, generate, listen=address, sharding=sharding) | {
             "hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"
         }
-        with start_two(tmp_path, tree, size=size, own=("",) * size, **environ) as ranks:
+        with start_two(tmp_path, tree, program, size=size, own=("",) * size, **environ) as ranks:
             ranks[0].wait_until(lambda: "nodes may join" in ranks[0].output, "the address")
             (place := tmp_path / "node").mkdir()
-            node = Process(place, "join", address, "threads=1", program=("-m", "asyncrl.cli.app"), **environ)
+            node = Process(place, "join", address, "threads=1", program=program, **environ)
             try:
                 node.wait_until(lambda: "this node generates from now on" in node.output, "weights", 240.0)
                 gate.touch()
@@ -140,6 +143,14 @@ def test_a_node_that_joins_does_not_change_the_weights(
             check_equal(tmp_path / "runs/run", alone, ranks[0].output)
     assert sum(line.get(f"travel/rank_{size}/groups", 0) for line in metrics_of(tmp_path / "runs/run")) > 0
     assert "done: the run has ended at version 3" in node.output
+    # The bytes of a version on the board of the node are those on the boards of the training ranks.
+    hashes = [
+        read_jsonl(folder / "notes.jsonl") for folder in (*(tmp_path / str(rank) for rank in range(train)), place)
+    ]
+    *sent, received = (
+        {(line["version"], line["sender"]): line["sha"] for line in each if "sha" in line} for each in hashes
+    )
+    assert {version for version, _ in received} >= {1, 2, 3} and received.items() <= {**sent[0], **sent[-1]}.items()
 
 
 AS_WITH_VLLM = """

@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import quickstart_model  # noqa: E402
 
+from asyncrl import Hooks  # noqa: E402
 from asyncrl.concurrency.lane import ThreadLane  # noqa: E402
 from asyncrl.runtime.opened import OpenRun  # noqa: E402
 from asyncrl.runtime.progress import Stages  # noqa: E402
@@ -50,6 +51,15 @@ quickstart_model.warm_up = lambda *_: None
 
 def build(seed: int) -> tuple[Any, Any]:
     return quickstart_model.build(seed, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+
+
+async def wait_for_gate(prompt: Any) -> None:
+    """From the second step on, until the tool has made the file NODES_GATE."""
+    while prompt.group_id >= 4 and not os.path.exists(os.environ["NODES_GATE"]):  # noqa: ASYNC110, ASYNC240  # of the tool
+        await asyncio.sleep(0.05)
+
+
+gated = Hooks(before_group=wait_for_gate)
 
 
 def block() -> None:

@@ -1,13 +1,16 @@
-"""Ranks with roles that are killed or stopped at their messages: one life of a run for each message and moment.
+"""Ranks with roles that are killed, stopped or cut off at their messages: one life of a run for each message and moment.
 
-    python tools/chaos nodes --warm                              # every message of the table, SIGKILL and SIGSTOP
+    python tools/chaos nodes --warm                              # every message of the table, every fault
+    python tools/chaos nodes --warm --joined --moments sent      # of a node that has joined the run
     python tools/chaos nodes --warm --faults SIGKILL --messages group report
     python tools/chaos nodes --warm --minutes 8 --tally met.json  # a part of it; the next call goes on from there
 
-Ranks 0 and 1 train, ranks 2 and 3 generate. The victim meets the fault when it sends a message, just after that, when it handles a
-message, or after its handler has run. Then this must hold:
+Ranks 0 and 1 train, ranks 2 and 3 generate. With `--joined` a fifth node joins, and is the victim in the place of rank 2. The
+victim meets the fault when it sends a message, just after that, when it handles a message, or after its handler has run. The fault
+CUT breaks all connections of the victim's line. Then this must hold:
 
-    ended       every other rank ends within its deadline: with success if the run goes on, else with a code that is not 0
+    ended       every other rank ends within its deadline: with success if the run goes on, else with a code that is not 0. After
+                CUT, and without a node that has joined, the run goes on
     named       if the run ends, the output of rank 0 names the victim, and the output of every other rank the victim or rank 0
     exact       every prompt is trained once. If the run has ended, a second life goes on from its checkpoint to the last step
     equal       each version of the weights has the same bytes on every rank that has received it
@@ -35,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ SILENCE_S = 6.0  # watchdog.loop_timeout_s
 DEADLINE_S = 60.0  # from the fault on
 STARTED_S = 120.0
 CLONE_NEWNET = 0x40000000
+FAULTS = ("SIGKILL", "SIGSTOP", "CUT")
 # Message -> (rank that sends it, rank that handles it, at which message of this kind). The ledger's have the operation's name.
 MESSAGES = {
     "meet": (2, 0, 1),
@@ -79,6 +83,7 @@ MESSAGES = {
     "run/ended": (0, 2, 1),
     "run/left": (2, 0, 1),
 }
+OF_JOINED = {"run/join": (2, 0, 1), "ledger begin": (2, 0, 1), "run/begun": (2, 0, 1)}
 
 
 class Job:
@@ -91,43 +96,40 @@ class Job:
         self.shared = set(os.listdir("/dev/shm"))  # of others
         self.numbers = set[int]()  # of all processes
         folder.mkdir(exist_ok=True)
-        first = CheckpointStore(self.run / "checkpoints").latest_version() or 0
-        resume = first > 0
+        self.first = CheckpointStore(self.run / "checkpoints").latest_version() or 0
+        resume = self.first > 0
         text = (
             f"run.name=run run.dir={folder}/runs run.overwrite={str(not resume).lower()} resume={str(resume).lower()} "
             f"model.path={TOOLS}/chaos/faults.py:build rollout.groups_per_step={GROUPS} rollout.group_size={SIZE} "
             f"rollout.max_tokens=8 train.max_steps={steps} checkpoint.every=2 watchdog.loop_timeout_s={SILENCE_S} "
             "telemetry.live=plain telemetry.trace=false telemetry.report=false"
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.ranks: list[Any] = []
         for number, own in enumerate(environs):
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WARM_WORKERS": ""}
-            environment |= {"RANK": str(number), "WORLD_SIZE": str(len(environs)), "MASTER_PORT": str(port)}
+            environment = {"RANK": str(number), "WORLD_SIZE": str(len(environs)), "MASTER_PORT": str(port)}
             environment |= {
                 "LOCAL_RANK": str(number),
                 "LOCAL_WORLD_SIZE": str(len(environs)),
                 "MASTER_ADDR": "127.0.0.1",
             }
-            words = [
-                str(TOOLS / "chaos" / "__main__.py"),
-                "nodes:rank",
-                str(EXAMPLES / "quickstart.yaml"),
-                *text.split(),
-                *settings,
-            ]
-            with self.log(number).open("ab") as log:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, *words],
-                        env={**environment, "NODES_NOTES": str(folder / f"notes_{first}_{number}.jsonl"), **own},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                    )
+            self.start({**environment, **own}, str(EXAMPLES / "quickstart.yaml"), *text.split(), *settings)
+
+    def start(self, own: Mapping[str, str], *words: str) -> None:
+        """Start the next rank, or with the words of `asyncrl join` a node. `own`: variables."""
+        number = len(self.ranks)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WARM_WORKERS": ""}
+        environment["NODES_NOTES"] = str(self.folder / f"notes_{self.first}_{number}.jsonl")
+        with self.log(number).open("ab") as log:
+            self.ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(TOOLS / "chaos" / "__main__.py"), "nodes:rank", *words],
+                    env={**environment, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                 )
+            )
 
     def log(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.txt"
@@ -200,6 +202,12 @@ class Job:
             yield f"the bytes of versions {differ} differ between ranks"
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def is_program(number: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
@@ -210,7 +218,8 @@ def is_program(number: int) -> bool:
 
 
 def rank(*words: str) -> None:
-    """In the place of `asyncrl.main`. NODES_NET: enter this network. NODES_FAULT: signal, moment, message, number."""
+    """In the place of `asyncrl.main` or `asyncrl join`. NODES_NET: enter this network. NODES_FAULT: fault, moment, message,
+    number."""
     if "NODES_NET" in os.environ:
         with open(os.environ["NODES_NET"], encoding="utf-8") as net:
             if ctypes.CDLL(None, use_errno=True).setns(net.fileno(), CLONE_NEWNET):
@@ -219,7 +228,8 @@ def rank(*words: str) -> None:
         plant(*os.environ["NODES_FAULT"].split("|"))
     take_notes(Path(os.environ["NODES_NOTES"]))
     sys.argv = ["asyncrl", *words]
-    runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)
+    module = "asyncrl.cli.app" if words[0] == "join" else "asyncrl.main"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def take_notes(file: Path) -> None:
@@ -268,9 +278,14 @@ def take_notes(file: Path) -> None:
 def plant(fault: str, moment: str, message: str, number: str) -> None:
     """Meet the fault at this message. `record`: write every moment and message into the file MESSAGE instead."""
     from asyncrl.distributed.exchange import Exchange
+    from asyncrl.distributed.line import LineClient, LineServer
 
-    left = int(number)
-    post, handle = Exchange.post, Exchange._handle
+    left, ends = int(number), list[Any]()
+    post, handle, open_end = Exchange.post, Exchange._handle, LineServer._open
+
+    def opening(self: Any, kind: int) -> Any:
+        ends.append(self)
+        return open_end(self, kind)
 
     def at(now: str, kind: str, header: Any) -> None:
         nonlocal left
@@ -283,7 +298,10 @@ def plant(fault: str, moment: str, message: str, number: str) -> None:
             if left == 0:
                 print(f"{fault} at {now} {name}", flush=True)
                 Path(os.environ["NODES_MET"]).touch()
-                os.kill(os.getpid(), getattr(signal, fault))
+                if fault == "CUT":
+                    cut({int(end.address.rpartition(":")[2]) for end in ends if end.address})
+                else:
+                    os.kill(os.getpid(), getattr(signal, fault))
 
     def posting(self: Exchange, operation: int, kind: str, header: Any, *more: Any, **options: Any) -> Any:
         at("sends", kind, header)
@@ -299,6 +317,15 @@ def plant(fault: str, moment: str, message: str, number: str) -> None:
         return answer
 
     Exchange.post, Exchange._handle = posting, handling  # type: ignore[method-assign]
+    LineServer._open = LineClient._open = opening  # type: ignore[method-assign]
+
+
+def cut(ports: Collection[int]) -> None:
+    """Break all connections of this process from or to these ports."""
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and (each.raddr.port in ports or each.laddr.port in ports):
+            with socket.socket(fileno=os.dup(each.fd)) as connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 # -- the attack --------------------------------------------------------------------------------------------------------
@@ -312,30 +339,51 @@ EVALUATED = (
 )
 
 
-def meet(folder: Path, fault: str, moment: str, message: str) -> Iterator[str]:
-    """What is wrong with the life that meets the fault, and with the life after it."""
-    sender, handler, number = MESSAGES[message]
+def victim_of(message: str, moment: str, joined: bool) -> int:
+    """The rank that meets the fault; 4 is the node that joins."""
+    sender, handler, _ = (MESSAGES | OF_JOINED)[message]
     victim = sender if moment in ("sends", "sent") else handler
-    met = folder.with_suffix(".met")
+    return 4 if joined and victim == 2 else victim
+
+
+def meet(folder: Path, fault: str, moment: str, message: str, joined: bool = False) -> Iterator[str]:
+    """What is wrong with the life that meets the fault, and with the life after it."""
+    *_, number = (MESSAGES | OF_JOINED)[message]
+    victim = victim_of(message, moment, joined)
+    met, gate = folder.with_suffix(".met"), folder.with_suffix(".gate")
     own = {"NODES_FAULT": f"{fault}|{moment}|{message}|{number}", "NODES_MET": str(met)}
-    job = Job(folder, (*ROLES, *EVALUATED), [own if rank == victim else {} for rank in range(4)])
-    others = [rank for rank in range(4) if rank != victim]
+    address, common, settings = f"127.0.0.1:{free_port()}", dict[str, str](), (*ROLES, *EVALUATED)
+    if joined:
+        # The steps after the first wait for the node.
+        common = {"ASYNCRL_SECRET": "a secret of the attack", "NODES_GATE": str(gate)}
+        settings += f"distributed.listen={address}", f"hooks={TOOLS}/chaos/faults.py:gated"
+    job = Job(folder, settings, [common | (own if rank == victim else {}) for rank in range(4)])
+    everyone = range(4 + joined)
+    others = [rank for rank in everyone if rank != victim]
     try:
         until = time.monotonic() + STARTED_S
-        while not met.exists() and time.monotonic() < until and None in job.wait(range(4), 0.2):
-            pass
+        while joined and "nodes may join" not in job.output(0) and time.monotonic() < until:
+            job.wait([0], 0.2)
+        if joined:
+            job.start(common | own, "join", address, "threads=1")
+        while not met.exists() and time.monotonic() < until and None in job.wait(everyone, 0.2):
+            if joined and "this node generates from now on" in job.output(4):
+                gate.touch()
+        gate.touch()
         if not met.exists():
-            yield f"the fault was not met: {job.wait(range(4), 0.0)}"
+            yield f"the fault was not met: {job.wait(everyone, 0.0)}"
             return
-        codes = job.wait(others, DEADLINE_S)
+        codes = job.wait(everyone if fault == "CUT" else others, DEADLINE_S)
     finally:
         job.kill()
     yield from job.left()
     if None in codes:
-        yield f"not ended after {DEADLINE_S:g} s: {dict(zip(others, codes, strict=True))}"
+        yield f"not ended after {DEADLINE_S:g} s: {codes}"
         return
-    goes_on = codes == [0, 0, 0]
-    if not goes_on:
+    goes_on, must_go_on = not any(codes), victim > 1 or fault == "CUT"
+    if fault == "CUT" and not goes_on:
+        yield f"the run ends with {codes}"
+    elif not goes_on:
         # Without rank 0 a rank may have ended that had no more to do.
         if 0 in codes and victim and job.steps() < STEPS:
             yield f"some ranks ended with success: {dict(zip(others, codes, strict=True))}"
@@ -345,9 +393,9 @@ def meet(folder: Path, fault: str, moment: str, message: str) -> Iterator[str]:
             if job.ranks[rank].returncode and not any(f"rank {each}" in job.output(rank) for each in named):
                 yield f"rank {rank} does not name rank {victim}"
     # After the last step the other ranks may have left before rank 0 is lost.
-    if goes_on != (victim > 1) and (victim > 1 or job.steps() < STEPS):
-        yield f"the run {'goes on' if goes_on else 'ends'} without rank {victim}: {dict(zip(others, codes, strict=True))}"
-    if not goes_on and job.steps() < STEPS:
+    if goes_on != must_go_on and (must_go_on or job.steps() < STEPS):
+        yield f"the run {'goes on' if goes_on else 'ends'} without rank {victim}: {codes}"
+    if not goes_on and job.steps() < STEPS and not joined:
         job = Job(folder, (*ROLES, *EVALUATED), [{}] * 4)
         try:
             codes = job.wait(range(4), STARTED_S)
@@ -370,10 +418,13 @@ def attack(plan: argparse.Namespace, keep: Path) -> Counter[str]:
         for moment in plan.moments:
             for fault in plan.faults:
                 name = f"{message}, {moment}, {fault}"
-                if time.monotonic() > until or name in done:
+                if plan.joined:
+                    name = f"{message} of a joined node, {moment}, {fault}"
+                never = victim_of(message, moment, True) != 4 if plan.joined else message in OF_JOINED
+                if never or time.monotonic() > until or name in done:
                     continue
                 folder = Path(tempfile.mkdtemp(prefix="asyncrl-nodes-")) / "life"
-                found = [*meet(folder, fault, moment, message)]
+                found = [*meet(folder, fault, moment, message, plan.joined)]
                 counts[name] += 1
                 if found:
                     counts[f"broken {name}"] += 1
@@ -397,9 +448,11 @@ def start_warm() -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    parser.add_argument("--messages", nargs="+", choices=MESSAGES, default=list(MESSAGES))
+    both = [*MESSAGES, *OF_JOINED]
+    parser.add_argument("--messages", nargs="+", choices=both, default=both)
+    parser.add_argument("--joined", action="store_true", help="the victim is a node that has joined")
     parser.add_argument("--moments", nargs="+", choices=moments(""), default=list(moments("")))
-    parser.add_argument("--faults", nargs="+", choices=("SIGKILL", "SIGSTOP"), default=["SIGKILL", "SIGSTOP"])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
 
 
 def main(options: argparse.Namespace) -> int:
