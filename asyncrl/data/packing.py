@@ -286,7 +286,7 @@ def _segments(trajectory: Trajectory, scored: npt.NDArray[np.int64]) -> list[_Se
     starts = [start for start, _, _ in parts]
     bounds = np.searchsorted(scored, [*starts, trajectory.tokens.size]).tolist()
     parents = [bisect.bisect_right(starts, after) - 1 for _, _, after in parts]
-    # Behind the last token that predicts a scored token, or that a needed segment follows.
+    # A segment ends behind its last token that predicts a scored token, or that a needed segment follows.
     ends = list(starts)
     for index in reversed(range(len(parts))):
         start, after, (first, last) = starts[index], parts[index][2], bounds[index : index + 2]

@@ -129,8 +129,10 @@ class Chat:
                 or (marked["content"] and _CONTENT not in marks)
             ):
                 continue
+            # The template writes no earlier reasoning.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
+            # The text before the marks must be that of `last`. An empty thinking block makes no difference.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
             same = is_bare and _without_thinking(text[:start]) == _without_thinking(before)

@@ -59,7 +59,7 @@ class EpisodeLimits:
 
 
 class _Made(NamedTuple):
-    """A request with a reply. `end`: index of its last token in the tree. `through`: as in `add`. `size`: tokens of the reply."""
+    """A request with a reply of `size` tokens. `end`: its last token. `through`: that of the request that it continues, or -1."""
 
     number: int
     end: int
@@ -78,7 +78,7 @@ class TokenTree:
         self.prompt_length = 0  # of the first request
 
     def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
-        """Add a request and its reply. Returns the index of the last token. `through`: see `_longest_beginning`."""
+        """Add a request and its reply. Returns the index of the last token. `through`: that of the request that it continues."""
         routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
         if routes is not None and len(routes) != size:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")

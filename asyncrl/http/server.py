@@ -4,7 +4,7 @@
                               │ no place for `GRACE_S`: connections without a request are closed;
                               ▼ if all have a request, a new connection waits until one ends
 
-aiohttp itself closes a connection, silent or slow, that completed no request for `IDLE_S`.
+aiohttp itself closes a connection, silent or slow, if the headers of its next request are not complete within `IDLE_S`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapts reward functions of three forms to TRL's form, which the workers call. The signature decides which form it is.
+"""Adapts reward functions of three forms to TRL's form, which the workers call. Its signature tells the form of a function.
 
 | form          | signature                                                                          | called              |
 |---------------|------------------------------------------------------------------------------------|---------------------|

@@ -59,7 +59,7 @@ class RewardCall:
 
 
 class RewardWorker:
-    """States: running, leaving (`hang_up`, `kill`), ended. The owner must call `hang_up` or `kill`, and then await `ended`."""
+    """States: running, leaving (`hang_up`, `kill`), ended. The pool must call `hang_up` or `kill`, and then await `ended`."""
 
     def __init__(self, folder: str, mark: str) -> None:
         """Starts the process in `folder`. The first request must be `load`. Errors: OSError."""
@@ -104,7 +104,7 @@ class RewardWorker:
 
     @property
     def wear(self) -> tuple[int, int]:
-        """(calls, bytes gained since the first calls of its functions), both counted from the last `reset_wear`."""
+        """(calls, bytes gained), both since the last `reset_wear`. What the first call of each function gains does not count."""
         # The first request loads the functions.
         calls = self._last_id - 1 - len(self._replies)
         return calls - self._wear_start[0], self._grown - self._wear_start[1]

@@ -152,7 +152,7 @@ class Core:
         return slot
 
     def end_session(self, session: str) -> None:
-        """Drop the rows that are kept for the session, and keep none of its running requests."""
+        """Drop the rows that are kept for the session. The rows of its running requests will not be kept."""
         columns = self.sequences
         for slot in columns.occupied_slots.tolist():
             if columns.session[slot] == session:
