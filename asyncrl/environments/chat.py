@@ -132,7 +132,7 @@ class Chat:
             # The template writes no earlier reasoning.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
-            # The text before the marks must be that of `last`. An empty thinking block makes no difference.
+            # The text before the marks must be that of `last`. If the reply has no reasoning, an empty thinking block may differ.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
             same = is_bare and _without_thinking(text[:start]) == _without_thinking(before)

@@ -4,7 +4,7 @@
     one prompt cursor      ◀── prompts/next, prompts/admitted ── rollout pump
     evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
     recorder, summary      ◀── report: counts, reasons ───────── recorder, book
-    end of the training    ── run/trained, run/ended ──────────▶ ends its pumps
+    end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
     knows a new rank       ◀── run/here, run/begun ───────────── a rank that joins later
 
 One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. A prompt that rank 0 has given to
