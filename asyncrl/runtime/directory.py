@@ -5,7 +5,7 @@ runs/<name>/
   .lock                while a run is alive: its process (lock.py)
   job.json             the job and the number of its start, so that `resume: auto` recognises a restart of the same job
   metrics.jsonl        one line per policy version
-  rollouts/step_N.jsonl
+  rollouts/step_N.jsonl, rollouts/rank_R/step_N.jsonl
   trace.json           opens in Perfetto
   nodes.json           the ranks of a run with several ranks (nodes.py)
   profile/rank_N.json  under telemetry.profile, on a CPU

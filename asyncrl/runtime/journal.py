@@ -15,6 +15,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ class Journal:
         base: int = 0,
         *,
         lines: bool = False,
+        rollouts: tuple[Path, int] | None = None,
     ) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
-        `lines`: show lines at the terminal, also without a directory.
+        `lines`: show lines at the terminal, also without a directory. `rollouts`: on a rank other than the first that trains: the
+        run directory, into which this rank writes its rollouts, and the number of the rank.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
         `base`: see `Ports`."""
         self._config, self._base = config, base
@@ -86,12 +89,20 @@ class Journal:
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
+        self._rollouts_of_rank = rollouts
         self._failures, self._last_failure = 0, ""
 
     async def open(self, decode: Decode) -> None:
         """Open the sinks. `decode`: from token ids to text, for the prompts in the rollouts.
         Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written)."""
         config, directory = self._config, self._directory
+        if self._rollouts_of_rank is not None:
+            path, rank = self._rollouts_of_rank
+            with self._skip_on_error(path / "rollouts"):
+                limit = config.telemetry.rollouts_per_step
+                self._rollouts = await offload(
+                    partial(RolloutWriter, path, limit, decode=decode, rank=rank), "rollouts"
+                )
         if directory is not None:
 
             def open_files() -> None:
@@ -218,6 +229,8 @@ class Journal:
 
     async def _write_rollouts(self, report: StepReport) -> None:
         if self._rollouts is None or self._config.telemetry.rollouts_per_step == 0:
+            return
+        if self._directory is None and not report.groups:
             return
         writer, version = self._rollouts, report.version
         # The batch may have been cut off, so its updates are counted from its first version.

@@ -101,7 +101,8 @@ async def _open_directory(run: OpenRun) -> None:
     if run.saved:
         since = run.saved.version
     own, lines = directory if run.world.is_first else None, run.world.joined is not None
-    run.journal = Journal(config, own, run.recorder, since, run.base, lines=lines)
+    ours = (directory.path, run.world.rank) if directory and not own and run.world.trains else None
+    run.journal = Journal(config, own, run.recorder, since, run.base, lines=lines, rollouts=ours)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(run.journal.live.status)

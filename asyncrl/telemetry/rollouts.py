@@ -1,4 +1,5 @@
-"""Writes `rollouts/step_N.jsonl`: the trajectories of a step, one per line, for people and for `report.html`."""
+"""Writes `rollouts/step_N.jsonl`: the trajectories of a step, one per line, for people and for `report.html`. Each rank writes the
+trajectories that it trained: rank 0 into `rollouts/`, rank R into `rollouts/rank_R/`."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ Decode = Callable[[list[int]], str]  # token ids -> text with its special tokens
 
 
 class RolloutWriter:
-    """Writes the trajectories of each step. `limit`: how many per step; None writes all.
+    """Writes the trajectories of each step on one rank. `limit`: how many per step; None writes all.
 
-    `resume_step`: files of later steps are moved to `rollouts/discarded/`. `decode`: adds `rendered_prompt` to each line, the
-    text of the prompt's token ids."""
+    `resume_step`: rank 0 moves the files of later steps, of all ranks, to `rollouts/discarded/`. `decode`: adds
+    `rendered_prompt` to each line, the text of the prompt's token ids."""
 
     def __init__(
         self,
@@ -28,12 +29,13 @@ class RolloutWriter:
         limit: int | None = None,
         resume_step: int | None = None,
         decode: Decode | None = None,
+        rank: int = 0,
     ) -> None:
-        self.directory = run_dir / "rollouts"
+        self.directory = run_dir / "rollouts" / (f"rank_{rank}" if rank else "")
         self._decode = decode
         self._limit = limit
         self.directory.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
+        if resume_step is not None and rank == 0:
             self._discard_after(resume_step)
 
     def path(self, step: int) -> Path:
@@ -74,12 +76,12 @@ class RolloutWriter:
                 yield group, trajectory, rendered.get(ids.tobytes(), {})
 
     def _discard_after(self, step: int) -> None:
-        for path in self.directory.glob("step_*.jsonl"):
+        for path in [*self.directory.glob("step_*.jsonl"), *self.directory.glob("rank_*/step_*.jsonl")]:
             match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
             if match and int(match.group(1)) > step:
-                discarded = self.directory / "discarded"
-                discarded.mkdir(exist_ok=True)
-                os.replace(path, discarded / path.name)
+                discarded = self.directory / "discarded" / path.relative_to(self.directory)
+                discarded.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, discarded)
 
 
 def row(

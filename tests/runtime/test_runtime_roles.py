@@ -92,6 +92,10 @@ def test_roles_train_the_weights_of_one_rank(
     size = train + generate if isinstance(train, int) else 3
     outputs = run_ranks(tmp_path, tree, size, "", *[OTHER] * (size - 1))
     check_equal(tmp_path / "runs/run", alone, outputs[0])
+    # Each group is in the files of the rank that trained it.
+    files = (tmp_path / "runs/run/rollouts").rglob("step_*.jsonl")
+    groups = Counter(row["group_id"] for path in files for row in read_jsonl(path))
+    assert groups == dict.fromkeys(range(12), REAL["rollout"]["group_size"])
     # Every rank says what it is, and why.
     for rank, output in enumerate(outputs):
         assert re.search(rf"rank {rank} .*(trains|generates).*distributed\.roles: train", output), output

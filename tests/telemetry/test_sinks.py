@@ -201,9 +201,14 @@ def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path)
         (1, 1),
         (2, 0),
     ]
+    other = RolloutWriter(tmp_path, resume_step=1, rank=3)
+    for step in (1, 2):
+        other.write(step, [make_group(step, 2)])
     RolloutWriter(tmp_path, resume_step=1)
     assert sorted(path.name for path in (tmp_path / "rollouts").glob("*.jsonl")) == ["step_1.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "rollouts" / "discarded").iterdir()) == [
+    assert [path.name for path in other.directory.iterdir()] == ["step_1.jsonl"]
+    assert (tmp_path / "rollouts" / "discarded" / "rank_3" / "step_2.jsonl").exists()
+    assert sorted(path.name for path in (tmp_path / "rollouts" / "discarded").glob("*.jsonl")) == [
         "step_10.jsonl",
         "step_2.jsonl",
     ]
