@@ -34,19 +34,22 @@ def test_a_link_between_two_hosts_drops_and_comes_back_or_is_cut() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("message", "moment", "fault"),
+    ("message", "moment", "fault", "joined"),
     [
-        ("prompts/next", "sent", "SIGKILL"),
-        ("ledger admit", "sent", "SIGSTOP"),
-        ("group", "handles", "SIGKILL"),
-        ("evaluate", "handles", "SIGKILL"),
-        ("weights/broadcast", "handles", "SIGSTOP"),
-        ("weights/wrote", "sent", "SIGKILL"),
-        ("run/ended", "handles", "SIGKILL"),
+        ("prompts/next", "sent", "SIGKILL", False),
+        ("ledger admit", "sent", "SIGSTOP", False),
+        ("group", "handles", "SIGKILL", False),
+        ("evaluate", "handles", "SIGKILL", False),
+        ("weights/broadcast", "handles", "SIGSTOP", False),
+        ("weights/wrote", "sent", "SIGKILL", False),
+        ("run/ended", "handles", "SIGKILL", False),
+        ("ledger begin", "sent", "SIGKILL", True),
+        ("weights/broadcast", "handles", "SIGSTOP", True),
+        ("group", "sent", "CUT", True),
     ],
 )
 def test_a_rank_is_lost_at_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, moment: str, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, moment: str, fault: str, joined: bool
 ) -> None:
     """Every message: `tools/chaos nodes`."""
     from chaos import nodes
@@ -54,6 +57,6 @@ def test_a_rank_is_lost_at_a_message(
     monkeypatch.setattr(nodes, "subprocess", warm.in_place_of_subprocess())
     parser = argparse.ArgumentParser()
     nodes.add_options(parser)
-    options = parser.parse_args(["--messages", message, "--moments", moment, "--faults", fault])
-    counts = nodes.attack(options, tmp_path)
-    assert counts == {f"{message}, {moment}, {fault}": 1}
+    chosen = ["--messages", message, "--moments", moment, "--faults", fault]
+    counts = nodes.attack(parser.parse_args(chosen + ["--joined"] * joined), tmp_path)
+    assert counts == {f"{message}{' of a joined node' * joined}, {moment}, {fault}": 1}
