@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -162,8 +162,18 @@ class Collectives:
     def _run(self, start: Callable[[], Any]) -> None:
         """Run a collective to its end. `start` returns its `dist.Work`."""
         self.lost.check()
-        with self._collective_errors():
+        try:
             self._wait(start())
+        except RankLost:
+            raise
+        # dist.DistError is a RuntimeError. A call after an abort is a ValueError.
+        except (RuntimeError, ValueError) as error:
+            # A report that came first names the rank.
+            reason = self.lost.reason or (
+                f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has ended or died; "
+                "see the output of that rank"
+            )
+            raise RankLost(f"{reason} ({error})") from error
 
     def _wait(self, work: Any) -> None:
         on_nccl, started = dist.get_backend(self.group) == "nccl", time.monotonic()
@@ -186,19 +196,3 @@ class Collectives:
             self.lost.check()
         if on_nccl and (error := work.exception()) is not None:
             raise RuntimeError(str(error))
-
-    @contextlib.contextmanager
-    def _collective_errors(self) -> Iterator[None]:
-        """Errors: RankLost if the collective in the context fails."""
-        try:
-            yield
-        except RankLost:
-            raise
-        # dist.DistError is a RuntimeError. A call after an abort is a ValueError.
-        except (RuntimeError, ValueError) as error:
-            # A report that came first names the rank.
-            reason = self.lost.reason or (
-                f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has ended or died; "
-                "see the output of that rank"
-            )
-            raise RankLost(f"{reason} ({error})") from error

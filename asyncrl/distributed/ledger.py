@@ -52,7 +52,8 @@ class LocalLedger:
         *,
         warmup: int = 0,
     ) -> None:
-        self._books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
+        # To be read only.
+        self.books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
         self._recorder = recorder
         self.first_turn = turn
         self._changes = Changes()
@@ -66,13 +67,8 @@ class LocalLedger:
     def over(cls, books: Reservation) -> LocalLedger:
         """A ledger with these books. Callers pass the number of their rank to its methods."""
         ledger = cls(books.groups_per_step, books.max_staleness, books.late, books.turn)
-        ledger._books = books
+        ledger.books = books
         return ledger
-
-    @property
-    def books(self) -> Reservation:
-        """The books, to be read only."""
-        return self._books
 
     async def __aenter__(self) -> LocalLedger:
         if self._entered or self._closed:
@@ -98,7 +94,7 @@ class LocalLedger:
 
     @property
     def turn(self) -> int:
-        return self._books.turn
+        return self.books.turn
 
     @property
     def changes(self) -> int:
@@ -107,14 +103,14 @@ class LocalLedger:
     @property
     def finished(self) -> bool:
         """`exhaust` was called and no group is left to train."""
-        return self._books.finished()
+        return self.books.finished()
 
     async def admit(self, group_id: int, oldest: int | None = None, rank: int = 0) -> Ticket | None:
         """See `ports.Ledger.admit`. Errors: LedgerError for a group that is in the pipeline already, LifecycleError."""
         self._check_open("admit")
-        queue = self._queues.setdefault(rank if self._books.by_rank else 0, deque())
+        queue = self._queues.setdefault(rank if self.books.by_rank else 0, deque())
         if not queue:
-            decided, ticket = self._books.admit(group_id, oldest, rank)
+            decided, ticket = self.books.admit(group_id, oldest, rank)
             if decided:
                 self._changed()
                 return ticket
@@ -135,34 +131,34 @@ class LocalLedger:
 
     def withdraw(self, group_id: int, rank: int = 0) -> None:
         """Undo an admission whose caller was cancelled, if there was one."""
-        entry = self._books.entries.get(group_id)
+        entry = self.books.entries.get(group_id)
         if entry is not None and entry.rank == rank and not entry.claimed:
-            self._books.withdraw(entry.ticket)
+            self.books.withdraw(entry.ticket)
             self._changed()
 
     async def exhaust(self, rank: int = 0) -> None:
         """No more groups will be admitted: a step whose last live group was claimed counts as full."""
-        self._books.exhausted[rank] = True
+        self.books.exhausted[rank] = True
         self._changed()
 
     async def claim(self, ready: Sequence[Ticket], rank: int = 0) -> tuple[ClaimState, Ticket | None]:
         """See `ports.Ledger.claim`. Also FULL once prompts are exhausted and every remaining group has a place."""
         self._check_open("claim")
-        ticket = self._books.claim(ready, rank)
+        ticket = self.books.claim(ready, rank)
         if ticket is not None:
             self._changed()
             return ClaimState.GRANTED, ticket
-        return (ClaimState.FULL if self._books.step_complete() else ClaimState.WAIT), None
+        return (ClaimState.FULL if self.books.step_complete() else ClaimState.WAIT), None
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        return self._books.assign(ticket, tokens)
+        return self.books.assign(ticket, tokens)
 
     async def arrive(self, ticket: Ticket, sender: int, rank: int = 0) -> bool:
-        return self._books.arrive(ticket, sender, rank)
+        return self.books.arrive(ticket, sender, rank)
 
     def has(self, ticket: Ticket, rank: int) -> bool:
         """Whether the group is live and at this rank. Rank 0 has all groups, because it ends them all at the end of a run."""
-        entry = self._books.entries.get(ticket.group_id)
+        entry = self.books.entries.get(ticket.group_id)
         return entry is not None and entry.ticket == ticket and rank in (0, entry.rank) and not entry.claimed
 
     async def wait_changed(self, seen: int) -> int:
@@ -172,7 +168,7 @@ class LocalLedger:
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         """See `ports.Ledger.end`. Counts `groups/OUTCOME/REASON`. Errors: LedgerError for a group that is not live."""
-        self._books.end(ticket, outcome)
+        self.books.end(ticket, outcome)
         if self._recorder is not None:
             self._recorder.count(f"groups/{outcome}/{reason}")
         self._changed()
@@ -180,47 +176,47 @@ class LocalLedger:
     async def commit(self) -> int:
         """See `ports.Ledger.commit`. Errors: LedgerError for a step without groups, or if a live group would then be too old."""
         self._check_open("commit")
-        turn = self._books.commit()
+        turn = self.books.commit()
         self._changed()
         return turn
 
     def unclaim(self, tickets: Sequence[Ticket], rank: int) -> None:
         """Undo a claim whose caller was cancelled, if one of `tickets` got a place."""
         for ticket in tickets:
-            entry = self._books.entries.get(ticket.group_id)
+            entry = self.books.entries.get(ticket.group_id)
             if entry is not None and entry.claimed and entry.rank == rank and entry.ticket == ticket:
-                self._books.unclaim(ticket)
+                self.books.unclaim(entry)
                 self._changed()
 
     async def rollback(self, rank: int | None = None) -> list[Ticket]:
-        tickets = self._books.rollback(rank)
+        tickets = self.books.rollback(rank)
         if tickets:
             self._changed()
         return tickets
 
     async def release(self, turn: int, rank: int = 0) -> None:
         """See `ports.Ledger.release`. The release of a turn releases all earlier turns, too."""
-        if self._books.release(turn, rank):
+        if self.books.release(turn, rank):
             self._changed()
 
     def lose_generator(self, rank: int) -> list[int]:
         """See `Reservation.lose_generator`. Callers that wait get the free slots."""
-        lost = self._books.lose_generator(rank)
+        lost = self.books.lose_generator(rank)
         self._changed()
         return lost
 
     async def begin(self, turn: int, rank: int = 0) -> bool:
-        began = self._books.begin(turn, rank)
+        began = self.books.begin(turn, rank)
         self._changed()
         return began
 
     def expired(self) -> list[Ticket]:
         """Live groups past their deadline, for the caller to drop; always empty with `late="wait"`."""
-        return self._books.expired()
+        return self.books.expired()
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
         """Groups that were admitted and not trained, by id. A checkpoint stores them, so that a resumed run skips no prompt."""
-        return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
+        return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
     def committed_elsewhere(self) -> list[Ticket]:
         """Empty: there is no other rank."""
@@ -231,14 +227,14 @@ class LocalLedger:
         return 0
 
     def last_step(self, rank: int) -> list[int]:
-        return [group_id for group_id, owner in self._books.last_step.items() if owner == rank]
+        return [group_id for group_id, owner in self.books.last_step.items() if owner == rank]
 
     def statistics(self) -> LedgerStatistics:
-        return self._books.statistics()
+        return self.books.statistics()
 
     def describe(self) -> str:
         """One sentence for error messages: the open step and what it waits for."""
-        return f"{self._books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
+        return f"{self.books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:
         """None: there is no other rank."""
@@ -255,7 +251,7 @@ class LocalLedger:
         if self.on_change is not None:
             self.on_change()
         if self._recorder is not None:
-            self._recorder.gauge("queue/slots/depth", self._books.slots.held)
+            self._recorder.gauge("queue/slots/depth", self.books.slots.held)
 
     def _serve_applicants(self) -> None:
         for queue in self._queues.values():
@@ -263,7 +259,7 @@ class LocalLedger:
                 applicant = queue[0]
                 if not applicant.answer.done():
                     try:
-                        decided, ticket = self._books.admit(applicant.group_id, applicant.oldest, applicant.rank)
+                        decided, ticket = self.books.admit(applicant.group_id, applicant.oldest, applicant.rank)
                     except LedgerError as exc:
                         applicant.answer.set_exception(exc)
                     else:

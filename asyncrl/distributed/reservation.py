@@ -220,13 +220,9 @@ class Reservation:
     def _live_count(self) -> int:
         return len(self.entries) - self.claimed
 
-    def expired(self, rank: int | None = None) -> list[Ticket]:
-        """Live tickets past their deadline (of one rank, or of all); always empty with `late="wait"`."""
-        return [
-            e.ticket
-            for e in self.entries.values()
-            if not e.claimed and e.ticket.deadline < self.turn and rank in (None, e.rank)
-        ]
+    def expired(self) -> list[Ticket]:
+        """Live tickets past their deadline; always empty with `late="wait"`."""
+        return [e.ticket for e in self.entries.values() if not e.claimed and e.ticket.deadline < self.turn]
 
     def finished(self) -> bool:
         """Every rank is exhausted and no group is left to train."""
@@ -359,19 +355,14 @@ class Reservation:
                 return ticket
         return None
 
-    def unclaim(self, ticket: Ticket) -> None:
-        """Undo a claim whose caller was cancelled."""
-        entry = self.entries.get(ticket.group_id)
-        if entry is None or not entry.claimed or entry.ticket != ticket:
-            raise LedgerError(f"group {ticket.group_id} has no place in the open step of turn {self.turn}")
+    def unclaim(self, entry: ReservedGroup) -> None:
+        """Take the place of a group in the open step from it."""
         with self._changing(entry):
             entry.claimed = False
         self.claimed -= 1
 
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
         """Remove a live group and free its slot. Errors: LedgerError for a group without a slot, or with a place."""
-        if outcome not in ("dropped", "failed"):
-            raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")
         self._remove(self._live_entry(ticket))
         self.slots.give()
         self.dropped += outcome == "dropped"
@@ -412,9 +403,7 @@ class Reservation:
         tickets = []
         for entry in self.entries.values():
             if entry.claimed and rank in (None, entry.rank):
-                with self._changing(entry):
-                    entry.claimed = False
-                self.claimed -= 1
+                self.unclaim(entry)
                 tickets.append(entry.ticket)
         return tickets
 

@@ -277,7 +277,7 @@ def test_slots_alone_do_not_bound_the_age() -> None:
     passed = 0
     for seed in range(150):
         run = Run(seed)
-        run.ledger._books = FirstCome(run.k, run.m, "drop")
+        run.ledger.books = FirstCome(run.k, run.m, "drop")
         run_virtual(run.main)
         passed += any(age > run.m for age in run.ages)
     assert passed > 0

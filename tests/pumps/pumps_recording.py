@@ -141,7 +141,7 @@ class AuditedLedger(LocalLedger):
         self.audit()
 
     def audit(self) -> LedgerStatistics:
-        books, held = self.statistics(), self._books.slots.held
+        books, held = self.statistics(), self.books.slots.held
         assert held == books.live + books.claimed + books.held, f"slots lost or invented: {held} held, {books}"
         assert held <= books.slots, books
         ended = books.trained + books.dropped + books.failed
