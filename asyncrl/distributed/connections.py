@@ -14,6 +14,7 @@ import anyio
 
 from ..concurrency.offload import offload
 from .line import LineClient, LineServer
+from .values import Values
 
 _HERE, _WHERE = "training/here", "training/where"
 
@@ -28,11 +29,10 @@ class Connections:
         self._clients: dict[int, LineClient] = {}
         self._lock = anyio.Lock()
         # On rank 0: training rank -> address of its server.
-        self._addresses: dict[int, str] = {}
-        self._changed = anyio.Event()
+        self._addresses = Values()
         if isinstance(line, LineServer):
-            line.on(_HERE, self._here)
-            line.on(_WHERE, self._where)
+            line.on(_HERE, self._addresses.answer)
+            line.on(_WHERE, self._addresses.answer)
 
     async def __aenter__(self) -> Connections:
         return self
@@ -53,7 +53,7 @@ class Connections:
     async def announce(self, server: LineServer) -> None:
         """Tell rank 0 the address of this rank's server. Errors: RankLost."""
         if isinstance(self._line, LineClient):
-            await self._line.ask(_HERE, [self._rank, server.address])
+            await self._line.ask(_HERE, ["set", [str(self._rank)]], [server.address.encode()])
 
     async def to(self, rank: int) -> LineClient:
         """The line to another training rank. Waits until that rank has started. Errors: RankLost."""
@@ -61,24 +61,16 @@ class Connections:
             return self._line
         async with self._lock:
             if rank not in self._clients:
-                line = self._line
-                asked = line.ask(_WHERE, rank) if isinstance(line, LineClient) else self._where("", rank, ())
-                address, _ = await asked
+                line, get = self._line, ["get", [str(rank)]]
+                asked = line.ask(_WHERE, get) if isinstance(line, LineClient) else self._addresses.answer("", get, ())
+                # If a training rank dies before it has told its address, the run ends, and this line with it.
+                _, [address] = await asked
                 name, silence_s = f"rank {self._rank}", line.silence_s
-                client = LineClient(address, self._secret, name, server=f"rank {rank}", silence_s=silence_s)
+                client = LineClient(
+                    bytes(address).decode(), self._secret, name, server=f"rank {rank}", silence_s=silence_s
+                )
                 self._clients[rank] = await self._stack.enter_async_context(client)
             return self._clients[rank]
-
-    async def _here(self, peer: str, header: Any, buffers: Any) -> None:
-        rank, self._addresses[rank] = header
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def _where(self, peer: str, rank: int, buffers: Any) -> tuple[str, tuple[()]]:
-        # If a training rank dies before it has told its address, the run ends, and this line with it.
-        while rank not in self._addresses:
-            await self._changed.wait()
-        return self._addresses[rank], ()
 
 
 def _own_address(address: str) -> str:

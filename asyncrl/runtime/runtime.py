@@ -212,14 +212,15 @@ class Runtime:
                 # Else the lane waits for the lost rank, and the pumps wait for the lane.
                 self._run.world.lost.report(str(error))
             self._run.supervisor.fail(error)
-        else:
-            self._end_opening(error)
+        elif self._task is not None:
+            self._stall = error
+            self._task.cancel()
 
-    def _end_opening(self, error: StallError | RankLost) -> bool:
-        if self._run is not None or self._state is not _State.OPEN or self._task is None:
+    def _end_opening(self, error: RankLost) -> bool:
+        if self._run is not None or self._state is not _State.OPEN:
             return False
-        self._stall = error
-        return self._task.cancel()
+        self._fail_on_stall(error)
+        return True
 
     def expect_end(self, reason: str) -> None:
         """Call before the block is cancelled because of a signal. The end must then take at most `watchdog.abort_grace_s`.
