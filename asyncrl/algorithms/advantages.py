@@ -6,9 +6,9 @@ statistics of the whole *step* are refused if groups are trained as they arrive,
 on the order of arrival.
 
 A member with a reward of None or NaN is *unscorable*: no reward function applied to the completion. The member has advantage 0, and
-no statistic includes its reward. A group with fewer than two scorable members has no baseline, so its advantages are 0. An
-estimator whose `alone` is True may give others. The tokens and sequences of such a group still count in N. Equal rewards
-give advantages of exactly 0 and not a rounding error, so code can test with `== 0` whether a group has a signal.
+no statistic includes its reward. A group with fewer than two scorable members has no baseline, so its advantages are 0 (unless
+`Estimator.alone` is True). The tokens and sequences of such a group still count in N. Where the mean of a group is subtracted,
+equal rewards give advantages of exactly 0 and not a rounding error, so code can test with `== 0` whether a group has a signal.
 
 To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 

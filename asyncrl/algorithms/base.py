@@ -136,7 +136,7 @@ class LossSums:
 class EntropyControl:
     """The state of adaptive entropy control, which holds the mean entropy near `target` (nats).
 
-    He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3, with the numbers of TRL. After each optimizer step the
+    He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3, with TRL's constants. After each optimizer step the
     coefficient grows by `delta` if the mean entropy of the step was at most `target`. Otherwise the coefficient shrinks by `delta`.
     The coefficient stays in [0, 1]. A step has a bonus only if the entropy of the step before was at most `target`, so the first
     step has no bonus. The mean is over all scored tokens of the step on all ranks. (In TRL the mean is over the tokens that the

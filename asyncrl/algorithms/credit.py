@@ -2,14 +2,14 @@
 
     episode       each reply gets the advantage of the episode's reward. GRPO with outcome supervision: Shao et al., "DeepSeekMath"
                   (arXiv:2402.03300), section 4.1.2
-    discounted    each reply gets an advantage of its own, of its return G_t = sum over k >= t of gamma^(k - t) r_k (Sutton and
+    discounted    each reply gets the advantage of its own return, G_t = sum over k >= t of gamma^(k - t) r_k (Sutton and
                   Barto, "Reinforcement Learning", second edition, equation 3.8; for the replies of a language model: Baronio et
                   al., "Kevin", arXiv:2507.11948). The estimator compares the returns of the members' t-th replies, as MT-GRPO
                   compares rewards of the same turn (Zeng et al., arXiv:2505.11821)
     last_turn     only the last reply is trained, with the advantage of the episode's reward
 
 gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, which is that of the requests. The rewards r_k are
-`turn_rewards`. What the reward of the episode has beyond their sum, such as a penalty for length, is added to the last one. So
+`turn_rewards`. The difference of the episode's reward and their sum, such as a penalty for length, is added to the last r_k. So
 without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 
 Shapes: G members, t replies of a member.

@@ -164,8 +164,8 @@ def token_mismatch(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> tuple[Tens
 def importance_metrics(ratio: Tensor, weight: Tensor, normaliser: Normaliser) -> Metrics:
     """Mean and maximum of the weights (after the bounds, as in TRL), and the share of ratios that the bounds changed.
 
-    `ratio` and `weight` are [S] or [B], by the level of the mode. The maximum is 0 if there are no weights. The caller sets
-    fully masked sequences to 0 (TRL: to 1)."""
+    `ratio` and `weight` are [S] or [B], by the level of the mode. The maximum is 0 if there are no weights. The caller
+    passes 0 for fully masked sequences (TRL: 1)."""
     return {
         "importance/ratio_mean": MetricSum(weight.sum(), normaliser),
         "importance/ratio_max": MetricSum(_largest(weight), Normaliser.NONE),

@@ -53,7 +53,7 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # Name of the loss with the same gradient if the ratio is always 1. The settings of this loss then have no effect.
+    # Name of another loss, which has the same gradient if the ratio is always 1. Then the settings of this class have no effect.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True

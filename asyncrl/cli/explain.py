@@ -141,7 +141,7 @@ def _metrics(name: str) -> Iterator[str]:
         pattern = f", one of {row.name}" if exact and row.name != name else ""
         yield f"metric {name if exact else row.name}{pattern}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
     section, _, lane_and_cause = name.partition("/")
-    if is_share(name) and "/" in lane_and_cause:  # of one lane; explain it for all lanes too
+    if is_share(name) and "/" in lane_and_cause:  # explain the share of all lanes, too
         yield from _metrics(f"{section}/{lane_and_cause.rpartition('/')[2]}")
 
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     clearing.add_argument(
         "--drop-records",
         action="store_true",
-        help="also segments with accepted records or a damaged ring, which are lost",
+        help="also segments with accepted records, which are lost, or with a damaged ring",
     )
     options = parser.parse_args(list(arguments))
     try:

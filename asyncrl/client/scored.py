@@ -55,11 +55,11 @@ class Scored:
     components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
     messages: Any = ""  # JSON: the completion as text or messages
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON
-    # [n, 2] rows (start, after): the segment of tokens that begins at `start` follows token `after`; -1: none. None: one text.
+    # [n, 2] rows (start, after): the segment of tokens from `start` on follows token `after`; -1: no token. None: no branches.
     branches: Any = None
     # [t] the first sampled token of each reply. None: all sampled tokens are one reply.
     turns: Any = None
-    # [t] the reward of each reply. What `reward` has beyond their sum belongs to the last reply.
+    # [t] the reward of each reply. The difference of `reward` and their sum belongs to the last reply.
     turn_rewards: Any = None
 
 

@@ -11,7 +11,7 @@ from .shield import wait_shielded
 
 T = TypeVar("T")
 
-# A cancelled task may clean up for so long. Then it is cancelled again, and after the second time it is left behind.
+# Seconds after the first cancellation of a task until it is cancelled again, and until it is left behind.
 CLEANUP_S, LEFT_BEHIND_S = 8.0, 10.0
 logger = logging.getLogger("asyncrl.concurrency")
 

@@ -44,7 +44,7 @@ def kill_leftovers(mark: str | None = None) -> list[str]:
 
 
 def _kill(wanted: str | None) -> Iterator[tuple[int, str]]:
-    # If a reward function of an earlier run started this run, processes of this run have inherited that mark, and are spared.
+    # If a reward function of another run started this run, our processes have inherited the mark of that run, and are spared.
     inherited = os.environ.get(MARK)
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
         # OSError: the process has ended, or belongs to another user.

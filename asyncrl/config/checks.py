@@ -197,7 +197,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
     if rollout.keep_viable and config.reward.batch == "trajectory":
         yield (
             "rollout.keep_viable is true but reward.batch is trajectory: a completion would be scored before the run knows which "
-            "members of its group are left; leave reward.batch out"
+            "members of its group remain; leave reward.batch out"
         )
     if "" in rollout.stop:
         yield "rollout.stop has an empty string, which would end every completion at its first token; take it out"
@@ -398,7 +398,7 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
             "reward.judge has url policy, and rollout.max_context is not set: the judge reads the prompt, the answer and about 300 "
             "tokens of instructions, which are more than the policy's own context; set rollout.max_context"
         )
-    # A program may play agents, and a producer may send their rows.
+    # Producers may send long rows of agents, and a judge that asks the policy needs a longer context.
     limits = ["max_turns", "tool_timeout_s", "tool_max_chars"]
     limits += [] if config.door.ring is not None or asks_policy else ["max_context"]
     for name in limits if asks_once else ():
@@ -469,7 +469,7 @@ def _check_door(config: Config) -> Iterator[str]:
             "ring_mib above producer_mib times the number of producers"
         )
     if door.timeout_s is None and door.on_timeout != "drop":
-        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set it"
+        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set timeout_s"
     if door.ring is None:
         if door.http_port is not None:
             yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"

@@ -140,8 +140,8 @@ class EngineConfig(SettingsSection):
     )
     kept_prefix_max_age: int | None = field(
         None,
-        "Largest age, in policy versions, of the cached keys and values of an episode's earlier turns that its next turn goes on "
-        "with; older ones are computed again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results "
+        "An episode's next turn uses cached keys and values of earlier turns up to this age in policy versions, and computes older "
+        "ones again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results "
         "must not depend on which rows were kept; else the largest age of a trained token, at least 1.",
         ge=0,
     )
@@ -305,7 +305,7 @@ class RolesConfig(SettingsSection):
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
         None,
-        "Number of ranks that only generate, or the ranks that generate; none of them only with distributed.listen.",
+        "Number of ranks that only generate, or the ranks that generate; 0 or [] only with distributed.listen.",
     )
 
 

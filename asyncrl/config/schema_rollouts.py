@@ -109,8 +109,8 @@ class TextConfig(SettingsSection):
     )
     opened: bool = field(
         False,
-        "Put the start of the answer that the prompt contains in front of the text, such as <think> from a chat template. TRL does "
-        "not (false).",
+        "The prompt may end with the start of the answer, such as <think> from a chat template: put that start in front of the "
+        "text. TRL does not (false).",
     )
 
 

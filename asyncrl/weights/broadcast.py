@@ -11,7 +11,7 @@ receivers. So no sender waits for another one, and no process receives a stripe 
 that runs nothing else. The trainer's lane and the workers go on meanwhile.
 
 With LoRA the masters of the adapters travel, and the receiver merges them into its free half as the trainer does
-(models/parameters/merge.py). A node without weights first gets all weights, unmerged: it keeps those that have adapters.
+(models/parameters/merge.py). A node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
 
 The fixed row of rank 0 comes with the order, and each worker compares it: a stripe or bucket at a wrong place ends the run.
 """
@@ -80,7 +80,7 @@ class Stripes:
         """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
         `half[start:end]`. `whole_bytes`: all bytes, if `half` is only this node's stripe. Returns a sentence at a failure."""
         place, root = "forming the process group", dist.BroadcastOptions()
-        # Sender -> (what it is, the broadcast that runs, its memory).
+        # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
             self._form(order)

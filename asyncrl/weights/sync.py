@@ -2,7 +2,7 @@
 
 `SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
 halves, in host memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board and
-`WeightReader` a worker's. The fixed row (models/outputs.py): log-probs of 16 fixed tokens, which must be equal on both sides.
+`WeightReader` a worker's. The fixed row (models/outputs.py): log-probs of 16 fixed tokens, which must agree on both sides.
 
     trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or the
                                  masters are copied now. The trainer computes the fixed row
