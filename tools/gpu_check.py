@@ -1,8 +1,8 @@
-"""What only a GPU can show, in one file without pytest: each claim in a process of its own, with a deadline.
+"""What only a GPU can show, and `pytest -m gpu` does not, in one file: each claim in a process of its own, with a deadline.
 
     python tools/gpu_check.py                                      # on the first card; at most nine minutes
     python tools/gpu_check.py --device cpu                         # the same code where there is no card, as CI runs it
-    python tools/gpu_check.py --only worker,decode --out found.jsonl
+    python tools/gpu_check.py --only gate,decode --out found.jsonl
 
 Prints one JSON object a line: {claim, predicted, found, verdict, numbers, seconds}, and a summary. Verdicts: `right` and `wrong`
 of what is predicted here, `measured` where a number is the answer, `skipped` with the reason, and `died` or `late` of a process.
@@ -274,66 +274,6 @@ def versions(device: str) -> Found:
     return Found("versions", None, numbers)
 
 
-@claim("model.device=cuda, without a number, trains")
-def plain_name(device: str) -> Found:
-    _, steps = train(device.partition(":")[0], "train.max_steps=3")
-    return Found(f"{len(steps)} steps", len(steps) == 3)
-
-
-@claim("a fresh process, in which torch has not touched the device, reads a slab of another")
-def slab(device: str) -> Found:
-    import torch
-
-    from asyncrl.transport.memory.slab import Slab
-
-    look = """
-import sys
-from asyncrl.transport.memory.slab import Slab
-with Slab.attach(sys.argv[1]) as slab:
-    print(int(slab.tensor().sum()))
-"""
-    with Slab.create(f"check-{os.getpid()}", 1 << 18, device=device) as made:
-        made.tensor().fill_(3)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        found = child(look, f"check-{os.getpid()}")
-    return Found(f"sum {found.strip()}", int(found) == 3 << 18)
-
-
-@claim("50 versions over a board reach a process on the same device, each whole", 90)
-def board(device: str) -> Found:
-    import torch
-
-    from asyncrl.transport.memory.board import Board, SlabHalves
-
-    reader = """
-import json, os, sys, torch
-from asyncrl.transport.memory.board import Board
-fd = os.open(f"/proc/{os.getppid()}/fd/{sys.argv[2]}", os.O_RDONLY)
-board = Board.attach(json.loads(sys.argv[1]), fd, "layout", None)
-for line in sys.stdin:
-    half = board.half(int(line))
-    print(board.version(int(line)), float(half.min()), float(half.max()), flush=True)
-"""
-    elements, where = 1 << (20 if device == "cpu" else 26), torch.device(device)
-    halves = None if device == "cpu" else SlabHalves.create(f"check-{os.getpid()}", elements, torch.float32, where)
-    more = () if halves is None else (halves,)
-    with Board.create(elements, torch.float32, "layout", *more) as made:
-        command = [sys.executable, "-c", reader, json.dumps(made.description), str(made.fd)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-            assert process.stdin is not None and process.stdout is not None
-            wrong = 0
-            for version in range(50):
-                made.clear(version % 2)
-                made.write(version % 2, version, torch.full((elements,), version + 0.5, device=where))
-                process.stdin.write(f"{version % 2}\n")
-                process.stdin.flush()
-                said = process.stdout.readline()
-                wrong += said.split() != [str(version), str(version + 0.5), str(version + 0.5)]
-            process.stdin.close()
-    return Found(f"{wrong} of 50 versions wrong", wrong == 0)
-
-
 @claim("a masked backward in bfloat16 is finite, large activations and key lengths of 64 mod 128 included")
 def finite_gradients(device: str) -> Found:
     require_card(device)
@@ -416,55 +356,6 @@ def learns(device: str, dtype: str) -> Found:
     if device != "cpu":
         right = right and numbers["reward_last"] > numbers["reward_first"] + 0.05
     return Found(f"reward {numbers['reward_first']:.3f} -> {numbers['reward_last']:.3f}", right, numbers)
-
-
-@claim("a worker on the trainer's own device generates, and its weights are the trainer's", 150)
-def worker(device: str) -> Found:
-    more = ["generation.placement=worker", "train.max_steps=3" if device == "cpu" else "train.max_steps=12"]
-    if device != "cpu":
-        more.append(f"generation.devices={device}")
-    _, found = train(device, *more)
-    right, numbers = judged(found, "float32")
-    return Found(f"{numbers['steps']} steps, mismatch {numbers['mismatch']:.2e}", right, numbers)
-
-
-@claim("a worker that is killed costs no group, and its memory on the device is free again", 150, alone=True)
-def killed_worker(device: str) -> Found:
-    import asyncio
-
-    import anyio
-    import torch
-
-    from asyncrl import Runtime, load_config
-
-    blows = (2,) if device == "cpu" else (2, 4)
-    more = ["generation.placement=worker", f"train.max_steps={2 * max(blows)}"]
-    if device != "cpu":
-        more.append(f"generation.devices={device}")
-    numbers: dict[str, Any] = {}
-
-    async def run() -> Any:
-        config = load_config([QUICKSTART], [f"model.device={device}", "telemetry.live=off", *more])
-        async with Runtime(config, write=False) as runtime, anyio.create_task_group() as tasks:
-
-            async def kill() -> None:
-                async for report in runtime.steps():
-                    if report.version in blows:
-                        if device != "cpu":
-                            numbers[f"free_mib_{report.version}"] = torch.cuda.mem_get_info()[0] >> 20
-                        engine: Any = runtime.built.ports.engine
-                        os.kill(next(iter(engine._peers.values())).process.pid, signal.SIGKILL)
-
-            tasks.start_soon(kill)
-            await runtime.run()
-            tasks.cancel_scope.cancel()
-        return runtime.summary()
-
-    summary = asyncio.run(run())
-    right = summary.version == 2 * max(blows) and summary.books.failed == 0
-    if device != "cpu":
-        right = right and abs(numbers["free_mib_4"] - numbers["free_mib_2"]) < 200
-    return Found(f"version {summary.version}, {summary.books.failed} groups failed", right, numbers)
 
 
 @claim("two runs with preset=sync and one seed: equal losses to the last bit", 150)

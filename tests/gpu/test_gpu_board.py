@@ -192,12 +192,14 @@ async def test_a_run_generates_in_a_worker_on_a_gpu(dtype: str, other: int, more
 @pytest.mark.parametrize("other", OTHERS)
 async def test_a_worker_on_a_gpu_that_is_killed_costs_no_group(other: int) -> None:
     config = configured("train.max_steps=12", "generation.placement=worker", f"generation.devices=cuda:{other}")
+    free: list[int] = []
     async with Runtime(config, write=False) as runtime, anyio.create_task_group() as tasks:
         engine: Any = runtime.built.ports.engine
 
         async def kill() -> None:
             async for report in runtime.steps():
-                if report.version == 3:
+                if report.version in (3, 6):
+                    free.append(torch.cuda.mem_get_info(other)[0])
                     os.kill(next(iter(engine._peers.values())).process.pid, signal.SIGKILL)
 
         tasks.start_soon(kill)
@@ -205,6 +207,7 @@ async def test_a_worker_on_a_gpu_that_is_killed_costs_no_group(other: int) -> No
         tasks.cancel_scope.cancel()
     summary = runtime.summary()
     assert summary.version == 12 and summary.books.failed == 0
+    assert abs(free[1] - free[0]) < 200 << 20, "the memory of the killed worker is free again"
     assert torch.ones(4, device=CARD).sum().item() == 4  # the device is well
 
 
