@@ -51,14 +51,13 @@ class CacheShape:
         return 2 * self.layers * self.rows * self.heads * self.positions * self.head_size * dtype.itemsize
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
-    """Zeros. On a CPU the memory is mapped: unused pages never become resident (torch.zeros writes them all), and pages that are
-    not used any more can be given back."""
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU the memory is mapped, so unused pages never become resident (torch.zeros writes them all)."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device), None
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape), pages
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 class KVCache:
@@ -66,10 +65,9 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.total_positions = shape.rows * shape.positions  # of all rows, whatever their shape
-        self._planes, self._pages = _lazy_zeros(
+        self._planes = _lazy_zeros(
             (shape.layers, 2, self.total_positions * shape.heads * shape.head_size), dtype, device
         )
-        self.resident_rows = 0  # rows [0..) that may have memory
         self.kernel = kernel_for(device, dtype, shape.head_size)
         self._view(shape)
         # The native kernel reads only the positions that a row has, so it needs no runs and no masks.
@@ -104,8 +102,6 @@ class KVCache:
         positions = max(longest, min(usual, self.total_positions // rows))
         old_data = self.data
         self._view(replace(shape, rows=self.total_positions // positions, positions=positions))
-        resident_positions = self.resident_rows * shape.positions
-        self.resident_rows = min(-(-resident_positions // positions), self.shape.rows)
         length = int(cached_n.max(initial=0))
         if length == 0:
             return
@@ -114,7 +110,6 @@ class KVCache:
             for part in range(2):  # keys, values
                 copy = old_data[layer, part, :used_rows, :, :length].clone()  # source and target overlap
                 self.data[layer, part, :used_rows, :, :length] = copy
-        self.resident_rows = max(self.resident_rows, used_rows)
 
     @property
     def device(self) -> torch.device:
@@ -131,25 +126,6 @@ class KVCache:
         if self.native or self.kernel is not None:
             return [int(length_n.size)]
         return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
-
-    def use(self, rows: int) -> None:
-        """Note that rows [0..rows) are used. If many more were used before, give their memory back to the system: training begins
-        with all rows and later needs about a third of them. Rows that were given back read as zeros."""
-        if self.resident_rows > 1.5 * rows + 16 and self._pages is not None:
-            self._give_back(rows + rows // 4)
-        self.resident_rows = max(self.resident_rows, rows)
-
-    def _give_back(self, first: int) -> None:
-        """Give back all pages that lie wholly in rows [first..resident_rows)."""
-        assert self._pages is not None
-        row_bytes, plane_bytes = (self.data.stride(axis) * self.data.element_size() for axis in (2, 1))
-        for plane in range(2 * self.shape.layers):
-            base = plane * plane_bytes
-            start = -(-(base + first * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (base + self.resident_rows * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > start:
-                self._pages.madvise(mmap.MADV_DONTNEED, start, end - start)
-        self.resident_rows = first
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` into row `target`, in all layers."""

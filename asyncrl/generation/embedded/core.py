@@ -264,7 +264,6 @@ class Core:
         disable_training(self.policy)
         with torch.no_grad():
             self.sync()
-            self.cache.use(self.sequences.occupied_slots.size)
             pieces = self._plan_pieces()
             if pieces:
                 self._extend(pieces)
@@ -282,7 +281,6 @@ class Core:
                 return Decoded(0)
             columns = self.sequences
             slots = columns.running_slots.copy()
-            self.cache.use(columns.occupied_slots.size)
             position = columns.length[slots] - 1
             hidden, routes = self._hidden(slots, position)
             sampled = self._sample(hidden, slots)
