@@ -18,11 +18,11 @@ Not thread-safe. Only `wait_expired` awaits.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
 import numpy.typing as npt
@@ -30,8 +30,6 @@ import numpy.typing as npt
 from asyncrl.errors import DataError, StallError
 from asyncrl.records.trajectories import is_whole_group
 from asyncrl.types import Trajectory
-
-from .store import nbytes
 
 C = TypeVar("C")
 MIN_PARTIAL = 2  # members that an incomplete group needs to be trained
@@ -67,21 +65,11 @@ class Status(StrEnum):
     STALE = "stale"  # the trajectory is too old and ended the group
 
 
-class Refusal(StrEnum):
-    """Why the stash refused a trajectory."""
-
-    MEMBER = "no such member"
-    SIZE = "conflicting group size"
-    CONFLICT = "conflicting member"
-    GROUPS = "too many groups"
-
-
 class StashRefused(DataError):
-    """A trajectory was refused, and the stash did not change. `reason` is for counters and replies to producers."""
+    """A trajectory was refused, and the stash did not change."""
 
-    def __init__(self, reason: Refusal, message: str) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(f"stash: {message}")
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +101,10 @@ class Arrival(Generic[C]):
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 
-@dataclass(frozen=True, slots=True)
-class StashStatistics:
-    """Sizes now, and counts since the stash was created. Counts without a unit in their name are trajectories."""
-
-    waiting_groups: int
-    waiting_trajectories: int
-    waiting_bytes: int
-    accepted: int
-    duplicates: int
-    late: int
-    stale: int
-    refused: dict[Refusal, int]
-    endings: dict[Ending, int]  # groups
-
-
 @dataclass(slots=True)
 class _Entry(Generic[C]):
     context: C
     size: int
-    bytes: int = 0
     members: dict[int, tuple[Trajectory, Any]] = field(default_factory=dict)
 
 
@@ -162,11 +134,6 @@ class Stash(Generic[C]):
         self._first_arrivals: OrderedDict[GroupKey, float] = OrderedDict()  # times on `clock`, ascending
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._oldest_allowed = 0
-        self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
-        self._refused: Counter[Refusal] = Counter()
-        self._endings: Counter[Ending] = Counter()
-        # WHOLE endings of `add_whole`. Integers are faster than a Counter.
-        self._added_whole = 0
         self._arrived = anyio.Event()
 
     def add(
@@ -179,28 +146,20 @@ class Stash(Generic[C]):
         """
         key = GroupKey(epoch, trajectory.group_id if group is None else group)
         if key in self._ended:
-            self._late += 1
             return Arrival(Status.LATE)
         entry = self._waiting.get(key)
-        member, size = trajectory.member, nbytes(trajectory)
+        member = trajectory.member
         if not 0 <= member < trajectory.group_size or (entry is not None and trajectory.group_size != entry.size):
-            self._refuse_member(key, entry, trajectory)
+            raise _wrong_member(key, entry, trajectory)
         if entry is not None and member in entry.members:
             return self._add_again(key, entry, trajectory)
         if entry is None:
             if len(self._waiting) >= self._max_groups:
-                name = _name(key)
-                self._refuse(
-                    Refusal.GROUPS, f"{name} exceeds the limit of {self._max_groups} waiting groups; retry later"
-                )
+                raise StashRefused(f"{_name(key)} exceeds the limit of {self._max_groups} waiting groups; retry later")
             entry = self._waiting[key] = _Entry(context, trajectory.group_size)
         entry.members[member] = (trajectory, lease)
-        entry.bytes += size
-        self._bytes += size
-        self._accepted += 1
         self._start_timeout(key)
         if self._too_old(trajectory):
-            self._stale += 1
             return Arrival(Status.STALE, ended=(self._end(key, Ending.STALE),))
         if len(entry.members) < entry.size:
             return _WAITING
@@ -227,8 +186,6 @@ class Stash(Generic[C]):
         full = len(self._waiting) >= self._max_groups
         if full or key in self._ended or key in self._waiting or any(map(self._too_old, trajectories)):
             return None
-        self._accepted += size
-        self._added_whole += 1
         self._remember_ended(key)
         return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
@@ -238,20 +195,9 @@ class Stash(Generic[C]):
 
     def _add_again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same_trajectory(entry.members[trajectory.member][0], trajectory):
-            self._duplicates += 1
             return Arrival(Status.DUPLICATE)
         name = f"member {trajectory.member} of {_name(key)}"
-        self._refuse(Refusal.CONFLICT, f"{name} arrived twice with different contents; the first is kept")
-
-    def _refuse_member(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> NoReturn:
-        size, name = trajectory.group_size, f"member {trajectory.member} of {_name(key)}"
-        if entry is not None and size != entry.size:
-            self._refuse(Refusal.SIZE, f"{name} has group size {size}; the group began with size {entry.size}")
-        self._refuse(Refusal.MEMBER, f"{name} has group size {size}, so its members are 0 to {size - 1}")
-
-    def _refuse(self, reason: Refusal, message: str) -> NoReturn:
-        self._refused[reason] += 1
-        raise StashRefused(reason, message)
+        raise StashRefused(f"{name} arrived twice with different contents; the first is kept")
 
     def _start_timeout(self, key: GroupKey) -> None:
         if key in self._first_arrivals:
@@ -321,24 +267,9 @@ class Stash(Generic[C]):
         self._ended.move_to_end(key)  # the group may have ended before
         return None
 
-    def statistics(self) -> StashStatistics:
-        return StashStatistics(
-            waiting_groups=len(self._waiting),
-            waiting_trajectories=sum(len(entry.members) for entry in self._waiting.values()),
-            waiting_bytes=self._bytes,
-            accepted=self._accepted,
-            duplicates=self._duplicates,
-            late=self._late,
-            stale=self._stale,
-            refused=dict(self._refused),
-            endings=dict(self._endings + Counter({Ending.WHOLE: self._added_whole})),
-        )
-
     def _end(self, key: GroupKey, ending: Ending) -> StashedGroup[C]:
         entry = self._waiting.pop(key)
         del self._first_arrivals[key]
-        self._bytes -= entry.bytes
-        self._endings[ending] += 1
         self._remember_ended(key)
         trajectories, leases = zip(*[entry.members[member] for member in sorted(entry.members)], strict=True)
         return StashedGroup(key, ending, entry.context, entry.size, trajectories, leases)
@@ -348,6 +279,13 @@ class Stash(Generic[C]):
         self._ended[key.epoch, key.group_id] = None
         if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
+
+
+def _wrong_member(key: GroupKey, entry: _Entry[Any] | None, trajectory: Trajectory) -> StashRefused:
+    size, name = trajectory.group_size, f"member {trajectory.member} of {_name(key)}"
+    if entry is not None and size != entry.size:
+        return StashRefused(f"{name} has group size {size}; the group began with size {entry.size}")
+    return StashRefused(f"{name} has group size {size}, so its members are 0 to {size - 1}")
 
 
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
