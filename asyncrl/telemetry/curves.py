@@ -19,7 +19,7 @@ MOST_NAMES = 1_000
 def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the complete lines that have a step, sorted by step, with one line in memory at a time. Yields nothing without a file.
 
-    A resumed run whose metrics were not cut may have two lines for a step: the later line counts.
+    A resumed run whose later lines were not discarded may have two lines for a step: the one further down in the file counts.
     """
     if not path.exists():
         return

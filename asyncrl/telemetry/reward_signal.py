@@ -42,7 +42,7 @@ Metrics = Mapping[str, float]
 
 
 class SignalWatch:
-    """Counts over all steps, in order. `advantage` and `group_size` are settings. `should_end`: count cut completions, too."""
+    """Counts over all steps, in order. `advantage` and `group_size` are settings. `should_end`: False if cuts are intended."""
 
     def __init__(self, advantage: str, group_size: int, should_end: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS

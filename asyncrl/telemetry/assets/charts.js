@@ -89,7 +89,7 @@ function smooth(values) {
   });
 }
 
-// Up and down more than four times its range: only such a curve is smoothed, a schedule is drawn as it is.
+// Whether the differences of neighbours add up to more than four times the range of the curve. Only such a curve is smoothed.
 function noisy(values) {
   const way = values.slice(1).reduce((sum, value, i) => sum + Math.abs(value - values[i]), 0);
   return way > 4 * (Math.max(...values) - Math.min(...values));
@@ -199,8 +199,8 @@ function hover(root, area, steps, x, text) {
   root.addEventListener("mouseleave", () => { line.setAttribute("visibility", "hidden"); hideTip(); });
 }
 
-// Stacked bars of shares (0..1), `room` pixels wide. `parts`: [{label, colour, values}] from the bottom up; where there is no room
-// for a bar a step, the means of several.
+// Stacked bars of shares (0..1), `room` pixels wide. `parts`: [{label, colour, values}] from the bottom up. Without room for a
+// bar per step, a bar is the mean of several steps.
 function stackedBars(steps, weights, parts, room) {
   const size = Math.ceil(steps.length / Math.min(130, room / 5));
   const bins = [];

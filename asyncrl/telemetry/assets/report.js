@@ -111,7 +111,7 @@ function curves() {
   });
 }
 
-// The shares of a lane; `at`: the points that account for it.
+// The busy and idle shares of a lane. `at`: indices of the points that have shares of this lane.
 function shareParts(lane, at) {
   const parts = [];
   for (const section of ["busy", "idle"]) {

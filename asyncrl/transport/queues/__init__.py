@@ -1,1 +1,1 @@
-"""Queues with credits: within a process, between processes, and on a device. Start in `queue.py`, which has the contract."""
+"""The queue between tasks of one process, in `queue.py`."""
