@@ -1,6 +1,6 @@
 """Terms that can be added to every loss, in the order of TRL (`GRPOTrainer._compute_loss`):
 
-    surrogate -> x scale by the sign of A -> x OPSM -> x top-entropy mask -> x importance weight -> + KL
+    surrogate -> x scale by the sign of A -> x off-policy sequence mask (OPSM) -> x top-entropy mask -> x importance weight -> + KL
     -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
 The KL term is not multiplied by a weight. The ratio multiplies the KL only with `bias_correction` (`kl.py`). Tokens that OPSM or

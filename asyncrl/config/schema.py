@@ -82,7 +82,7 @@ class DataConfig(SettingsSection):
         "Training prompts: a JSONL, CSV or parquet file, a directory of parquet files or of `datasets`, a hub id "
         "(`org/name:split`), or `file.py:function` that returns rows (a list, an iterable, a data set, a table).",
     )
-    eval: OptionalPath = field(None, "The same for held-out prompts.")
+    eval: OptionalPath = field(None, "Held-out prompts, in any form of data.train.")
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
     system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
     template: Literal["auto", "chat", "raw"] = field(
@@ -108,7 +108,7 @@ class DataConfig(SettingsSection):
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
         "refuse",
-        "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; each is counted.",
+        "A prompt above max_prompt_tokens: stop with an error, cut its beginning, or skip the row. Cuts and skips are counted.",
     )
     shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
 
@@ -364,7 +364,7 @@ class WatchdogConfig(SettingsSection):
     """Time limits after which the watchdog ends the run."""
 
     interval_s: float = field(
-        5.0, "Time between two checks of the watchdog thread; at most a quarter of the shortest limit below.", gt=0
+        5.0, "Time between two checks; at most a quarter of the shortest time limit in this section.", gt=0
     )
     stall_timeout_s: float = field(
         600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
@@ -403,7 +403,7 @@ class TelemetryConfig(SettingsSection):
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
     trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
-    live: Literal["auto", "plain", "off"] = field("auto", "Live view on a terminal, plain lines elsewhere, or nothing.")
+    live: Literal["auto", "plain", "off"] = field("auto", "auto: a live view on a terminal, else lines; plain: lines.")
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
     profile: ProfileConfig = ProfileConfig()
     rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)

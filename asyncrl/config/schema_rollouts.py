@@ -251,7 +251,7 @@ class FilterConfig(SettingsSection):
     )
     by: str = field(
         "reward",
-        "The number that the three filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
+        "The number that these filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
     )
     max_refills: int = field(
         8, "Most groups that a rank drops in a step, in multiples of groups_per_step. Further groups are kept.", ge=0

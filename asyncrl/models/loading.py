@@ -174,8 +174,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function or None). The weights are in the dtype of the masters, in float32, or map
-    the files in the narrower dtype of the files. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function or None). The weights map the files in a narrower dtype, or are in
+    float32, or in float64 if the masters are. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)

@@ -36,8 +36,8 @@ class Bound:
     routed: bool = False
 
     def distance(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        """Distance of log-probs (nats) [TOKENS - 1]: the larger value of those for prefilled and for decoded tokens. NaN if a
-        log-prob is NaN."""
+        """The larger of two distances (nats): of the prefilled tokens, and of the decoded tokens. `ours`, `theirs`: log-probs
+        [TOKENS - 1]. NaN if a log-prob is NaN."""
         differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         if any(map(math.isnan, differences)):
             return math.nan

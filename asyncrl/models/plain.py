@@ -1,7 +1,7 @@
 """The plain path: transformers' own forward, without replaced layers, computes the hidden states. Each sequence is a row.
 
-Packed trees are split into rows, each from a root to a leaf. The hidden states of an inner node are read from the first row of the
-node that runs. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
+Packed trees are split into rows, each from a root to a leaf. An inner node is in several rows, and its hidden states are read from
+the row that runs first. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
 the padding. Otherwise each row runs alone.
 
 Shape legend: T packed tokens, E hidden size, R rows of one forward, L tokens of the longest row.

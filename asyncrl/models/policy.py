@@ -118,7 +118,7 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention. Lookups in an embedding take none, unless the head shares it."""
+        """Multiply-adds of one token's forward without attention. The embedding counts only if the head shares its weight."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
         return sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not lookup)
 

@@ -19,7 +19,7 @@ A record holds `n >= 1` members (trajectories) of one group. Most producers put 
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
-    48  u64  sequence: position of the record in its ring
+    48  u64  sequence: position of the record in its ring, + 1
     56  i64  epoch: a number for each start of the producer, because a producer restarts its group ids
     64  i64  group id
     72  i64  policy version that the producer knew when it put the record (-1: unknown)
@@ -147,7 +147,7 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.MESSAGES: _spec(Axis.ROW_BYTES, "<u1"),  # JSON: a string or a list of messages
         Section.METADATA: _spec(Axis.ROW_BYTES, "<u1"),  # JSON object
         Section.GROUP_METADATA: _spec(Axis.BYTES, "<u1"),  # JSON object
-        # Of each member an i4 array [m, 2], see types.Trajectory; empty: one line. A reader that does not know the section would
+        # Of each member an i4 array [m, 2], see types.Trajectory; empty: no branches. A reader that does not know the section would
         # train branches as one text, so it must refuse the record.
         Section.BRANCHES: _spec(Axis.ROW_BYTES, "<u1", needed=True),
         Section.TURNS: _spec(Axis.ROW_BYTES, "<u1"),  # i4 [t]; empty: one reply

@@ -2,7 +2,7 @@
 
 Guarantees
 * Every method may be called from any thread and any task. No method awaits or blocks.
-* An event costs one or two microseconds, because every decode step records events.
+* An event must be cheap, because every decode step records events. It costs one or two microseconds.
 * Memory is bounded: after `max_events` trace events, further events are only counted (`dropped_events`). The intervals of a step
   are stored separately, so the idle shares stay correct when the trace is full.
 

@@ -385,13 +385,13 @@ def memory_share(spec: ModelSpec, limits: CoreLimits, total: int, processes: int
 
 
 def _blocks(limits: CoreLimits) -> int:
-    """Blocks enough to preempt no admitted sequence. Each sequence may fill one block partly, and vLLM reserves one block."""
+    """Enough blocks that no admitted sequence is preempted. A sequence may fill one block partly, and vLLM reserves one block."""
     return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
 def _failure_message(error: Exception, limits: CoreLimits) -> str:
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else first_line(error)
-    # How the builds of vLLM for CPUs and for GPUs begin the message.
+    # The first words of vLLM's message about a lack of memory, in the builds for CPUs and for GPUs.
     scarce = text.partition(": ")[2].startswith(("Available memory on node", "Free memory on device"))
     if scarce or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return (
