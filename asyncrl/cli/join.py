@@ -66,7 +66,7 @@ def _join(address: str, *overrides: str) -> int:
 
 
 def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of a node. `tree`: the run's. Errors: ConfigError."""
+    """The configuration of a node. `tree`: the run's, merged from a file because errors name their file. Errors: ConfigError."""
     from asyncrl.config.load import load_config
 
     own = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}

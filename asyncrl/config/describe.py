@@ -17,7 +17,7 @@ from .resolve import PRESETS
 from .schema import Config
 from .text import dump
 
-# Settings and sections that a resume may change. Any other change would make the saved state wrong (`_REASONS`). Settings of
+# Settings and sections that a resume may change. Any other change is refused, for a reason in `_REASONS`. Settings of
 # methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll "
@@ -107,7 +107,7 @@ def check_resume(old: Config, new: Config) -> list[str]:
     """Compares the resolved configuration of a saved run with that of its resume. Returns one line per changed setting.
 
     The setting `resume` is ignored: it always differs.
-    Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.
+    Errors: `ConfigError` that lists every refused change with the reason.
     """
     changes, method_settings = diff(old, new), settings_of(new.algorithm)
     reasons = {name: refusal(name, method_settings) for name in changes}

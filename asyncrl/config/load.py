@@ -221,7 +221,7 @@ def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: typ
 
 
 def _unknown(name: str, source: str, schema: type[Config] = Config, key: str = "") -> str:
-    """The error message. `key`: the last key as it was written, which may contain dots."""
+    """The error message about an unknown key. `key`: the last key as it was written, which may contain dots."""
     nearest = nearest_name(name, schema)
     advice = f"the nearest is {nearest!r}" if nearest else "nothing similar exists; --help lists all keys"
     if "." in key:

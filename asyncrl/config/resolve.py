@@ -51,7 +51,7 @@ def versions_per_batch(config: Config) -> int:
 
 
 def last_version(config: Config, base: int = 0) -> int | None:
-    """The policy version after `train.max_steps` batches; None without that limit. `base`: see `Ports`."""
+    """The policy version after `train.max_steps` batches; None without that limit. `base`: the version at turn 0."""
     most = config.train.max_steps
     return None if most is None else most * versions_per_batch(config) + base
 

@@ -61,7 +61,7 @@ def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
 
 
 class Stripes:
-    """The process groups of one node, one for each sender. Use it on the lane of the weights."""
+    """The process groups of one node, one for each sender. Use it only on the lane that runs broadcasts."""
 
     def __init__(self, node: str, store: dist.Store, device: torch.device, deadline_s: float) -> None:
         """`store`: all nodes reach it. `deadline_s`: of one bucket, and of forming a group."""
@@ -79,7 +79,7 @@ class Stripes:
     ) -> str | None:
         """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
         `half[start:end]`. `whole_bytes`: all bytes, if `half` is only this node's stripe. Returns a sentence at a failure."""
-        place, root = "forming the process group", dist.BroadcastOptions()
+        place, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
@@ -100,7 +100,7 @@ class Stripes:
                         piece = data[start - first : end - first]
                         if read is not None:
                             piece = read(start // half.itemsize, end // half.itemsize).view(torch.uint8)
-                        works[sender] = place, group.broadcast([piece], root), piece
+                        works[sender] = place, group.broadcast([piece], options), piece
         except (RuntimeError, TimeoutError) as error:
             self.close()
             return f"{place} of version {order.version} failed: {first_line(error)}"

@@ -50,8 +50,8 @@ _LARGEST = 1e18  # a norm or an optimizer may square a weight
 
 
 def require_current(policy: PolicyModel, version: int) -> None:
-    """Check that the policy is at `version` or later, that its modules read the flat buffer, and that the buffer holds finite
-    numbers equal to the masters. Call it on the lane. Errors: DivergenceError."""
+    """Check that the policy is at `version` or later, that its modules read the flat buffer, and that a sample of the buffer
+    is finite and equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
     # `flat` has the trained parameters. With adapters or shards they are not `policy.weights`, the weights that are served.
@@ -69,8 +69,8 @@ def require_current(policy: PolicyModel, version: int) -> None:
     # In this form NaN fails too.
     if not bool((sample.abs() < _LARGEST).all()):
         error = DivergenceError(
-            f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares are no float32 any "
-            "more: the step to it was too large; lower train.lr (or raise train.warmup_steps)"
+            f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares overflow "
+            "float32: the optimizer step to this version was too large; lower train.lr (or raise train.warmup_steps)"
         )
         error.unusable_weights = True
         raise error
