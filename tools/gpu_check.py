@@ -29,7 +29,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.models.attention.tree import TreePlan
+    from asyncrl.models.policy import PolicyModel
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "examples/quickstart.yaml"
@@ -108,7 +112,7 @@ def main() -> int:
 def ask(name: str, device: str) -> dict[str, Any]:
     """The line of one claim."""
     asked, started = CLAIMS[name], time.monotonic()
-    line = {"claim": name, "predicted": asked.predicted}
+    line: dict[str, Any] = {"claim": name, "predicted": asked.predicted}
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder, "answer"), Path(folder, "errors")
         process = FORKED.Process(target=answer, args=(name, device, *paths))
@@ -124,7 +128,7 @@ def ask(name: str, device: str) -> dict[str, Any]:
     seconds = {"seconds": round(time.monotonic() - started, 1)}
     if process.exitcode or not found:
         return line | {"found": f"exit code {process.exitcode}; {last_words(errors)}", "verdict": "died"} | seconds
-    return line | json.loads(found) | seconds
+    return {**line, **json.loads(found), **seconds}
 
 
 def last_words(errors: str) -> str:
@@ -141,7 +145,7 @@ def answer(name: str, device: str, path: Path, errors: Path) -> None:
     try:
         found = CLAIMS[name].check(device)
     except Skip as reason:
-        line = {"found": str(reason), "verdict": "skipped"}
+        line: dict[str, Any] = {"found": str(reason), "verdict": "skipped"}
     else:
         verdict = {None: "measured", True: "right", False: "wrong"}[found.right]
         line = {"found": found.text, "verdict": verdict, "numbers": found.numbers or {}}
@@ -192,10 +196,10 @@ def judged(steps: list[dict[str, float]], dtype: str) -> tuple[bool, dict[str, A
     return all(math.isfinite(step["loss"]) for step in steps) and mismatch < NATS[dtype], numbers
 
 
-def policy_on(device: str, dtype: str, layers: int = 28, *, served: bool = False) -> Any:
+def policy_on(device: str, dtype: str, layers: int = 28, *, served: bool = False) -> PolicyModel:
     """Random weights in Qwen3-0.6B's shape; on a CPU in a small one."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
     from asyncrl.models.policy import PolicyModel
 
@@ -285,17 +289,17 @@ def finite_gradients(device: str) -> Found:
         for length in range(64, 1088, 128):
             for size in (1.0, 30.0, 300.0):
                 torch.manual_seed(length)
-                q, k, v = (torch.randn(4, heads, length, 128, device=device) for heads in (16, 16, 16))
-                k[..., 0] *= size
-                leaves = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
+                wide = [torch.randn(4, 16, length, 128, device=device) for _ in range(3)]
+                wide[1][..., 0] *= size
+                q, k, v = leaves = [part.to(torch.bfloat16).requires_grad_() for part in wide]
                 mask = torch.ones(4, 1, length, length, dtype=torch.bool, device=device).tril()
                 mask[:, :, :, length - 30 :] &= torch.eye(length, dtype=torch.bool, device=device)[:, length - 30 :]
                 try:
                     if backend is None:
-                        out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+                        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
                     else:
                         with sdpa_kernel(backend):
-                            out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+                            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
                     grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
                 except RuntimeError as error:
                     return str(error).splitlines()[0][:80]
@@ -370,7 +374,7 @@ def reruns(device: str) -> Found:
 # -- claims that measure -----------------------------------------------------------------------------------------------
 
 
-def tree(tokens: int, members: int = 8, prompt: int = 256) -> Any:
+def tree(tokens: int, members: int = 8, prompt: int = 256) -> TreePlan:
     """A plan of about `tokens` tokens: prompts with `members` ragged completions each, 64 to 512 tokens long."""
     import numpy as np
 
@@ -435,13 +439,13 @@ def tree_attention(device: str) -> Found:
     return Found("forward and backward of one layer", worst < 1, numbers)
 
 
-def gradients(plan: Any, inputs: list[Any], weight: Any, dtype: Any, *, masked: bool = False) -> list[Any]:
+def gradients(plan: TreePlan, inputs: list[Any], weight: Any, dtype: Any, *, masked: bool = False) -> list[Any]:
     """Output and gradients of (query, key, value). `masked`: by the general fallback."""
     import torch
 
-    leaves = [part.to(dtype).requires_grad_() for part in inputs]
-    scaling = leaves[0].shape[-1] ** -0.5
-    out = plan.attend_masked(*leaves, scaling) if masked else plan.attend(0, *leaves, scaling)
+    q, k, v = leaves = [part.to(dtype).requires_grad_() for part in inputs]
+    scaling = q.shape[-1] ** -0.5
+    out = plan.attend_masked(q, k, v, scaling) if masked else plan.attend(0, q, k, v, scaling)
     return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
 
@@ -457,7 +461,7 @@ def new_shapes(device: str) -> Found:
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def measure() -> dict[str, Any]:
-        taken, known, used = [], [], torch.cuda.mem_get_info()[0]
+        taken, known, used = list[float](), list[float](), torch.cuda.mem_get_info()[0]
         for number in range(100):
             length = 300 + 3 * number
             q = torch.randn(32, 8, 2, 128, device=device, dtype=torch.bfloat16)
@@ -621,7 +625,7 @@ def microbatch(device: str) -> Found:
     trainer = TorchTrainer(policy, TrainConfig(lr=1e-6), max_completion_length=1024)
     loss, numbers = build_loss("grpo"), dict[str, Any]()
     for budget in (100,) if device == "cpu" else (2048, 16384):
-        draw, groups, total = np.random.default_rng(0), [], 0
+        draw, groups, total = np.random.default_rng(0), list[Any](), 0
         prompt_length = 8 if device == "cpu" else 128
         while total < budget - 8 * prompt_length:
             groups.append(random_group(len(groups), prompt_length, 8, vocabulary, draw))
@@ -689,11 +693,11 @@ def ragged_kernel(device: str) -> Found:
     require_card(device)
     import torch
 
-    from asyncrl.models.attention.ragged import FlashKernel, distance, kernel_for
+    from asyncrl.models.attention.ragged import FlashKernel, kernel_for, largest_error
 
     numbers: dict[str, Any] = {}
     for size in (32, 64, 80, 128, 256):
-        numbers[f"head size {size}"] = distance(FlashKernel(), torch.device(device), torch.bfloat16, size)
+        numbers[f"head size {size}"] = largest_error(FlashKernel(), torch.device(device), torch.bfloat16, size)
     chosen = kernel_for(torch.device(device), torch.bfloat16, 128) is not None
     return Found(f"at most {max(numbers.values()):.1e}, chosen: {chosen}", chosen, numbers)
 

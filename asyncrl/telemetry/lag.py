@@ -27,6 +27,8 @@ from .recorder import Recorder
 # A shorter lateness is not recorded as idle time, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
+# A block is reported while it lasts after this time: the code may wait for something that only the event loop can do.
+_STILL_BLOCKED_S = 5.0
 # A block in the same place is reported again after this time.
 _REPORT_AGAIN_S = 60.0
 # `LatenessHistogram`: the upper limit of bin i is 0.1 ms * 1.05**i. The last bin has no upper limit.
@@ -86,8 +88,9 @@ class BlockSampler:
     Uses real time even if the recorder has a simulated clock, because the watched thread is real.
     """
 
-    def __init__(self, clock: Callable[[], float], allowed_s: float) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], allowed_s: float, report: Callable[[str], None]) -> None:
+        """`report` is called on the sampler's thread, once for a block of `_STILL_BLOCKED_S`."""
+        self._clock, self._report = clock, report
         self._allowed_s = allowed_s
         self._watched = threading.get_ident()
         self._lock = threading.Lock()
@@ -114,12 +117,7 @@ class BlockSampler:
             self._last_tick = self._clock()
             frames, self._frames = self._frames, Counter()
             delays, self._delays = self._delays, []
-        sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
-        # The sampler needs the GIL, too. If the sampler took a quarter of its samples, then the GIL was free.
-        gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
-        # The thread slept if it neither ran nor waited for a processor.
-        asleep = sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
-        return frames.most_common(1)[0][0] if frames else None, asleep
+        return frames.most_common(1)[0][0] if frames else None, _did_not_wait(delays)
 
     def _processor_delay(self) -> float:
         try:
@@ -129,7 +127,7 @@ class BlockSampler:
             return math.inf
 
     def _run(self) -> None:
-        pause = self._allowed_s
+        pause, reported = self._allowed_s, -math.inf
         while not self._stop.wait(pause):
             with self._lock:
                 tick = self._last_tick
@@ -143,7 +141,22 @@ class BlockSampler:
                 if frame is not None and self._last_tick == tick:
                     self._frames[frame] += 1
                     self._delays.append(sample)
+                place, delays = self._frames.most_common(1), list(self._delays)
+            if place and tick != reported and delays[-1][0] - delays[0][0] > _STILL_BLOCKED_S and _did_not_wait(delays):
+                reported = tick
+                self._report(
+                    f"event loop still blocked after {self._clock() - tick:.0f} s in {place[0][0]}, which stops the whole "
+                    "run; in a coroutine use an asynchronous client, or `await asyncio.to_thread(...)`"
+                )
             pause = _SAMPLE_EVERY_S
+
+
+def _did_not_wait(delays: list[tuple[float, float]]) -> bool:
+    """Whether the watched thread hardly waited for a processor or for the GIL, by samples as in `BlockSampler`."""
+    sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
+    # The sampler needs the GIL, too. If the sampler took a quarter of its samples, then the GIL was free.
+    gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
+    return sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
 
 
 class LatenessHistogram:
@@ -186,7 +199,7 @@ async def monitor(
     Records `loop/lag_ms_p99`, `loop/lag_ms_p99_run`, `loop/blocked`, and late intervals as idle time with the cause `loop`."""
     clock, lateness = recorder.clock, LatenessHistogram()
     reported: dict[str, float] = {}  # place in the code -> time of the last report
-    with BlockSampler(time.perf_counter, interval + blocked_s) as sampler:
+    with BlockSampler(time.perf_counter, interval + blocked_s, report) as sampler:
         while True:
             expected, processor_start = clock() + interval, time.thread_time()
             await anyio.sleep(interval)

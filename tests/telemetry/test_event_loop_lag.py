@@ -108,6 +108,29 @@ def my_agent(looks: list[str | None]) -> None:
         time.sleep(0.01)
 
 
+async def test_a_block_is_reported_once_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synchronous client that waits for an answer of the loop that it blocks would end only at its own deadline."""
+    monkeypatch.setattr("asyncrl.telemetry.lag._STILL_BLOCKED_S", 0.2)
+    reports, during = list[str](), list[str]()
+
+    def my_synchronous_client() -> None:
+        deadline = time.monotonic() + 60
+        while not reports and time.monotonic() < deadline:
+            time.sleep(0.05)
+        during.extend(reports)
+        time.sleep(0.3)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(monitor, Recorder(), 0.01, 0.05, reports.append)
+        await anyio.wait_all_tasks_blocked()
+        my_synchronous_client()
+        await anyio.sleep(0.05)
+        group.cancel_scope.cancel()
+    assert len(during) == 1 and "event loop still blocked after" in during[0]
+    assert "my_synchronous_client, which stops the whole run; in a coroutine use an asynchronous client" in during[0]
+    assert sum("still blocked" in each for each in reports) == 1
+
+
 async def test_a_quiet_loop_is_not_reported() -> None:
     recorder, reports = Recorder(), list[str]()
     with anyio.move_on_after(0.1):
@@ -138,7 +161,7 @@ def test_lateness_has_an_answer_for_anything() -> None:
 
 
 def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
-    with BlockSampler(time.perf_counter, 0.02) as sampler:
+    with BlockSampler(time.perf_counter, 0.02, print) as sampler:
         while not sampler._frames:
             time.sleep(0.05)
         first, _ = sampler.tick()
