@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 import anyio
 from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
+from pydantic_core import to_jsonable_python
 
 from asyncrl.concurrency.apart import run_apart
 from asyncrl.concurrency.offload import StandbyThread
@@ -61,7 +62,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A tool. `schema`: in OpenAI's form. `call` gets the arguments by name. A coroutine function runs on the event loop, any other
-    function on a thread. The result is a text, or any value that JSON can hold."""
+    function on a thread. The result is a text, or a value that JSON can hold (dataclasses and pydantic models included)."""
 
     name: str
     schema: Mapping[str, Any]
@@ -219,7 +220,7 @@ class Toolbox:
             values = _arguments(arguments)
             began = anyio.current_time()
             with anyio.move_on_after(self._timeout_s) as timer:
-                text = _text(await self._call(tool, values))
+                text = _text(await self._call(tool, values), tool.name)
             self._recorder.observe(f"tools/{tool.name}/seconds", anyio.current_time() - began)
             if timer.cancelled_caught:
                 self._recorder.count(f"tools/{tool.name}/timeouts")
@@ -309,13 +310,22 @@ def _arguments(written: Any) -> dict[str, Any]:
     return {str(name): value for name, value in written.items()}
 
 
-def _text(result: Any) -> str:
+def _text(result: Any, name: str) -> str:
+    """A text is returned unchanged; other values as JSON. Errors: TypeError."""
     if isinstance(result, str):
         return result
     try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return str(result)
+        return json.dumps(result, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"the tool {name} returned {result!r:.80}, which JSON cannot hold ({error}); return a text, numbers, lists, mappings, "
+            "a dataclass or a pydantic model"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors, and what pydantic knows: dataclasses, its models, dates, paths, sets. Errors: ValueError."""
+    return value.tolist() if hasattr(value, "tolist") else to_jsonable_python(value)
 
 
 def _brief(error: Exception) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import enum
 import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import pydantic
 import pytest
 
 from asyncrl.concurrency import apart
@@ -72,6 +76,16 @@ async def weather(
         KeyError: no such city
     """
     return {city: 3}
+
+
+@dataclass
+class Row:
+    name: str
+    cells: list[int]
+
+
+class Model(pydantic.BaseModel):
+    name: str
 
 
 class Desk:
@@ -238,6 +252,32 @@ async def test_a_validation_error_from_inside_a_tool_is_a_failure_of_the_tool() 
     house = House()
     [text] = await house.run([inner], call("inner", '{"text": "x"}'))
     assert "ValidationError" in text and house.counts()["tools/inner/failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (Row("a", [1, 2]), '{"name": "a", "cells": [1, 2]}'),
+        ({"rows": [Model(name="é")]}, '{"rows": [{"name": "é"}]}'),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"mean": np.float32(0.5), "day": datetime.date(2026, 1, 31)}, '{"mean": 0.5, "day": "2026-01-31"}'),
+        (threading.Lock(), "Error: TypeError: the tool find returned <unlocked"),
+        ([object()], "Error: TypeError: the tool find returned [<object object"),
+        ({("a", 1): 2}, "Error: TypeError: the tool find returned {('a', 1): 2}, which JSON cannot hold"),
+    ],
+)
+async def test_a_result_is_json_or_its_tool_is_named(result: Any, words: str) -> None:
+    """And never a text such as `<object at 0x7f...>`, of which the model could make nothing."""
+
+    def find() -> Any:
+        """Finds."""
+        return result
+
+    house = House()
+    [text] = await house.run([find], call("find", ""))
+    refused = words.startswith("Error")
+    assert text.startswith(words) if refused else text == words
+    assert house.counts().get("tools/find/failed", 0) == refused
 
 
 async def test_a_megabyte_is_cut_and_says_so() -> None:
