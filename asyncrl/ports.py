@@ -94,6 +94,10 @@ class AgentSession(Protocol):
         """The reply to messages in OpenAI's form. Errors: those of `sample`, and `DataError` for malformed messages and tools."""
         ...
 
+    def forget(self, generation: Generation) -> None:
+        """Leave a reply that nobody got out of the trajectory. Call after the last request."""
+        ...
+
 
 class PinnedVersion(Protocol):
     """One worker of an engine stays at a version, while the other workers get later versions."""

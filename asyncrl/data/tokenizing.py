@@ -133,7 +133,7 @@ class PromptEncoder:
         if isinstance(prompt, str) and self._is_plain(prompt):
             ids = self._encode_raw(prompt)
         else:
-            text = self.render(self.messages(prompt), self._arguments(columns))
+            text = self.render(self.messages(prompt), self.arguments(columns))
             self.notes["control"] += _OPEN in text
             ids = self.tokenize(text)
         if len(ids) == 0:
@@ -243,8 +243,9 @@ class PromptEncoder:
         # Quotes around the probe: the template printed the repr of the list.
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
-    def _arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the template beside the messages. The row's arguments override `data.chat_template_kwargs`."""
+    def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the template beside the messages. Those of the row override `data.chat_template_kwargs`. Errors: DataError
+        for those that the template never reads."""
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")

@@ -10,7 +10,8 @@ Guarantees
 * a key reaches its own episode alone. The end of the episode cancels its requests, and later ones get 401 with the reason;
 * a client that disconnects cancels its request, which leaves nothing in the trajectory;
 * an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
-  trajectory has it once. After the delivery the same body samples a new answer;
+  trajectory has it once. At the end of the episode the trajectory loses answers that no client got. After the delivery the same
+  body samples a new answer;
 * a parameter that has no effect is refused by its name, or is documented as ignored.
 """
 
@@ -206,12 +207,12 @@ class Endpoint:
             if ask.stream and route.events is not None:
                 async with plain_task_group() as tasks:
                     tasks.start_soon(self._keep_alive, request, stream)
-                    choices = await self._choices(ask, session, episode.line, answers)
+                    choices = await self._choices(ask, session, episode, answers)
                     tasks.cancel_scope.cancel()
                 response: web.StreamResponse = stream
                 await _send(request, stream, b"".join(route.events(ask, choices, self._model)))
             else:
-                choices = await self._choices(ask, session, episode.line, answers)
+                choices = await self._choices(ask, session, episode, answers)
                 response = _json(route.reply(ask, choices, self._model))
                 await _send(request, response)
         except Refused as error:
@@ -236,8 +237,12 @@ class Endpoint:
             with anyio.move_on_after(SEND_S):
                 await response.write(b": the answer is being sampled\n\n")
 
-    async def _choices(self, ask: Ask, session: AgentSession, line: str, answers: Answers) -> list[ChatAnswer]:
+    async def _choices(
+        self, ask: Ask, session: AgentSession, episode: OpenEpisode, answers: Answers
+    ) -> list[ChatAnswer]:
         """All choices in order. Fills `answers`. Errors: Refused."""
+        line = episode.line
+        episode.answering.append(answers)
         try:
             prompts = [
                 session.encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in ask.prompts
@@ -268,6 +273,8 @@ class Endpoint:
         except Exception as error:
             log.exception("a request of an agent failed")
             raise Refused(500, f"{type(error).__name__}: {error}") from None
+        finally:
+            episode.answering = [other for other in episode.answering if other is not answers]
         return [answers[number] for number in sorted(answers)]
 
     async def _top(self, ask: Ask, prompt_ids: Int32Array) -> tuple[tuple[int, float], ...]:

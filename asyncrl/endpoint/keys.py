@@ -8,6 +8,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import anyio
@@ -36,6 +37,8 @@ class OpenEpisode:
     line: str
     ended: str | None = None  # the reason
     requests: set[anyio.CancelScope] = field(default_factory=set)
+    # Of its requests, while they are sampled.
+    answering: list[Answers] = field(default_factory=list)
     # By the digest of the request's body.
     undelivered: dict[bytes, list[Answers]] = field(default_factory=dict)
     delivered: OrderedDict[bytes, Answers] = field(default_factory=OrderedDict)
@@ -63,7 +66,8 @@ class EpisodeKeys(Access):
         return self._key(self._issued)
 
     def end(self, key: str, reason: str) -> None:
-        """Refuse the key from now on, and cancel its open requests. Does nothing for a key that has ended."""
+        """Refuse the key from now on, cancel its open requests, and forget answers that no client got. Does nothing for a key that
+        has ended."""
         number = self._number(key)
         episode = None if number is None else self._open.pop(number, None)
         if number is None or episode is None:
@@ -73,6 +77,9 @@ class EpisodeKeys(Access):
             self._ended.popitem(last=False)
         for scope in list(episode.requests):
             scope.cancel()
+        for answers in [*episode.answering, *chain(*episode.undelivered.values())]:
+            for answer in answers.values():
+                episode.session().forget(answer.generation)
 
     def check_key(self, request: web.BaseRequest) -> str:
         return self.find(request)[1]

@@ -39,6 +39,8 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
+# Kept chats of rows with different arguments of the template. A new one takes about 0.1 s with a large vocabulary.
+_MOST_OF_ROWS = 64
 # Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
 # Characters at the end of a text, in which a thinking block is searched.
@@ -88,9 +90,24 @@ class Chat:
         self._special = special_ids(tokenizer)
         self._recorder = recorder
         self._logged: set[str] = set()
+        self._of_rows: dict[str, Chat] = {}  # by the arguments of their rows
         words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", None) or "")))
         self._has_tools, self._has_calls = "tools" in words, "tool_calls" in words
         self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
+
+    def of_row(self, columns: Mapping[str, Any]) -> Chat:
+        """The chat of an episode. The column `chat_template_kwargs` overrides `data.chat_template_kwargs`. Errors: `DataError`."""
+        given = columns.get("chat_template_kwargs")
+        if not given:
+            return self
+        if (key := repr(given)) not in self._of_rows:
+            arguments = self._encoder.arguments({"chat_template_kwargs": given})
+            config = self._config.model_copy(update={"chat_template_kwargs": arguments})
+            chat = self._of_rows[key] = Chat(self.tokenizer, config, recorder=self._recorder)
+            chat._logged = self._logged
+            if len(self._of_rows) > _MOST_OF_ROWS:
+                del self._of_rows[next(iter(self._of_rows))]
+        return self._of_rows[key]
 
     def encode(self, text: str) -> Int32Array:
         """Token ids [P] of a text without control tokens."""
@@ -292,7 +309,8 @@ _FORKS = {
     "tools": "its tools were changed",
     "template": (
         "the chat template writes earlier messages differently after new ones (such as without their thinking); "
-        "earlier replies are trained in their own branch"
+        "earlier replies are trained in their own branch. Some templates have an argument that keeps the thinking, such as "
+        "preserve_thinking: set it in data.chat_template_kwargs"
     ),
 }
 _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")

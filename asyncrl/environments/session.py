@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import anyio
 import numpy as np
 
 from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, EpisodeLimit, GenerationError
+from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.types import (
     ChatAnswer,
@@ -59,12 +60,12 @@ class EpisodeLimits:
 
 
 class _Made(NamedTuple):
-    """A request with a reply of `size` tokens. `end`: its last token. `through`: that of the request that it continues, or -1."""
+    """A request with a reply. `end`: its last token. `through`: that of the request that it continues, or -1."""
 
     number: int
     end: int
     through: int
-    size: int
+    generation: Generation
 
 
 class TokenTree:
@@ -142,14 +143,16 @@ class TokenTree:
         return found[0], found[2]
 
     def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
-        """Write the experts of a request's tokens over older ones. The last token went through no layer."""
+        """Keep the experts of a request's tokens that have none. A token keeps those of its first pass, at which the tokens behind
+        it were sampled: a later request may compute its history again, with other weights. The last token went through no layer."""
         if routes is not None and self.routes is None:
             self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
         if self.routes is not None:
             more = np.full((self.tokens.size - len(self.routes), *self.routes.shape[1:]), -1, self.routes.dtype)
             self.routes = np.concatenate([self.routes, more])
             if routes is not None:
-                self.routes[path[:-1]] = routes[:-1]
+                known = self.routes[path[:-1]]
+                self.routes[path[:-1]] = np.where(known == -1, routes[:-1], known)
 
 
 class Session:
@@ -168,8 +171,8 @@ class Session:
         limits: EpisodeLimits,
         end_session: Callable[[str], object] | None = None,
     ) -> None:
-        """`sampling`: the defaults of requests. `seed`: of the run. `end_session`: see `close`."""
-        self.format, self.prompt, self.sampling = chat, prompt, sampling
+        """`sampling`: the defaults of requests. `seed`: of the run. `end_session`: see `close`. Errors: DataError."""
+        self.format, self.prompt, self.sampling = chat.of_row(prompt.columns), prompt, sampling
         self._member, self._group_size = member, group_size
         self._generate, self._limits, self._end_session = generate, limits, end_session
         self._name = f"{prompt.group_id}/{member}"
@@ -177,19 +180,20 @@ class Session:
         self._tree = TokenTree()
         self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
         self._numbers: dict[bytes, set[int]] = {}  # line and prompt -> numbers of the equal requests
-        self._last: tuple[int, Generation] | None = None  # the newest request with a reply: its number, the reply
         self.limit: str | None = None  # the newest error of a limit
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
+        self._ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
         self._made: list[_Made] = []
+        self._complete = True  # the tree has no reply that is forgotten
         self._requests = itertools.count()
         self._temperature: float | None = None
 
     @property
     def turns(self) -> int:
         """Number of replies so far."""
-        return len(self._tree.replies)
+        return sum(made.generation.token_ids.size > 0 for made in self._made)
 
     def encode(self, text: str) -> Int32Array:
         """Token ids [P] of a text without control tokens."""
@@ -209,7 +213,8 @@ class Session:
         """Sample a reply to the tokens [P]. `line`: the name of a parallel branch, which gets random numbers of its own.
 
         A repeated request samples another reply. If the context is full, the reply ends with `length`.
-        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
+        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, `DataError` without a token, those of the
+        engine."""
         return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, line))[0]
 
     async def chat(
@@ -237,7 +242,7 @@ class Session:
         """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`, in the order in which the requests were made.
 
         Errors: `GenerationError` without a reply, `ConfigError` for another number of rewards."""
-        if self._last is None:
+        if not self._made:
             raise GenerationError(
                 "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
             )
@@ -258,7 +263,7 @@ class Session:
             sampled_logprobs=tokens["filtered"].copy(),
             versions=tokens["version"].copy(),
             temperature=self.sampling.temperature if self._temperature is None else self._temperature,
-            finish_reason=self._last[1].finish_reason,
+            finish_reason=self._last.finish_reason,
             completion=self._completion(tree),
             reward=reward,
             routed_experts=None if tree.routes is None else tree.routes.copy(),
@@ -267,15 +272,28 @@ class Session:
             turn_rewards=None if turn_rewards is None else tuple(map(float, turn_rewards)),
         )
 
+    @property
+    def _last(self) -> Generation:
+        """The reply to the newest request that has one."""
+        return max(self._made).generation
+
+    def forget(self, generation: Generation) -> None:
+        """Take a reply that nobody got out of the trajectory, unless another request continues it. Call after the last request."""
+        for made in [made for made in self._made if made.generation is generation]:
+            if all(other.through != made.end for other in self._made):
+                self._made.remove(made)
+                self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != made.end]
+                self._complete = False
+
     def _in_order(self) -> TokenTree:
         """The tree as if replies had arrived in the order of their requests. Credit must not depend on which branch is faster."""
         old, made = self._tree, sorted(self._made)
-        if made == self._made:
+        if self._complete and made == self._made:
             return old
         tree, end_of = TokenTree(), {-1: -1}
         for each in made:
             path = old.path(each.end)
-            prompt, reply = np.split(old.tokens[path], [path.size - each.size])
+            prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
             routes = None if old.routes is None else old.routes[path]
             generation = Generation(*columns, FinishReason.STOP, routes)
@@ -293,18 +311,13 @@ class Session:
     ) -> tuple[Generation, int]:
         """The reply, and the index of its last token in the tree."""
         key = b"\0".join((line.encode(), prompt_ids.tobytes()))
-        added = prompt_ids.size - self._tree.known(prompt_ids, through)
-        try:
-            room = self._room(prompt_ids, sampling, added)
-        except EpisodeLimit as error:
-            self.limit = str(error)
-            raise
+        request_number = next(self._requests)
+        added, room = await self._reserve(prompt_ids, sampling, through)
         numbers = self._numbers.setdefault(key, set())
         number = next(n for n in range(len(numbers) + 1) if n not in numbers)
         numbers.add(number)
         new = min(sampling.max_tokens, room)
         self._started, self._expected = self._started + 1, self._expected + added + new
-        request_number = next(self._requests)
         try:
             generation = await self._generate(
                 GenerationRequest(
@@ -325,20 +338,35 @@ class Session:
             raise
         finally:
             self._expected -= added + new
+            self._ended.set()
+            self._ended = anyio.Event()
         # The tree has the experts.
         generation = replace(generation, routed_experts=None)
-        self._made.append(_Made(request_number, end, through, generation.token_ids.size))
-        if self._last is None or request_number > self._last[0]:
-            self._last = request_number, generation
+        self._made.append(_Made(request_number, end, through, generation))
         return generation, end
+
+    async def _reserve(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
+        """(tokens of the prompt that are not in the tree, most tokens of the reply). A request beyond a limit waits for those that
+        run: an error now could end the episode before its first reply, and a request that ends may leave room.
+
+        Errors: as `_room`."""
+        while True:
+            added = prompt_ids.size - self._tree.known(prompt_ids, through)
+            try:
+                return added, self._room(prompt_ids, sampling, added)
+            except EpisodeLimit as error:
+                if not self._expected:
+                    self.limit = str(error)
+                    raise
+            await self._ended.wait()
 
     def _room(self, prompt_ids: Int32Array, sampling: SamplingParams, added: int) -> int:
         """Most tokens of a reply, at least one. `added`: tokens of the prompt that are not in the tree.
 
-        Errors: `EpisodeLimit`, `ConfigError`."""
+        Errors: `EpisodeLimit`, `ConfigError`, `DataError`."""
         limits = self._limits
         if not prompt_ids.size:
-            raise ConfigError("a request has no token; expected at least one")
+            raise DataError("a request has no token; expected at least one")
         if limits.max_turns is not None and self._started >= limits.max_turns:
             raise EpisodeLimit(
                 f"the episode has had {self._started} replies; rollout.max_turns allows {limits.max_turns}; end the episode, or "
@@ -419,7 +447,7 @@ class Session:
         if not self._exchanges:
             path = tree.path(tree.tokens.size - 1)
             ids = tree.tokens["id"][path[path >= tree.prompt_length]]
-            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last[1])] if self._last else ids)
+            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last)])
         number_of = {made.end: made.number for made in self._made}
         exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
         first, last = exchanges[0][0], exchanges[-1][0]

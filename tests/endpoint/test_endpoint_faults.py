@@ -291,6 +291,35 @@ async def test_choices_that_were_sampled_before_a_disconnect_are_not_sampled_aga
         async with o.http.post(o.origin + CHAT, data=json.dumps(body), headers=headers) as reply:
             texts = [choice["message"]["content"] for choice in (await reply.json())["choices"]]
         assert texts == ["Sunny", "Rain"] and o.session.turns == 2
+        o.endpoint.end(o.session)
+        assert o.session.turns == 2
+
+
+@pytest.mark.parametrize("end", ["after", "before"])
+async def test_choices_that_no_client_got_are_no_part_of_the_trajectory(end: str) -> None:
+    """`end`: of the episode, after the client has gone, or while the request is still sampled."""
+    script = Script("qwen2_5", "Fog", "Sunny", "Rain")
+    held = Held(script)
+    asked: list[GenerationRequest] = []
+
+    async def engine(request: GenerationRequest) -> Generation:
+        asked.append(request)
+        return await (held(request) if len(asked) == 3 else script(request))
+
+    async with opened(engine) as o:
+        assert (await o.post(CHAT, ASK))[0] == 200
+        client = await send(o, ASK | {"n": 2})
+        await held.asked.wait()
+        await until(lambda: o.session.turns == 2)
+        if end == "before":
+            o.endpoint.end(o.session)
+        client.close()
+        await until(lambda: held.running == 0)
+        o.endpoint.end(o.session)
+        trajectory = o.session.trajectory(turn_rewards=[1.0])
+        [first] = script.generations[:1]
+        assert trajectory.branches is None and trajectory.tokens[trajectory.mask].tolist() == first.token_ids.tolist()
+        assert trajectory.completion == [{"role": "assistant", "content": "Fog"}]
 
 
 def test_a_client_that_has_gone_makes_no_traceback_in_the_log() -> None:

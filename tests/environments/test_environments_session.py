@@ -181,6 +181,63 @@ async def test_a_repeated_request_is_another_sample() -> None:
     assert session.turns == 3
 
 
+async def test_a_request_beyond_a_limit_waits_for_those_that_run() -> None:
+    """Else the error could end the episode before its first reply, and the whole group would fail."""
+    script = Script("chatml", "one", "two", "three")
+    session = session_of("chatml", script, max_turns=2)
+    tasks = [asyncio.create_task(session.chat([USER])) for _ in range(3)]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    assert not pending and len(done) == 3 and session.turns == 2
+    with pytest.raises(EpisodeLimit, match=r"rollout.max_turns allows 2"):
+        await tasks[2]
+    # A request that was cancelled leaves room for the one that waits.
+    session = session_of("chatml", script, max_turns=1)
+    first, second = (asyncio.create_task(session.chat([USER])) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).message["content"] == "three"
+    # A reply that ends early leaves its tokens to the one that waits.
+    session = session_of("chatml", Script("chatml", "a~", "b~"), whole=30)
+    await asyncio.gather(*(session.sample([1, 2], SamplingParams(max_tokens=28)) for _ in range(2)))
+    assert session.turns == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "opening", "keeps"),
+    [
+        ("qwen3_6", "", {"preserve_thinking": True}),
+        ("lfm2_2_5", "<think>", {"preserve_thinking": True}),
+        ("nemotron_3_nano", "", {"truncate_history_thinking": False}),
+    ],
+)
+async def test_an_argument_of_the_template_keeps_the_thinking_in_one_line(
+    family: str, opening: str, keeps: dict[str, bool]
+) -> None:
+    for arguments, forks in (({}, 1), (keeps, 0)):
+        recorder = Recorder()
+        script = Script("qwen3", *(f"{opening}hm\n</think>\n\nSo{n}.<|im_end|>" for n in range(3)))
+        script.tokenizer = tokenizer_of(family)
+        session = session_of(family, script, recorder=recorder, chat_template_kwargs=arguments)
+        messages = [USER]
+        for _ in range(3):
+            reply = await session.chat(messages)
+            messages = [*messages, reply.message, {"role": "user", "content": "Go on"}]
+        assert recorder.drain().get("rollout/forks/template", 0) >= forks
+        assert (session.trajectory().branches is None) == (not forks), arguments
+
+
+async def test_the_column_of_a_row_overrides_the_arguments_of_the_template() -> None:
+    from asyncrl.environments.chat import Chat
+
+    chat = Chat(tokenizer_of("qwen3"))
+    empty = chat.of_row({"chat_template_kwargs": '{"enable_thinking": false}', "answer": "7"})
+    assert empty is chat.of_row({"chat_template_kwargs": '{"enable_thinking": false}'}) is not chat.of_row({})
+    text = tokenizer_of("qwen3").decode(empty.render([USER]))
+    assert text.endswith("<think>\n\n</think>\n\n") and chat.of_row({}) is chat
+    with pytest.raises(DataError, match="which the chat template never reads; did you mean 'enable_thinking'"):
+        chat.of_row({"chat_template_kwargs": {"enable_thinkin": True}})
+
+
 async def test_limits_of_tokens() -> None:
     script = Script("chatml", "one~", "two")
     session = session_of("chatml", script, max_context=80)
@@ -308,7 +365,7 @@ def test_any_sequence_of_requests_is_recorded_exactly(family: str, steps: list[t
     asyncio.run(play())
 
 
-async def test_the_latest_request_overwrites_the_experts_of_its_prompt() -> None:
+async def test_a_token_keeps_the_experts_of_its_own_sampling() -> None:
     script = Script("chatml", "one", "two", "three", routes=True)
     session = session_of("chatml", script)
     first = await session.chat([USER])
@@ -322,9 +379,10 @@ async def test_the_latest_request_overwrites_the_experts_of_its_prompt() -> None
         for start, g in zip(trajectory.turns, script.generations, strict=True)
     ]
     shared = np.intersect1d(rows[1], rows[2])
-    # Also the last token of the first reply, which went through no layer in its own request.
-    assert (routes[np.setdiff1d(rows[1][:-1], shared)] == 2).all()
-    assert (routes[rows[2][:-1]] == 3).all() and shared.size and third.prompt_ids.size > shared.size
+    assert (routes[rows[0][:-1]] == 1).all() and shared.size and third.prompt_ids.size > shared.size
+    # The last token of the first reply went through no layer in its own request.
+    assert (routes[rows[1][rows[0].size - 1 : -1]] == 2).all()
+    assert (routes[np.setdiff1d(rows[2][:-1], shared)] == 3).all()
     assert routes[rows[1][-1]] == routes[rows[2][-1]] == -1
     script.routes = False
     script.replies = ["four"]
