@@ -123,7 +123,7 @@ class Supervisor:
         return anyio.current_effective_deadline() == -math.inf  # a scope around the whole supervisor
 
     def _note_failure(self, error: BaseException, name: str | None = None) -> None:
-        for leaf in _leaves(error):
+        for leaf in leaves(error):
             if any(leaf is known for known in self._failures):
                 continue
             if name is not None:
@@ -167,9 +167,9 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        first, *others = _leaves(group) or [group]
-        for other in others:
-            first.add_note(f"and also: {type(other).__name__}: {other}")
+        first, *others = leaves(group) or [group]
+        for line in {line: None for other in others if (line := _line(other)) != _line(first)}:
+            first.add_note(f"and also: {line}")
         failure = first
     # Raised outside of the handler: inside, the exception group would become its context.
     if failure is not None:
@@ -185,8 +185,8 @@ def _is_closed_edge(error: BaseException) -> bool:
     return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
     """The exceptions inside nested groups, in order, without cancellations."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+        return [leaf for child in error.exceptions for leaf in leaves(child)]
     return [] if isinstance(error, asyncio.CancelledError) else [error]

@@ -284,11 +284,8 @@ def _check_lengths(config: Config) -> Iterator[str]:
 
 def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.group_size == 1 and not advantage_named(algorithm.advantage).alone and config.train.kind == "torch":
-        yield (
-            f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
-            "always be 0; expected at least 2"
-        )
+    if rollout.group_size == 1 and (problem := alone_problem(config)):
+        yield f"rollout.group_size is 1; {problem}"
     # With several updates per batch, training waits for the whole batch.
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
     yield from check_losses(config, streaming)
@@ -302,6 +299,14 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "
             f"{rollout.groups_per_step}: a batch is cut between its groups"
         )
+
+
+def alone_problem(config: Config) -> str | None:
+    """Why a group of one trains nothing, for an error message. None if it can be trained."""
+    advantage = config.algorithm.advantage
+    if advantage_named(advantage).alone or config.train.kind != "torch":
+        return None
+    return f"advantage {advantage} compares the completions of one prompt and would always be 0; expected at least 2"
 
 
 def _check_lora(config: Config) -> Iterator[str]:

@@ -94,23 +94,25 @@ def installed(package: str) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """The error of user code and its place, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
-
-    The place is the last line that ran in a file of the user, or else in an installed package.
-    """
+    """The error of user code and its place, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
-    message = f"{kind}: {text}" if text else kind
+    return (f"{kind}: {text}" if text else kind) + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """The last line that ran in a file of the user, or else in an installed package: ` (/home/me/rows.py:12 in rows)`. Empty if the
+    error has passed through neither."""
     if isinstance(error, SyntaxError):
-        return f"{message} ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+        return f" ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_machinery(frame.filename)]
     installed_folders = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     user_frames = [frame for frame in frames if not frame.filename.startswith(installed_folders)]
     if not frames:
-        return message
+        return ""
     last = (user_frames or frames)[-1]
     function = "" if last.name == "<module>" else f" in {last.name}"
-    return f"{message} ({last.filename}:{last.lineno}{function})"
+    return f" ({last.filename}:{last.lineno}{function})"
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -134,7 +136,7 @@ def user_code(make_error: Callable[[BaseException], Exception]) -> Iterator[None
         raise make_error(error) from error
 
 
-def _is_machinery(file: str) -> bool:
+def is_machinery(file: str) -> bool:
     """Whether the file belongs to this package or to Python's import system."""
     return file.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))) or Path(file).is_relative_to(
         _PACKAGE

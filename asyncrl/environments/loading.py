@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from asyncrl.config.imports import load_object, user_code
+from asyncrl.config.schema import Config
 from asyncrl.data.texts import CompletionText
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
@@ -13,6 +14,9 @@ from asyncrl.types import SamplingParams
 
 from .policy import AgentEnvironment, Agents
 from .single_turn import SingleTurn
+
+# What the constructor of a class may take.
+_AVAILABLE = ("tokenizer", "sampling", "seed", "text")
 
 
 def load_environment(
@@ -36,35 +40,60 @@ def load_environment(
     available: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed, "text": text}
     if address == "single_turn":
         return SingleTurn(**available)
-    factory = load_object(address)
+    factory = find_environment(address)
     if is_episode(factory):
         assert agents is not None, "a run passes what its agents need"
-        return AgentEnvironment(agents, check_episode(factory, f"environment {address!r}"))
-    if not callable(factory):
-        raise ConfigError(
-            f"environment {address!r} is of type {type(factory).__name__}; expected a coroutine function or a class"
-        )
-    if agents is not None and agents.limits.max_turns is not None:
-        raise ConfigError(
-            f"rollout.max_turns limits the replies of `async def episode(task, policy)`, but environment {address!r} is a class, "
-            "which makes its own requests; remove the setting"
-        )
+        return AgentEnvironment(agents, factory)
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    missing = [p.name for p in parameters if _is_required(p) and p.name not in available]
-    if {"task", "policy"} <= set(missing):
-        raise ConfigError(f"environment {address!r} is no coroutine function; write `async def episode(task, policy)`")
-    if missing:
-        raise ConfigError(
-            f"environment {address!r} requires {', '.join(map(repr, missing))}; a run passes only {', '.join(available)}"
-        )
     names = {p.name for p in parameters}
     arguments = {name: value for name, value in available.items() if takes_all or name in names}
     with user_code(lambda error: ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}")):
         environment = factory(**arguments)
+    return _check_run(environment, f"environment {address!r}")  # type: ignore[no-any-return]  # has `run`
+
+
+def find_environment(address: str) -> Any:
+    """The coroutine function, class or factory at an address. Makes no instance. Errors: ConfigError."""
+    factory, name = load_object(address), f"environment {address!r}"
+    if is_episode(factory):
+        return check_episode(factory, name)
+    if not callable(factory):
+        raise ConfigError(f"{name} is of type {type(factory).__name__}; expected a coroutine function or a class")
+    missing = [
+        p.name for p in inspect.signature(factory).parameters.values() if _is_required(p) and p.name not in _AVAILABLE
+    ]
+    if {"task", "policy"} <= set(missing):
+        raise ConfigError(f"{name} is no coroutine function; write `async def episode(task, policy)`")
+    if missing:
+        raise ConfigError(f"{name} requires {', '.join(map(repr, missing))}; a run passes only {', '.join(_AVAILABLE)}")
+    if isinstance(factory, type):
+        _check_run(factory, name)
+    return factory
+
+
+def check_environment(config: Config, passed: Any = None) -> None:
+    """Check the environment of a run, and the settings that are for coroutine functions alone. `passed`: an object of the program,
+    used in place of `rollout.environment`. Errors: ConfigError."""
+    rollout, name = config.rollout, "the environment that the program passes"
+    if passed is not None:
+        found = check_episode(passed, name) if is_episode(passed) else _check_run(passed, name)
+    elif rollout.environment == "single_turn":
+        return
+    else:
+        found, name = find_environment(rollout.environment), f"environment {rollout.environment!r}"
+    for setting in () if is_episode(found) else ("max_turns", "tool_timeout_s", "tool_max_chars"):
+        if getattr(rollout, setting) != type(rollout).model_fields[setting].default:
+            raise ConfigError(
+                f"rollout.{setting} is for `async def episode(task, policy)`, but {name} is no coroutine function and makes "
+                "its own requests; remove the setting"
+            )
+
+
+def _check_run(environment: Any, name: str) -> Any:
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
-        raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")
-    return environment  # type: ignore[no-any-return]  # has `run`, which was checked
+        raise ConfigError(f"{name} has no `async def run(self, prompt, member, group_size, generate)`")
+    return environment
 
 
 def is_episode(loaded: Any) -> bool:

@@ -9,15 +9,17 @@ Agents             what the episodes of a run share
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncrl.errors import ConfigError, DataError, EpisodeLimit, LifecycleError
+from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError, LifecycleError
 from asyncrl.ports import Generate
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import (
@@ -228,22 +230,27 @@ class AgentEnvironment:
         episode = _Episode(agents, session)
         limited = False
         try:
-            result = await self._play(self._task(prompt), AgentPolicy(episode))
+            try:
+                result = await self._play(self._task(prompt), AgentPolicy(episode))
+            finally:
+                episode.end()
         except Exception as error:
             if not (session.turns and _is_limit(error, session.limit)):
                 raise
             # The coroutine was not written for this limit. What was sampled is trained.
             agents.recorder.count("rollout/limited")
             limited, result = True, None if agents.scores else 0.0
-        finally:
-            episode.end()
-        reward, turn_rewards = _rewards(result)
-        if reward is None and not agents.scores:
-            raise ConfigError(
-                "the episode returned no reward, and the run has no reward functions to score it; return a number, or set "
-                "reward.functions"
-            )
-        trajectory = session.trajectory(reward, turn_rewards)
+        try:
+            reward, turn_rewards = _rewards(result)
+            if reward is None and not agents.scores:
+                raise ConfigError(
+                    "the episode returned no reward, and the run has no reward functions to score it; return a number, or set "
+                    "reward.functions"
+                )
+            trajectory = session.trajectory(reward, turn_rewards)
+        except (ConfigError, DataError, GenerationError) as error:
+            # The coroutine has returned, so no line of the user is in the traceback.
+            raise type(error)(f"{error} ({_definition(self._play)})") from None
         if limited:
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
         return replace(trajectory, extras={**trajectory.extras, **episode.notes})
@@ -254,6 +261,13 @@ class AgentEnvironment:
         if prompt.ids.size:
             row |= {self._agents.column: prompt.prompt, "prompt": prompt.prompt}
         return copy.deepcopy(row)
+
+
+def _definition(function: Any) -> str:
+    """`file:line in name` of a function, or of the class of a callable object."""
+    function = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}" if code else repr(function)
 
 
 def _is_limit(error: BaseException, limit: str | None) -> bool:

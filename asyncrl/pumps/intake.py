@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from dataclasses import replace
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.config.checks import alone_problem
 from asyncrl.config.resolve import turns_bound
 from asyncrl.data.store import REFERENCE, Lease, copy_group
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
@@ -35,6 +37,7 @@ from .step import GroupsFailed
 
 # The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
 MAX_REMEMBERED_IDS = 65_536
+logger = logging.getLogger("asyncrl.pumps")
 
 
 class Intake:
@@ -51,6 +54,7 @@ class Intake:
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside
+        self._warned_of_one = False
         self._closed = ""  # the reason why `submit` is refused
         self._waiting: set[anyio.CancelScope] = set()
         self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # groups of `play`, until their end
@@ -230,6 +234,9 @@ class Intake:
     async def _filter(self, group: Group, *, leased: bool = False) -> Group:
         """Shape the rewards of a scored group, then drop the group or make it ready."""
         ports = self._ports
+        if len(group.trajectories) == 1 and not self._warned_of_one and (problem := alone_problem(ports.config)):
+            self._warned_of_one = True
+            logger.warning("a group of 1 trajectory (play with n=1, or submit) trains nothing; %s", problem)
         if ports.config.reward.overlong.cache is not None:
             group = replace(
                 group, trajectories=tuple(shape_reward(t, ports.config.reward.overlong) for t in group.trajectories)

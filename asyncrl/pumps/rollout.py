@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import re
 import struct
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,11 +27,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.apart import CancelledItself, run_apart
-from asyncrl.concurrency.supervisor import spawn
-from asyncrl.config.imports import is_interrupt
+from asyncrl.concurrency.supervisor import leaves, spawn
+from asyncrl.config.imports import is_interrupt, is_machinery, place_of, raised
 from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import AsyncrlError, ConfigError, DataError, EngineClosed, GenerationError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, EngineClosed, GenerationError, PlatformError
 from asyncrl.ports import Generate
 from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queues.queue import QueueSender
@@ -43,11 +44,11 @@ from .pipeline import Ports, Scoring, put_item
 _FEWEST_MEMBERS = 2
 _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
-_LOGGED_TRACEBACK_ENTRIES = 3
-# Errors of asyncrl that fail only the episode. Other errors of asyncrl, such as a DivergenceError, end the run.
-_EPISODE_ERRORS = (GenerationError, ConfigError, DataError)
-# Errors without a retry: a ConfigError would be raised again, and a coroutine that gets GeneratorExit must not await.
-_NOT_RETRIED = (ConfigError, GeneratorExit)
+# Of a traceback, from its outer and from its inner end.
+_LOGGED_ENTRIES = 5
+# Errors of asyncrl that fail only the episode. Other errors of asyncrl, such as a ConfigError, end the run.
+_EPISODE_ERRORS = (GenerationError, DataError)
+_NUMBERS = re.compile(r"[\w-]*\d[\w.-]*")
 logger = logging.getLogger("asyncrl.pumps")
 
 
@@ -256,7 +257,9 @@ class GroupPlayer:
         assert error is not None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        await book.end(ticket.group_id, "failed", f"{type(error).__name__}: {error}"[:200])
+        # Numbers and ids differ from episode to episode. Without them the failures of one kind have one count.
+        words = _NUMBERS.sub("#", str(error)[:300])
+        await book.end(ticket.group_id, "failed", f"{type(error).__name__}: {words}"[:200])
         limit, setting = rollout.max_failed_groups, "rollout.max_failed_groups"
         if limit is None:
             setting += " (not set: a tenth of all groups, and at least the groups of one step)"
@@ -266,7 +269,7 @@ class GroupPlayer:
             book.over_budget = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
-                f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}), as {book.failed} groups "
+                f"group {ticket.group_id} failed in the environment ({raised(error)}), as {book.failed} groups "
                 f"did; {setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}. To "
                 f"go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
             ) from error
@@ -338,7 +341,8 @@ class Episodes:
                 except BaseException as error:
                     failure = await self._failure(error)
                 self._log(name, failure)
-                if attempt == self._retries or isinstance(failure, _NOT_RETRIED):
+                # A coroutine that gets GeneratorExit must not await.
+                if attempt == self._retries or isinstance(failure, GeneratorExit):
                     raise EpisodeFailed from failure
                 await anyio.lowlevel.checkpoint_if_cancelled()
                 self._recorder.count("rollout/retries")
@@ -349,12 +353,16 @@ class Episodes:
 
     async def _failure(self, error: BaseException) -> BaseException:
         """Returns the failure of the episode. Raises `error` if it is no failure, because the run or this episode is stopped."""
-        if isinstance(error, EngineClosed) or (
-            isinstance(error, AsyncrlError) and not isinstance(error, _EPISODE_ERRORS)
-        ):
+        for leaf in leaves(error):
+            fails_episode = isinstance(leaf, _EPISODE_ERRORS) and not isinstance(leaf, EngineClosed)
+            if fails_episode or not isinstance(leaf, AsyncrlError):
+                continue
             # If this task was cancelled together with the engine, raise the cancellation instead.
             await anyio.lowlevel.checkpoint_if_cancelled()
-            raise error
+            if isinstance(leaf, ConfigError | PlatformError):
+                # The user sees no traceback.
+                raise type(leaf)(f"{leaf}{place_of(leaf)}") from leaf
+            raise leaf
         if is_interrupt(error):
             raise error
         if isinstance(error, asyncio.CancelledError):
@@ -373,5 +381,11 @@ class Episodes:
         if kind in self._logged or len(self._logged) >= MAX_LOGGED_KINDS:
             return
         self._logged.add(kind)
-        lines = "".join(traceback.format_exception(failure)[-_LOGGED_TRACEBACK_ENTRIES:]).rstrip()
-        logger.warning("%s failed in the environment; later failures of this kind are only counted\n%s", name, lines)
+        trace = failure.__traceback__
+        while trace is not None and is_machinery(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        lines = traceback.format_exception(type(failure), failure, trace or failure.__traceback__, chain=False)
+        if len(lines) > 2 * _LOGGED_ENTRIES:
+            lines[_LOGGED_ENTRIES:-_LOGGED_ENTRIES] = ["  ...\n"]
+        words = "%s failed in the environment; later failures of this kind are only counted\n%s"
+        logger.warning(words, name, "".join(lines).rstrip())

@@ -22,7 +22,7 @@ from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.environments.chat import Chat
-from asyncrl.environments.loading import check_episode, is_episode, load_environment
+from asyncrl.environments.loading import is_episode, load_environment
 from asyncrl.environments.policy import AgentEnvironment, Agents
 from asyncrl.environments.session import EpisodeLimits
 from asyncrl.environments.single_turn import SingleTurn
@@ -35,7 +35,7 @@ from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.follow import Follower
 from asyncrl.pumps.graph import Apart
-from asyncrl.pumps.hooks import Hooks, StoreWatch
+from asyncrl.pumps.hooks import StoreWatch
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
@@ -44,10 +44,11 @@ from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
+from asyncrl.types import Messages
 
 from .absent import Absent, TellVersions, ToldVersions
 from .endpoint import lazy_endpoint
-from .inputs import check_components, columns_of, import_code, known_columns
+from .inputs import check_rewards, columns_of, import_code, known_columns
 
 if TYPE_CHECKING:
     from .opened import OpenRun
@@ -61,16 +62,16 @@ async def open_ports(run: OpenRun) -> None:
     if dry != (engine_kind == "dry_run"):
         raise ConfigError(f"engine.kind={engine_kind} with train.kind={config.train.kind}: both are dry_run or none is")
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
-    # Before the model, which may take minutes to load: a failed import ends the start at once.
-    import_code(config, decided.environment is not None, decided.hooks is not None)
+    # Before the model, which may take minutes to load: a mistake ends the start at once.
+    hooks = import_code(config, decided.environment, decided.hooks)
     world, functions = run.world, _reward_functions(run)
     if world.generates:
         run.stages.show(f"starting reward workers: {config.reward.workers}")
         await stack.enter_async_context(functions)
+        check_rewards(config, functions)
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
     environment, reward = await _environment_and_rewards(run, functions, trainer, engine)
-    hooks = (decided.hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
     watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
     store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
     replay, given = config.replay, flat_values(config.algorithm)
@@ -116,13 +117,8 @@ async def open_ports(run: OpenRun) -> None:
 
 def _scores_groups(config: Config, environment: Environment, functions: RewardPool) -> bool:
     """Whether one call of the reward functions scores all members of a group."""
-    name = next((function.name for function in functions.functions if function.whole_group), None)
-    if name is not None and config.reward.batch == "trajectory":
-        raise ConfigError(
-            f"reward function {name!r} compares the completions of a group (`whole_group`), but reward.batch is trajectory: each "
-            "call would have one completion; set reward.batch to auto or group"
-        )
-    by_default = config.reward.batch == "auto" and (name is not None or isinstance(environment, SingleTurn))
+    whole = any(function.whole_group for function in functions.functions)
+    by_default = config.reward.batch == "auto" and (whole or isinstance(environment, SingleTurn))
     return config.rollout.keep_viable or by_default or config.reward.batch == "group"
 
 
@@ -139,7 +135,6 @@ async def _environment_and_rewards(
         if any(function.asks_policy for function in functions.functions):
             # A key takes 256 requests at a time.
             functions.open_endpoint = cycle([run.endpoint.open_visitor() for _ in range(8)]).__next__
-    check_components(run.config, reward.weights)
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
         raise ConfigError(
@@ -209,14 +204,16 @@ async def _open_gather(run: OpenRun) -> Gather:
 
 
 def _limits(run: OpenRun) -> Limits:
-    policy = run.policy
+    policy, config = run.policy, run.config
+    # A trajectory is not split over microbatches. A larger one would need more memory than was predicted.
+    whole = max(row_limit(config), config.train.tokens_per_microbatch)
     if (model := run.model) is not None:
-        return Limits(vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
+        return Limits(whole=whole, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
     if policy is None:
-        return Limits()
-    shape = policy.routing.shape if run.config.algorithm.router_replay and policy.routing is not None else None
+        return Limits(whole=whole)
+    shape = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     routes = None if shape is None else (shape.layers, shape.k, shape.experts)
-    return Limits(vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
+    return Limits(whole=whole, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
 def _reward_functions(run: OpenRun) -> RewardPool:
@@ -289,7 +286,7 @@ def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Envir
     )
     given: Any = run.decided.environment
     if given is not None:
-        return AgentEnvironment(run.agents, check_episode(given, "environment")) if is_episode(given) else given
+        return AgentEnvironment(run.agents, given) if is_episode(given) else given
     return load_environment(
         rollout.environment,
         tokenizer=tokenizer,
@@ -311,7 +308,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     config, costs, world = run.config, run.config.dry_run, run.world
     version = run.saved.version if run.saved else world.joined.version if world.joined else 0
     train_lane = await run.stack.enter_async_context(SimulatedLane("device", run.recorder))
-    run.lanes, run.tokenizer = (train_lane,), ByteTokenizer()
+    run.lanes, run.tokenizer = (train_lane,), ChatBytes()
     engine_lane = train_lane
     if not costs.shared_device and world.trains and world.generates:
         engine_lane = await run.stack.enter_async_context(SimulatedLane("generation", run.recorder))
@@ -350,10 +347,11 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
 
 
 class ByteTokenizer:
-    """The tokenizer of a dry run: UTF-8 bytes, so that prompts get plausible lengths without a model."""
+    """The tokenizer of a dry run: UTF-8 bytes, so that prompts get plausible lengths without a model. The zero byte ends a turn."""
 
-    chat_template = None
-    eos_token_id = 0
+    chat_template: str | None = None
+    eos_token_id, eos_token = 0, "\0"
+    all_special_ids, all_special_tokens = [eos_token_id], [eos_token]
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
@@ -361,6 +359,23 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(t) % 256 for t in token_ids).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.encode(token)[0]
+
+
+class ChatBytes(ByteTokenizer):
+    """The same with a chat template, which reads roles and contents."""
+
+    chat_template = "role: content"
+
+    def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool = False, **options: Any) -> str:
+        text = self.eos_token.join(f"{message['role']}: {message['content']}" for message in messages)
+        ending = "" if options.get("continue_final_message") else self.eos_token
+        return text + ending + ("assistant: " if add_generation_prompt else "")
 
 
 class OwnWeights:

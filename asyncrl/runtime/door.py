@@ -53,10 +53,8 @@ REFUSED_SECTIONS = {
 
 
 def limits_of(runtime: Runtime) -> Limits:
-    """The limits of a trajectory from another process: those of `Runtime.submit`, the longest row of the run's own rollouts, and
-    the size of a microbatch for all branches, because a trajectory is not split over microbatches."""
-    longest = row_limit(runtime.config)
-    return replace(runtime.limits, longest=longest, whole=max(longest, runtime.config.train.tokens_per_microbatch))
+    """The limits of a trajectory from another process: those of `Runtime.submit`, and the longest row of the run's own rollouts."""
+    return replace(runtime.limits, longest=row_limit(runtime.config))
 
 
 class _Door:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.config.imports import raised
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.texts import decode
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
@@ -55,9 +56,8 @@ async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Gener
             error = failed.__cause__
             if isinstance(error, AsyncrlError):
                 raise error from error.__cause__
-            raise GenerationError(
-                f"member {member} failed in the environment ({type(error).__name__}: {error})"
-            ) from error
+            assert error is not None
+            raise GenerationError(f"member {member} failed in the environment ({raised(error)})") from error
 
     async with plain_task_group() as tasks:
         for member in range(n):

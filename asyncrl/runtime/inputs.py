@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.builds import install
 from asyncrl.checkpoint.store import require_intact_model
 from asyncrl.config.hub import require_hub
-from asyncrl.config.imports import check_address, installed, load_object
+from asyncrl.config.imports import check_address, installed
 from asyncrl.config.resolve import resolve, row_limit
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
@@ -28,6 +28,7 @@ from asyncrl.data.prompts_files import PromptRows
 from asyncrl.data.prompts_sources import IndexedRows, kind_of, load_rows, require_data_hub
 from asyncrl.data.texts import decode
 from asyncrl.distributed.roles import Roles
+from asyncrl.environments.loading import check_environment
 from asyncrl.errors import AsyncrlError, ConfigError, GenerationError
 from asyncrl.generation.requests import check_tokens, sampling_params
 from asyncrl.generation.vllm.versions import require_vllm
@@ -42,6 +43,7 @@ from asyncrl.models.parameters.source import (
     reward_model_name,
     tokenizer_source,
 )
+from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.types import GenerationRequest, Prompt
@@ -146,7 +148,18 @@ async def load_rewards(config: Config) -> None:
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
-        check_components(config, [*pool.weights, *(reward_model_name(model) for model in config.reward.model)])
+        check_rewards(config, pool)
+
+
+def check_rewards(config: Config, pool: RewardPool) -> None:
+    """Check the open pool of a run before its model is loaded. Errors: ConfigError."""
+    check_components(config, [*pool.weights, *(reward_model_name(model) for model in config.reward.model)])
+    whole = next((function.name for function in pool.functions if function.whole_group), None)
+    if whole is not None and config.reward.batch == "trajectory":
+        raise ConfigError(
+            f"reward function {whole!r} compares the completions of a group (`whole_group`), but reward.batch is trajectory: each "
+            "call would have one completion; set reward.batch to auto or group"
+        )
 
 
 def check_components(config: Config, scored: Collection[str]) -> None:
@@ -173,12 +186,11 @@ def known_columns(config: Config) -> list[list[str]]:
     return [_columns[source] for source in sources if source in _columns]
 
 
-def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
-    """Import the user's environment and hooks on this thread. Arguments as for `check_inputs`. Errors: ConfigError."""
-    if not environment and config.rollout.environment != "single_turn":
-        load_object(config.rollout.environment)
-    if not hooks and config.hooks is not None:
-        load_object(config.hooks)
+def import_code(config: Config, environment: Any = None, hooks: Hooks | None = None) -> Hooks:
+    """Import and check the user's environment and hooks on this thread. Returns the hooks. `environment`, `hooks`: objects of the
+    program, used instead. Errors: ConfigError."""
+    check_environment(config, environment)
+    return (hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
 
 
 def rows_of(source: str) -> PromptRows:

@@ -28,6 +28,7 @@ import numpy as np
 from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
 from asyncrl.concurrency.ending import exit_blockers
 from asyncrl.concurrency.offload import offload, standby_threads
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
@@ -291,8 +292,9 @@ class Runtime:
     async def play(self, episode: EpisodeFunction, task: Any, *, n: int | None = None) -> list[Trajectory]:
         """Play and submit a group: `n` episodes of the coroutine function `episode(task, policy)`. Waits for a slot (backpressure).
 
-        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`. Retries and limits are those of a run. Returns
-        the episodes with their rewards. The list is empty if the group has failed, which the run counts.
+        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`; most advantages compare 2 or more. Retries and
+        limits are those of a run. Returns the episodes with their rewards. The list is empty if the group has failed, which the run
+        counts.
         Errors: GenerationError if more groups failed than `rollout.max_failed_groups`; DataError, ConfigError, LifecycleError."""
         run = self._require_open("play")
         environment = AgentEnvironment(run.own_agents(), check_episode(episode, "play: the episode"))
@@ -300,7 +302,10 @@ class Runtime:
         if size < 1:
             raise DataError(f"play: n is {n}; expected 1 or more episodes")
         prompt = as_task(task, run.ports.ids.take(), self.config.data, self.tokenizer)
-        return list(await run.graph.play(environment, prompt, size))
+        # An error of an episode is raised by itself, and not in an exception group.
+        async with plain_task_group():
+            played = await run.graph.play(environment, prompt, size)
+        return list(played)
 
     def endpoint(self) -> tuple[str, str]:
         """(base URL, key) of the policy over HTTP, for requests that belong to no episode: they are sampled and not trained. Within

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from environments_chat import Script, tokenizer_of
 
 from asyncrl.environments.chat import Chat
-from asyncrl.environments.loading import load_environment
 from asyncrl.environments.policy import AgentEnvironment, Agents
 from asyncrl.environments.session import EpisodeLimits
 from asyncrl.environments.tools import Toolbox
@@ -59,20 +57,6 @@ class Played:
 
     def text(self, ids: Any) -> str:
         return str(tokenizer_of("qwen3").decode(ids))
-
-
-def test_a_limit_of_replies_is_refused_for_a_class(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("class Own:\n    async def run(self, *arguments): ...\n")
-    offered: dict[str, Any] = {
-        "tokenizer": None,
-        "sampling": SamplingParams(),
-        "seed": 1,
-        "text": lambda generation: "",
-    }
-    address = f"{tmp_path}/own.py:Own"
-    load_environment(address, **offered, agents=Played(None).agents)
-    with pytest.raises(ConfigError, match=r"rollout\.max_turns limits the replies of .* is a class"):
-        load_environment(address, **offered, agents=Played(None, max_turns=3).agents)
 
 
 async def test_a_tool_loop_is_recorded_as_sampled_and_nothing_is_touched_by_hand() -> None:
@@ -257,6 +241,16 @@ async def test_an_episode_that_runs_into_a_limit_is_trained_on_what_it_sampled(s
     assert trajectory.reward == (None if scores else 0.0) and trajectory.finish_reason is FinishReason.LENGTH
     assert played.text(trajectory.tokens[trajectory.mask]) == "x<|im_end|>"
     assert played.recorder.drain()["rollout/limited"] == 1
+
+
+async def test_parallel_branches_beyond_a_limit_are_trained_on_what_they_sampled() -> None:
+    async def episode(task: Any, policy: Any) -> float:
+        await asyncio.gather(*(policy.branch().complete("a") for _ in range(3)))
+        return 1.0
+
+    played = Played(episode, "x", "y", max_turns=2, scores=False)
+    trajectory = await played.run()
+    assert trajectory.reward == 0.0 and trajectory.turns is not None and trajectory.turns.size == 2
 
 
 async def test_a_limit_that_a_client_reports_as_its_own_error_is_a_limit() -> None:

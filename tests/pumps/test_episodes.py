@@ -21,7 +21,7 @@ from pumps_plan import TOKENS, Plan, ScriptedEnvironment, episode_ports, make_pr
 from asyncrl.concurrency.describe import culprit
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.imports import is_interrupt
-from asyncrl.errors import ConfigError, DivergenceError, GenerationError, LifecycleError
+from asyncrl.errors import ConfigError, DivergenceError, GenerationError, LifecycleError, PlatformError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.rollout import EpisodeFailed, Episodes
@@ -136,15 +136,44 @@ def test_an_error_of_the_run_is_no_failed_episode() -> None:
     assert house.error is wrong and house.books.failed == 0
 
 
-def test_what_no_retry_mends_is_not_played_again() -> None:
-    times: Counter[int] = Counter()
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", [ConfigError, PlatformError])
+def test_a_mistake_of_the_user_ends_the_run_at_once_and_names_the_line(kind: Any, grouped: bool) -> None:
+    """As for a tool without a docstring, also if the episode calls it in a task group of its own."""
+    times: Counter[tuple[int, int]] = Counter()
 
-    def fails(group: int, member: int) -> BaseException | None:
-        times[group] += 1
-        return ConfigError("no such tool") if group == 1 and member == 0 else None
+    class Mistaken(ScriptedEnvironment):
+        async def run(self, prompt: Prompt, member: int, group_size: int, generate: Any) -> Trajectory:
+            times[prompt.group_id, member] += 1
+            if prompt.group_id == 1 and grouped:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self.call())
+            if prompt.group_id == 1:
+                await self.call()
+            return await super().run(prompt, member, group_size, generate)
 
-    house = live(Plan(groups_per_step=2, max_steps=2, max_failed_groups=1, retries=2, fails=fails))
-    assert house.error is None and times[1] <= 2
+        async def call(self) -> None:
+            raise kind("no such tool")
+
+    async def body(house: House, supervisor: Any) -> None:
+        house.ports.environment = Mistaken(house)
+        await house.graph.run(supervisor)
+
+    house = live(Plan(groups_per_step=2, max_steps=2, max_failed_groups=100, retries=2), body=body)
+    line = Mistaken.call.__code__.co_firstlineno + 1
+    assert type(house.error) is kind and str(house.error) == f"no such tool ({__file__}:{line} in call)"
+    assert max(times.values()) == 1 and house.books.failed == 0
+
+
+def test_failures_that_differ_in_numbers_and_ids_have_one_count() -> None:
+    def fails(group: int, member: int) -> BaseException:
+        return OSError(f"session 3f{group}a-0{group}c: no answer of row {group} in {group}.5 s")
+
+    house = live(Plan(groups_per_step=4, max_failed_groups=2, fails=fails))
+    assert "The last causes: 3 of OSError: session #: no answer of row # in # s." in str(house.error)
+    assert [each for each in house.book.reasons if each.startswith("failed")] == [
+        "failed: OSError: session #: no answer of row # in # s"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +237,26 @@ async def test_the_first_failure_of_each_kind_is_logged_once(caplog: pytest.LogC
         assert isinstance(failed.value.__cause__, LookupError)
     [record] = caplog.records
     assert 'raise LookupError("no such tool")' in record.message and "LookupError: no such tool" in record.message
+
+
+async def test_the_log_shows_the_users_line_for_an_error_of_asyncrl(caplog: pytest.LogCaptureFixture) -> None:
+    class Asks:
+        async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+            return await generate(ASKED)
+
+    async def generate(request: GenerationRequest) -> Generation:
+        async def deep(level: int) -> Generation:
+            if level:
+                return await deep(level - 1)
+            raise GenerationError("no room")
+
+        return await deep(12)
+
+    with pytest.raises(EpisodeFailed):
+        await Episodes(episode_ports(Asks(), Recorder(max_events=0), 60.0, 0)).play(make_prompt(0), 0, 1, generate, 0)
+    [record] = caplog.records
+    assert "return await generate(ASKED)" in record.message and "GenerationError: no room" in record.message
+    assert "run_apart" not in record.message and len(record.message.splitlines()) < 40
 
 
 def test_a_ctrl_c_is_no_failure_where_sigint_raises_it(sigint_is_handled: None) -> None:
@@ -330,8 +379,8 @@ def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("endless", ["member 1 of group 3 did not end within rollout.timeout_s = 3600 s"]),
-        ("another member", ["member 0", "member 1"]),
+        ("endless", ["member # of group # did not end within rollout.timeout_s = # s"]),
+        ("another member", ["was asked for member #", "returned member #"]),
     ],
 )
 def test_an_environment_that_breaks_its_word_fails_its_group_alone(how: str, words: list[str]) -> None:

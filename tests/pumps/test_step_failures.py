@@ -45,7 +45,7 @@ def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
     assert failed.groups == (1,) and failed.at == pytest.approx(1.0)
     assert [event.at for event in house.events("admit") if event.groups == (2,)] == [failed.at]
     assert house.books.failed == 1 and house.books.trained == 4
-    assert house.book.reasons == {"failed: ValueError: member 0": 1}
+    assert house.book.reasons == {"failed: ValueError: member #": 1}
 
 
 async def test_reasons_of_their_own_for_each_failed_group_are_bounded() -> None:

@@ -26,6 +26,31 @@ async def one_argument(task: dict[str, Any]) -> float:
 number = 3
 
 
+def plain(task: dict[str, Any], policy: Any) -> float:
+    """No coroutine function."""
+    return 1.0
+
+
+class Desk:
+    """No environment."""
+
+
+async def with_a_bare_tool(task: dict[str, Any], policy: Any) -> float:
+    """Its tool has no docstring."""
+
+    def look(drawer: str) -> str:
+        return drawer
+
+    await policy.complete(task["prompt"])
+    await policy.chat(task["prompt"], tools=[look])
+    return 1.0
+
+
+async def of_a_wrong_type(task: dict[str, Any], policy: Any) -> Any:
+    """Returns its reply."""
+    return await policy.complete(task["prompt"])
+
+
 async def over_http(task: dict[str, Any], policy: Any) -> float:
     """`scored_here` with a client that knows nothing of asyncrl."""
     text = await _post(policy, task["prompt"])

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
+AGENTS = Path(__file__).with_name("runtime_agents.py")
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
 
 
@@ -53,6 +54,18 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
             "reward.functions: 'rewards.py' is not an address of user code; write `file.py:name`",
         ),
         ({"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinkin"}}, "did you mean 'Thinking'"),
+        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:plain"}}, "write `async def episode(task, policy)`"),
+        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:one_argument"}}, "expected `async def episode"),
+        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:Desk"}}, "Desk' has no `async def run(self, prompt"),
+        (
+            {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinking", "max_turns": 3}},
+            "rollout.max_turns is for `async def episode(task, policy)`, but environment",
+        ),
+        (
+            {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinking", "tool_timeout_s": 3}},
+            "rollout.tool_timeout_s is for `async def episode(task, policy)`, but environment",
+        ),
+        ({"hooks": f"{MODEL}:build"}, "a function; expected an asyncrl.Hooks"),
         ({"data": REAL["data"] | {"train": "empty.jsonl"}}, "empty.jsonl holds no rows"),
         ({"data": REAL["data"] | {"train": "other.jsonl"}}, "other.jsonl row 1 has no column 'prompt'; found question"),
         (
