@@ -61,7 +61,7 @@ def _join(address: str, *overrides: str) -> int:
     from asyncrl.distributed.world import World
     from asyncrl.main import run
 
-    roles = Roles(joined.train, (*joined.generate, joined.rank), listens=True)
+    roles = Roles(joined.train, (*joined.generate, joined.rank), listens=True, context=config.distributed.context)
     return run(config, world=World(joined.rank, restart=joined.restart, roles=roles, joined=joined))
 
 

@@ -520,8 +520,8 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 def _has_roles(config: Config) -> bool:
-    """Whether some rank only trains or only generates, or may join. Then all engines run in workers."""
-    if config.distributed.listen is not None:
+    """Whether some rank only trains or only generates, shares sequences, or may join. Then all engines run in workers."""
+    if config.distributed.listen is not None or config.distributed.context > 1:
         return True
     train, generate = config.distributed.roles.train, config.distributed.roles.generate
     return isinstance(train, int) or isinstance(generate, int) or {*(train or ())} != {*(generate or ())}
@@ -529,10 +529,16 @@ def _has_roles(config: Config) -> bool:
 
 def _check_roles(config: Config) -> Iterator[str]:
     """`distributed/roles.py` compares the roles with the number of ranks."""
-    listen = config.distributed.listen
+    listen, context = config.distributed.listen, config.distributed.context
     if not _has_roles(config):
         return
     name = "distributed.roles" if listen is None else "distributed.listen"
+    name = name if context == 1 else "distributed.context"
+    if context > 1 and config.train.kind == "dry_run":
+        yield (
+            f"distributed.context is {context} and train.kind is dry_run, which has no model whose sequences ranks could share; "
+            "leave distributed.context out"
+        )
     prefix = f"{name} is set and "
     if listen is not None:
         host, _, port = listen.rpartition(":")

@@ -33,7 +33,7 @@ _FREE = (
     "algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio train.weight_decay "
     "train.decay_norms_and_biases train.eps train.grad_clip train.tokens_per_microbatch train.gradient_checkpointing "
     "train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s train.partial_final_step "
-    "distributed.roles distributed.listen"
+    "distributed.roles distributed.listen distributed.context"
 )
 FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"

@@ -322,6 +322,13 @@ class DistributedConfig(SettingsSection):
         "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()
+    context: int = field(
+        1,
+        "Ranks that train each sequence together, for sequences that are too long for one device: each rank computes its part of "
+        "the tokens. The training ranks form sets of this size, in order. It divides the number of training ranks and the number "
+        "of attention heads.",
+        ge=1,
+    )
     listen: str | None = field(
         None,
         "HOST:PORT, an address of the machine of rank 0: nodes that generate may join the run there, with `asyncrl join HOST:PORT` "

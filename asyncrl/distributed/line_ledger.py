@@ -128,14 +128,21 @@ class LineLedger:
     """
 
     def __init__(
-        self, line: LineServer | LineClient, books: Reservation, rank: int, *, recorder: Recorder | None = None
+        self,
+        line: LineServer | LineClient,
+        books: Reservation,
+        rank: int,
+        *,
+        recorder: Recorder | None = None,
+        follows: bool = False,
     ) -> None:
+        """`follows`: this rank commits steps whose groups are at another rank."""
         self._line, self._rank, self._recorder = line, rank, recorder
         self._settings = [getattr(books, name) for name in _SETTINGS]
         # Steps that this rank has committed. Another rank may have committed one more.
         self._turn = self.first_turn = books.turn
         self._travels = bool(books.trainers)
-        self._trains = not books.trainers or rank in books.trainers
+        self._trains = follows or not books.trainers or rank in books.trainers
         self._live: dict[int, Ticket] = {}  # groups of this rank without a place
         # Groups of this rank in the step that this rank has not committed.
         self._open: dict[int, Ticket] = {}

@@ -5,15 +5,18 @@
     {train: 2, generate: 0}                   both ranks train; nodes that join generate (`distributed.listen`)
     absent                                    every rank does both
 
+With `distributed.context: n` the training ranks, in order, form sets of n *siblings*, which train each sequence together. Groups
+travel to the first rank of a set, its *leader*.
+
 Rank 0 always trains. It has the ledger and the prompt cursor of the run, and writes the files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..config.schema import RolesConfig
+from ..config.schema import DistributedConfig, RolesConfig
 from ..errors import ConfigError
 
 
@@ -24,10 +27,22 @@ class Roles:
     train: tuple[int, ...] = (0,)
     generate: tuple[int, ...] = (0,)
     listens: bool = False  # nodes may join that only generate (`distributed.listen`)
+    context: int = 1  # training ranks of a set (`distributed.context`)
 
     @classmethod
-    def resolve(cls, setting: RolesConfig, ranks: int, *, listens: bool = False) -> Roles:
+    def resolve(cls, distributed: DistributedConfig, ranks: int) -> Roles:
         """The roles of a run with this many ranks. Errors: ConfigError."""
+        context = distributed.context
+        roles = cls._resolve(distributed.roles, ranks, listens=distributed.listen is not None)
+        if len(roles.train) % context:
+            raise ConfigError(
+                f"distributed.context is {context} and the run has {len(roles.train)} training rank(s), which form no sets of "
+                f"{context}; start a multiple of {context} training ranks, or choose a divisor of {len(roles.train)}"
+            )
+        return replace(roles, context=context)
+
+    @classmethod
+    def _resolve(cls, setting: RolesConfig, ranks: int, *, listens: bool) -> Roles:
         if setting.train is None and setting.generate is None:
             return cls(tuple(range(ranks)), tuple(range(ranks)), listens)
         if setting.train is None or setting.generate is None:
@@ -73,18 +88,37 @@ class Roles:
         return roles
 
     @staticmethod
-    def ranks_named(setting: RolesConfig) -> int:
-        """The number of ranks for which the setting was written; 1 if it is left out."""
-        numbers = [0]
+    def ranks_named(distributed: DistributedConfig) -> int:
+        """The number of ranks for which the settings were written: one set of siblings if roles are left out."""
+        setting, numbers = distributed.roles, [distributed.context - 1]
         for value in (setting.train, setting.generate):
             numbers += [value] if isinstance(value, int) else value or ()
-        return max(1, sum(numbers) if isinstance(setting.train, int) else max(numbers) + 1)
+        return max(numbers) + 1 if not isinstance(setting.train, int) else sum(numbers[1:])
 
     @property
     def differ(self) -> bool:
-        """Whether some rank only trains or only generates, or may join. If not, every rank does both, and groups stay on their
-        rank."""
-        return self.listens or self.train != self.generate
+        """Whether some rank only trains or only generates, shares sequences, or may join. If not, every rank does both, and groups
+        stay on their rank."""
+        return self.listens or self.context > 1 or self.train != self.generate
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each set of siblings: all training ranks if none shares sequences."""
+        return self.train[:: self.context]
+
+    @property
+    def sets(self) -> list[tuple[int, ...]]:
+        """The ranks of each set of siblings, in the order of the leaders."""
+        return [self.train[first : first + self.context] for first in range(0, len(self.train), self.context)]
+
+    def siblings(self, rank: int) -> tuple[int, ...]:
+        """The set of this rank; empty for a rank that does not train."""
+        return next((ranks for ranks in self.sets if rank in ranks), ())
+
+    def shared(self, rank: int) -> str:
+        """For messages about a rank: the set of the rank, if the rank shares sequences."""
+        others = [other for other in self.siblings(rank) if other != rank]
+        return f" ({_named([rank])} shares sequences with {_named(others)}: distributed.context)" if others else ""
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -107,6 +141,9 @@ class Roles:
         does = [verb for verb, ranks in (("trains", self.train), ("generates", self.generate)) if rank in ranks]
         only = "" if len(does) == 2 else "only "
         roles = f"train {_named(self.train)}, generate {_named(self.generate)}"
+        if self.context > 1 and rank in self.train:
+            ranks = self.siblings(rank)
+            roles += f"; distributed.context: {_named(ranks)} share sequences, led by {_named(ranks[:1])}"
         joining = "; distributed.listen: nodes that join generate" if self.listens else ""
         return f"rank {rank} {only}{' and '.join(does)} (distributed.roles: {roles}{joining})"
 

@@ -39,6 +39,9 @@ class World(RankInfo, Collectives):
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _train: Collectives | None = field(default=None, repr=False)  # set by `open` unless all ranks train
+    # Set by `open` with `distributed.context`: the set of this rank, and on a leader the leaders of all sets.
+    siblings: Collectives | None = field(default=None, init=False, repr=False)
+    _leaders: Collectives | None = field(default=None, repr=False)
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _owner: ClassVar[World | None] = None  # the World that created the process group
 
@@ -85,6 +88,16 @@ class World(RankInfo, Collectives):
     def trains(self) -> bool:
         """Whether this rank trains."""
         return self.roles.trains(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether groups are trained at this rank: it trains, and is the first of its siblings."""
+        return self.rank in self.roles.leaders
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank trains what the leader of its siblings builds."""
+        return self.trains and not self.leads
 
     @property
     def generates(self) -> bool:
@@ -151,18 +164,30 @@ class World(RankInfo, Collectives):
                 timeout=_NO_TIMEOUT,
                 device_id=device if device.type == "cuda" else None,
             )
-            self._make_training_group()
+            self._make_groups()
         except (dist.DistError, RuntimeError, OSError) as exc:
             raise PlatformError(
                 f"rank {self.rank} of {self.world_size} could not join the others at {self.master_addr}:{self.master_port}: {exc}"
             ) from exc
         return self
 
-    def _make_training_group(self) -> None:
+    @property
+    def leaders(self) -> Collectives:
+        """The collectives over the leaders of all sets: `train` if no ranks share sequences."""
+        return self.train if self._leaders is None else self._leaders
+
+    def _make_groups(self) -> None:
         if not self._all_train:
-            # Ranks that only generate must make the group too.
-            group = dist.new_group(list(self.roles.train), timeout=_NO_TIMEOUT)
-            self._train = TrainingRanks(self, group) if self.trains else None
+            self._train = self._group_of(self.roles.train)
+        if self.roles.context > 1:
+            groups = [self._group_of(ranks) for ranks in self.roles.sets]
+            self.siblings = next(filter(None, groups), None)
+            self._leaders = self._group_of(self.roles.leaders)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Collectives | None:
+        """The collectives over these ranks; None if this rank is not one of them. All ranks must call it, in the same order."""
+        group = dist.new_group(list(ranks), timeout=_NO_TIMEOUT)
+        return SomeRanks(self, group, ranks) if self.rank in ranks else None
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group and torchrun's store. A second call does nothing. `failed`: see `leave`."""
@@ -183,8 +208,9 @@ class World(RankInfo, Collectives):
                     callback()
             finally:  # other ranks must not wait for this rank
                 self._leave_callbacks.clear()
-                if self._train is not None:
-                    self._train.group = None
+                for part in (self._train, self.siblings, self._leaders):
+                    if part is not None:
+                        part.group = None
                 if failed and dist.is_initialized() and dist.get_backend() == "nccl":
                     abort()
                 elif dist.is_initialized():
@@ -232,12 +258,12 @@ class World(RankInfo, Collectives):
         return self._met
 
 
-class TrainingRanks(Collectives):
-    """The collectives of a world over its training ranks alone."""
+class SomeRanks(Collectives):
+    """The collectives of a world over some of its ranks."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, world: World, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self._world, self.group, self.lost = world, group, world.lost
-        self.rank, self.world_size = world.roles.train.index(world.rank), len(world.roles.train)
+        self.rank, self.world_size = ranks.index(world.rank), len(ranks)
 
     @property
     def is_open(self) -> bool:

@@ -118,6 +118,10 @@ class Remote:
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
             counts, _, samples = ports.recorder.take_metrics()
+            if ports.follows:
+                # The rest is about the trainer, and the leader has it.
+                counts = {name: value for name, value in counts.items() if name.startswith((*GENERATED, *COUNTED))}
+                samples = {}
         header = {
             "progress": [ports.engine.statistics().get("tokens", 0.0), ports.book.end_count],
             "reasons": dict(ports.book.reasons),

@@ -19,7 +19,8 @@
 | 6 | one unfinished publish | the previous publish | the train pump ends |
 
 If ranks have different roles (`distributed.roles`), edge 4 leads to a training rank (`travel.py`). A rank that only trains has no
-rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps.
+rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps. If
+ranks share sequences, the siblings of a leader have the sibling pump (`siblings.py`) instead of the train pump.
 
 A pump that ends closes its end of each edge, and the `async for` of the next pump then ends. There are no sentinel items.
 """
@@ -50,6 +51,7 @@ from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
 from .rollout import GroupPlayer, OwnPrompts, Prompts, RolloutPump
 from .screen import Reroll
+from .siblings import Calls, LeadingTrainer, SiblingPump
 from .train import TrainPump
 from .travel import Arrivals, Departures
 
@@ -59,13 +61,16 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Apart:
     """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `follower`: on ranks
-    that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train."""
+    that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train. `leading`: on the leader of siblings.
+    `calls`: on the others."""
 
     dispatch: Dispatch | None = None
     remote: Remote | None = None
     follower: Follower | None = None
     departures: Departures | None = None
     arrivals: Arrivals | None = None
+    leading: LeadingTrainer | None = None
+    calls: Calls | None = None
 
 
 Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
@@ -99,7 +104,14 @@ class Graph:
         self._publish = PublishPump(ports, at_version, partial(catch_up, False))
         self._claims = Claims(ports)
         self._training_completed = False  # without an error or a cancellation
-        self._train = TrainPump(ports, self._claims, reroll, self._publish.wait_published, on_step)
+        published = self._publish.wait_published
+        self._train: TrainPump | SiblingPump = (
+            TrainPump(ports, self._claims, reroll, published, on_step)
+            if apart.calls is None
+            else SiblingPump(ports, apart.calls, self._claims, published)
+        )
+        if apart.leading is not None:
+            apart.leading.wait_published = lambda: published(ports.turn_of(ports.trainer.version))
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         spread = None if apart.dispatch is None else apart.dispatch.evaluate
         evaluate = EvaluatePump(ports, held_out, environment, evaluated, spread) if held_out else None
@@ -130,7 +142,7 @@ class Graph:
         """Start to train the groups that `run` generates and that `submit` gets."""
         self._accept_groups(self._takes_groups or self._prompts is not None)
         supervisor.start("training", self._run_training if self._follow is None else self._run_following)
-        if self._apart.remote is not None and self._ports.generates:
+        if self._apart.remote is not None and (self._ports.generates or self._ports.follows):
             supervisor.start("reports", self._apart.remote.report_often)
 
     def _accept_groups(self, accepts: bool) -> None:
@@ -188,6 +200,8 @@ class Graph:
                     spawn(tasks, "arrivals", self._apart.arrivals.run)
                 await self._train.run(publications)
                 tasks.cancel_scope.cancel()
+            if self._apart.leading is not None:
+                await self._apart.leading.end()
             self._training_completed = True
             if self._apart.dispatch is not None:
                 await self._apart.dispatch.tell_trained()
@@ -225,7 +239,7 @@ class Graph:
             self.time_is_up = True
             if self._takes_groups:
                 await self.drain()
-            elif self._ports.ranks == 1 and self._follow is None:  # several ranks agree on a step and call `stop_at`
+            elif self._ports.alone and self._follow is None:  # several ranks agree on a step and call `stop_at`
                 self._claims.stop_after_step()
             await self._finished.wait()
         if not self._training_completed:
@@ -287,7 +301,8 @@ class Graph:
         ports = self._ports
         if ports.depart is not None or not (ports.trains and ports.generates):
             raise LifecycleError(
-                "submit: distributed.roles is set, and groups travel between ranks only during run(); leave distributed.roles out"
+                "submit: distributed.roles or distributed.context is set, and groups travel between ranks only during run(); leave "
+                "both out"
             )
         if self._generating:
             raise LifecycleError(
@@ -315,9 +330,10 @@ class Graph:
         this rank only generates, or if the weights have to come from several training ranks, which do not know of this call."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
         has_roles = self._apart.dispatch is not None or self._apart.remote is not None
-        if has_roles and (not ports.trains or (ports.ranks > 1 and interval > 1)):
+        if has_roles and (not ports.trains or (interval > 1 and not ports.alone)):
             raise LifecycleError(
-                f"evaluate: distributed.roles is set, {ports.ranks} ranks train, and rollout.weight_sync_interval is {interval}; "
+                "evaluate: distributed.roles or distributed.context is set, several ranks train, and "
+                f"rollout.weight_sync_interval is {interval}; "
                 "call it on a rank that trains, and with several such ranks set rollout.weight_sync_interval=1"
             )
         await self._publish.wait_published(ports.ledger.turn)

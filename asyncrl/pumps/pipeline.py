@@ -65,15 +65,17 @@ class Ports:
     ids: GroupIds
     # The version at turn 0, if every batch had all its updates. Below 0 if the run that is resumed ended within a batch.
     base: int = 0
-    # This rank, the number of ranks that train, and the number of this rank among them; 0 on a rank that only generates.
+    # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
+    # (`distributed.context`) count once: their leader builds steps for them.
     rank: int = 0
     ranks: int = 1
     train_rank: int = 0
     # Number of ranks that generate.
     generating: int = 1
-    # The role of this rank.
+    # The role of this rank. `follows`: it trains what the leader of its siblings builds. Then `trains` is false.
     trains: bool = True
     generates: bool = True
+    follows: bool = False
     gather: Gather = gather_alone
     # Set for a trainer whose microbatches are collectives.
     round: Round | None = None
@@ -98,6 +100,11 @@ class Ports:
     logged: set[tuple[str, str]] = field(default_factory=set)
     # Shows a line to the user, in the live view.
     note: Callable[[str], None] = lambda text: None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank trains."""
+        return self.ranks == self.config.distributed.context == 1
 
     def turn_of(self, version: int) -> int:
         """The turns of the ledger whose steps made these weights."""

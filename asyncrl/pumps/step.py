@@ -105,7 +105,7 @@ class FailedGroups:
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
         names = ", ".join(map(_name, failed))
         message = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARACTERS]})"
-        if ports.ranks == 1 and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
+        if ports.alone and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
             with anyio.CancelScope(shield=True):
                 for rows in failed:
                     await ports.book.end(rows.group_id, "dropped", message)

@@ -173,7 +173,7 @@ class TrainPump:
         trainer = self._ports.trainer
         if self._surveys:
             # The publish has a collective too (for the time limit), which must run first on every rank.
-            if self._ports.ranks > 1:
+            if not self._ports.alone:
                 await self._wait_last_published()
             with blame_groups(step.group_ids):
                 step.loss, batches = await trainer.survey(self._ports.loss, batches)

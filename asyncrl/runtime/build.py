@@ -39,6 +39,7 @@ from asyncrl.pumps.hooks import StoreWatch
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
+from asyncrl.pumps.siblings import Calls, LeadingTrainer
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
@@ -95,11 +96,12 @@ async def open_ports(run: OpenRun) -> None:
         calls_at_once=functions.calls_at_once(config.rollout.group_size if score_groups else 1),
         base=run.base,
         rank=world.rank,
-        ranks=len(world.roles.train),
-        train_rank=world.roles.train.index(world.rank) if world.trains else 0,
+        ranks=len(world.roles.leaders),
+        train_rank=world.roles.leaders.index(world.rank) if world.leads else 0,
         generating=len(world.roles.generate),
-        trains=world.trains,
+        trains=world.leads,
         generates=world.generates,
+        follows=world.follows,
         gather=gather,
         round=run.round,
         score_groups=score_groups,
@@ -153,11 +155,20 @@ async def _open_apart(run: OpenRun) -> None:
     if world.generates:
         run.apart.departures = Departures(ports, run.connections.to, epoch)
         ports.depart = run.apart.departures.put
-    if world.trains:
+    first, *others = world.roles.siblings(world.rank) or (None,)
+    if world.leads:
         run.apart.arrivals = Arrivals(ports, epoch)
         server = await run.connections.serve()
         server.on(KIND, run.apart.arrivals.take)
         await run.connections.announce(server)
+        if others:
+            run.apart.leading = LeadingTrainer(ports.trainer, ports.round, server, [f"rank {rank}" for rank in others])
+            ports.trainer, ports.round = run.apart.leading, ports.round and run.apart.leading.round
+    elif first is not None:
+        run.apart.calls = Calls(await run.connections.to(first), f"rank {first}")
+    if (siblings := world.siblings) is not None:
+        # The leader may send calls when all siblings are connected.
+        await run.lanes[0].run(lambda: siblings.all_gather_bytes(b""), name="start/siblings")
 
 
 def _first_group(run: OpenRun) -> int:
@@ -179,21 +190,21 @@ def make_ledger(run: OpenRun) -> Any:
     has_prompts = run.decided.rows is not None or config.data.train is not None
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
-    trainers = world.roles.train if world.roles.differ else ()
+    trainers = world.roles.leaders if world.roles.differ else ()
     books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers)
     books.set_generating(world.roles.generate)
-    return LineLedger(run.line, books, world.rank, recorder=run.recorder)
+    return LineLedger(run.line, books, world.rank, recorder=run.recorder, follows=world.follows)
 
 
 async def _open_gather(run: OpenRun) -> Gather:
-    """The `Gather` of this rank. It runs on the trainer's lane, so all ranks run it and the trainer's collectives in one order."""
+    """The `Gather` of the ranks that build steps, on the trainer's lane: they run it and the trainer's collectives in one order."""
     world, lane = run.world, run.lanes[0]
-    if not world.trains or len(world.roles.train) == 1:
+    if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone
     if isinstance(lane, SimulatedLane):
         # The lane of a dry run runs its closures on the event loop, which has to serve this rank while others are late.
         lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
-    ranks = world.train
+    ranks = world.leaders
 
     async def gather(part: Any) -> list[Any]:
         mine = encode_part(part)

@@ -82,9 +82,8 @@ async def decide(
     stages.begin("checking the device, the settings and the files that they name")
     if world is None:
         world = World.from_env()
-        listens = config.distributed.listen is not None
-        world.roles = Roles.resolve(config.distributed.roles, world.world_size, listens=listens)
-        if listens:
+        world.roles = Roles.resolve(config.distributed, world.world_size)
+        if world.roles.listens:
             require_secret("distributed.listen is set, so nodes may join that know the secret of the run")
     config, device, lines = await offload(
         lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
@@ -95,12 +94,12 @@ async def decide(
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     if submitted and world.roles.differ and config.train.kind == "torch":
         raise ConfigError(
-            "distributed.roles or distributed.listen is set and there are no prompts: the program submits the groups, so no rank "
-            "has to generate; leave both out, or set data.train"
+            "distributed.roles, distributed.listen or distributed.context is set and there are no prompts: groups of a program do "
+            "not travel between ranks; leave all three out, or set data.train"
         )
     resolve_settings = partial(
         resolve,
-        world_size=len(world.roles.train),
+        world_size=len(world.roles.leaders),
         generating=len(world.roles.generate),
         embedding=submitted or prompts is not None,
         submitted=submitted,

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.models.attention.context import require_context
 from asyncrl.models.parameters.frozen import describe_frozen, frozen_names, mark_unreached
 from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
@@ -229,6 +230,7 @@ def check_run_model(
         sharded=config.distributed.sharding == "fsdp",
         show=show,
     )
+    require_context(module.config, verdict.path, config.distributed.context)
     if verdict.path.name == "plain" and config.engine.kv_after_update == "keep":
         raise ConfigError(
             f"engine.kv_after_update is keep, and {verdict.name} runs on the plain path, which rebuilds all caches after an "

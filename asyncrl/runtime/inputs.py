@@ -66,10 +66,9 @@ def check_start(config: Config, code: bool) -> None:
     `code`: also run the user's code. A run uses `check_code` instead, under its watchdog, since user code may never end.
     Errors: as `check_inputs`."""
     ranks = os.environ.get("WORLD_SIZE", "")
-    setting = config.distributed.roles
-    count = int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting)
-    roles = Roles.resolve(setting, count, listens=config.distributed.listen is not None)
-    resolved = resolve(config, len(roles.train), len(roles.generate))
+    setting = config.distributed
+    roles = Roles.resolve(setting, int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting))
+    resolved = resolve(config, len(roles.leaders), len(roles.generate))
     # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
     if os.environ.get("RANK", "0") == "0":
         RunDirectory(resolved).refuse_foreign()

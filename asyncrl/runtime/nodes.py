@@ -69,13 +69,15 @@ class Nodes:
             # A rank that joined later generates.
             generates = run.world.roles.generates(rank) or rank >= run.world.world_size
             trains = run.world.roles.trains(rank)
+            leader, *_ = run.world.roles.siblings(rank) or (rank,)
+            with_leader = "" if leader == rank else f" with rank {leader}"
             silent_s = 0.0 if peer == server.name else silences.get(peer)
             lost_at, reason = run.lost.get(peer, (None, None))
             rows.append(
                 {
                     "rank": rank,
                     "machine": server.machines.get(peer),
-                    "role": " and ".join(["trains"] * trains + ["generates"] * generates),
+                    "role": " and ".join([f"trains{with_leader}"] * trains + ["generates"] * generates),
                     "version": run.ports.trainer.version if trains else reports.get(peer, {}).get("version"),
                     "groups": loads[rank] if generates else None,
                     "tokens_per_s": self._rate(peer, tokens, now) if generates else None,

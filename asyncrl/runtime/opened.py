@@ -250,7 +250,9 @@ class OpenRun:
         extra: dict[str, float] = {}
         rates, policy, seconds = self.rates, self.policy, report.metrics.get("time/step")
         if rates is not None and policy is not None and seconds:
-            extra |= rates.shares(needed_flop(report, policy, self.config), seconds)
+            # Siblings share the work on the groups of their leader.
+            flop = needed_flop(report, policy, self.config) / self.config.distributed.context
+            extra |= rates.shares(flop, seconds)
         if self.prompts is not None:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
@@ -367,7 +369,7 @@ class OpenRun:
                             error.stopped_by = stop_signal
                             stopped = True
                         elif missing and isinstance(error, RankLost):
-                            names = " and ".join(f"rank {rank}" for rank in missing)
+                            names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
                             error.add_note(
                                 f"{names} did not say why: killed, stopped or hanging, or its machine is gone"
                             )
@@ -399,7 +401,10 @@ class OpenRun:
         from asyncrl.distributed.line import LineServer
 
         world, line = self.world, self.line
-        reason = str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}"
+        shared = world.roles.shared(world.rank)
+        reason = (
+            str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}{shared}"
+        )
         if self.stopped_by is not None:
             reason = f"rank {world.rank} was stopped by {self.stopped_by}"
         one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)

@@ -188,7 +188,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.dispatch.lose(peer, ())
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
         if lost is not None:
-            lose(lost)
+            lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}"))
 
     async def hear(peer: str, ended: Any, buffers: Any) -> None:
         nonlocal told

@@ -36,7 +36,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
     by_auto = config.generation.engine == "auto"
     config, engine_lines = choose_engine(config, device)
-    resolve_settings = partial(resolve, world_size=len(roles.train), generating=len(roles.generate))
+    resolve_settings = partial(resolve, world_size=len(roles.leaders), generating=len(roles.generate))
     config, card_lines = fit_card(config, device, world, resolve_settings, cards)
     verdict = _verdict(config) if config.train.kind == "torch" else None
     if by_auto and verdict is not None:
@@ -98,9 +98,8 @@ def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World,
         ranks = assumed.ranks(config)
         world = World(0, assumed.nodes * ranks, 0, ranks)
     elif "WORLD_SIZE" not in os.environ:
-        world = World(0, Roles.ranks_named(config.distributed.roles), 0, 1)
-    listens = config.distributed.listen is not None
-    world.roles = Roles.resolve(config.distributed.roles, world.world_size, listens=listens)
+        world = World(0, Roles.ranks_named(config.distributed), 0, 1)
+    world.roles = Roles.resolve(config.distributed, world.world_size)
     return world, world.roles
 
 

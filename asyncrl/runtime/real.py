@@ -20,8 +20,10 @@ from asyncrl.distributed.line import LineClient
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.models.attention.context import require_context
 from asyncrl.models.loading import (
     Choose,
+    describe_module,
     load_policy,
     load_served,
     load_tokenizer_of,
@@ -58,6 +60,9 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     run.stages.show("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     run.placed = placement.line
+    # Before the weights are read, which may take minutes.
+    require = partial(require_context, path=None, siblings=config.distributed.context)
+    await offload(lambda: require(describe_module(config.model).config), "model")
     own_environment = decided.environment is not None
     prompts = await offload(lambda: measure_prompts(config, decided.rows, own_environment), "prompts")
     ranks = len(world.roles.train)
@@ -183,6 +188,7 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
         "needs_reference": needs_reference(config.algorithm),
         "total_steps": last_version(config, run.base),
         "mismatch_gate": config.algorithm.mismatch_gate,
+        "siblings": world.siblings,
     }
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)

@@ -99,11 +99,14 @@ class SavedRun:
         # A checkpoint of one training rank fits both kinds of run.
         if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one:
             return
-        kinds = "one prompt cursor for each rank", "one prompt cursor for all ranks (distributed.roles)"
+        kinds = (
+            "one prompt cursor for each rank",
+            "one prompt cursor for all ranks (distributed.roles, distributed.context)",
+        )
         todo = (
-            "without distributed.roles"
+            "without distributed.roles and distributed.context"
             if one
-            else "with distributed.roles, so that some rank only trains or only generates"
+            else "with distributed.context, or with distributed.roles so that some rank only trains or only generates"
         )
         raise CheckpointError(
             f"resume=true: the checkpoint has {kinds[not one]}, and this run has {kinds[one]}; resume it {todo}"

@@ -13,7 +13,7 @@ import warm
 
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
-from asyncrl.config.schema import LoraConfig, RolesConfig
+from asyncrl.config.schema import DistributedConfig, LoraConfig, RolesConfig
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def roles(ranks: int, **setting: Any) -> Roles:
-    return Roles.resolve(RolesConfig(**setting), ranks)
+    return Roles.resolve(DistributedConfig(roles=RolesConfig(**setting)), ranks)
 
 
 def test_without_roles_every_rank_does_both() -> None:
@@ -71,11 +71,28 @@ def test_what_no_run_can_be_is_refused(setting: dict[str, Any], text: str) -> No
 def test_no_rank_has_to_generate_if_nodes_may_join() -> None:
     for generate in (0, ()):
         setting = RolesConfig(train=2 if generate == 0 else (0, 1), generate=generate)
-        given = Roles.resolve(setting, 2, listens=True)
+        given = Roles.resolve(DistributedConfig(roles=setting, listen="127.0.0.1:0"), 2)
         assert (given.train, given.generate, given.sends) == ((0, 1), (), True)
         assert "rank 1 only trains (distributed.roles: train ranks 0-1, generate no rank; " in given.line(1)
         with pytest.raises(ConfigError, match=r"roles\.generate names no rank; .* or distributed\.listen"):
-            Roles.resolve(setting, 2)
+            Roles.resolve(DistributedConfig(roles=setting), 2)
+
+
+def test_the_training_ranks_form_sets_of_siblings() -> None:
+    given = Roles.resolve(DistributedConfig(context=2, roles=RolesConfig(train=(0, 1, 4, 5), generate=(0, 2, 3))), 6)
+    assert (given.leaders, given.sets) == ((0, 4), [(0, 1), (4, 5)])
+    assert (given.siblings(5), given.siblings(2)) == ((4, 5), ())
+    assert given.shared(4) == " (rank 4 shares sequences with rank 5: distributed.context)" and not given.shared(2)
+    assert "distributed.context: ranks 4-5 share sequences, led by rank 4)" in given.line(5)
+    assert "share" not in given.line(2)
+    assert [(World(rank, 6, roles=given).leads, World(rank, 6, roles=given).follows) for rank in (4, 5, 2)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    # The leader alone generates, and its sibling still gets the calls of its trainer.
+    assert Roles.resolve(DistributedConfig(context=2, roles=RolesConfig(train=(0, 1), generate=(0,))), 2).differ
+    assert Roles.ranks_named(DistributedConfig(context=4)) == 4
 
 
 def config(*overrides: str) -> Any:
@@ -132,13 +149,13 @@ def test_a_rank_plans_memory_for_what_it_does(tmp_path: Path) -> None:
 
 PROGRAM = """
 import torch
-from asyncrl.config.schema import RolesConfig
+from asyncrl.config.schema import DistributedConfig, RolesConfig
 from asyncrl.distributed import collectives
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError
 world = World.from_env()
-world.roles = Roles.resolve(RolesConfig(train=(0, 2), generate=(1, 2)), world.world_size)
+world.roles = Roles.resolve(DistributedConfig(roles=RolesConfig(train=(0, 2), generate=(1, 2))), world.world_size)
 with world.open(torch.device("cpu"), timeout_s=60):
     if world.trains:
         train = world.train

@@ -70,6 +70,7 @@ async def connected(
                 book=SimpleNamespace(end_count=rank, reasons=Counter({"dropped: no signal": rank})),
                 trainer=SimpleNamespace(version=0),
                 trains=False,
+                follows=False,
                 generates=True,
             )
 

@@ -115,11 +115,16 @@ def check_equal(run: Path, alone: Path, output: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "generate", "sharding"),
-    [(2, 2, "replicate"), (1, 0, "replicate"), pytest.param(2, 2, "fsdp", marks=pytest.mark.slow)],
+    ("train", "generate", "distributed"),
+    [
+        (2, 2, {}),
+        (1, 0, {}),
+        pytest.param(2, 2, {"sharding": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"context": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_that_joins_does_not_change_the_weights(
-    tmp_path: Path, alone: Path, train: int, generate: int, sharding: str
+    tmp_path: Path, alone: Path, train: int, generate: int, distributed: dict[str, Any]
 ) -> None:
     """The groups of the second step are played once a node has joined, and all groups if no rank generates."""
     size = train + generate
@@ -129,7 +134,7 @@ def test_a_node_that_joins_does_not_change_the_weights(
     program, environ["NODES_NOTES"] = (str(ROOT / "tools/chaos/__main__.py"), "nodes:rank"), "notes.jsonl"
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        tree = with_roles(SYNC, train, generate, listen=address, sharding=sharding) | {
+        tree = with_roles(SYNC, train, generate, listen=address, **distributed) | {
             "hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"
         }
         with start_two(tmp_path, tree, program, size=size, own=("",) * size, **environ) as ranks:

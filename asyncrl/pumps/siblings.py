@@ -1,0 +1,242 @@
+"""Ranks that train each sequence together (`distributed.context`): the calls of a leader's trainer, and the pump of its siblings.
+
+    train pump ─▶ LeadingTrainer ─┬─▶ LaneTrainer of the leader           begin · microbatch x K · finish: in the same order
+                                  └─▶ line ─▶ SiblingPump ─▶ LaneTrainer of the sibling
+
+Groups are claimed, built and reported at the leader alone. A call is sent to the siblings before the leader's own closure runs,
+with the arrays of its microbatches, so all ranks of a set join their collectives in one order. No call has an answer: each rank
+raises the errors of its own closure and leaves the run, and then the collectives of the others end (`distributed/collectives.py`).
+
+The publish of a step has collectives of its own (the time limit, parts of a checkpoint). So no rank runs a call before its publish
+of the last step has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import anyio
+import numpy as np
+
+from asyncrl.algorithms.base import Loss
+from asyncrl.concurrency.supervisor import spawn
+from asyncrl.config.resolve import versions_per_batch
+from asyncrl.errors import RankLost
+from asyncrl.ports import Trainer
+from asyncrl.transport.queues.queue import QueueSender
+from asyncrl.types import Float32Array, Microbatch, StepResult
+
+from .claims import Claims
+from .dispatch import Handler
+from .pipeline import Ports, Publication, Round, put_item
+
+T = TypeVar("T")
+CALL = "trainer/call"
+# ([name, argument, headers of the microbatches], their arrays).
+_Call: TypeAlias = tuple[Any, Sequence[Any]]
+
+
+class LeaderLine(Protocol):
+    """The part of the leader's `distributed.line.LineServer` that is needed here."""
+
+    async def tell(self, peer: str, kind: str, header: Any, buffers: Sequence[Any]) -> None: ...
+
+
+class SiblingLine(Protocol):
+    """The part of a sibling's line to its leader that is needed here."""
+
+    def on(self, kind: str, handler: Handler) -> None: ...
+
+
+def encode(batches: Sequence[Microbatch]) -> tuple[list[dict[str, Any]], list[memoryview]]:
+    """For each microbatch its numbers and the forms of its arrays, and the bytes of all arrays."""
+    headers, buffers = list[dict[str, Any]](), list[memoryview]()
+    for batch in batches:
+        header: dict[str, Any] = {}
+        for name in (each.name for each in fields(Microbatch)):
+            value = getattr(batch, name)
+            if isinstance(value, np.ndarray):
+                header[name] = [value.dtype.str, value.shape]
+                buffers.append(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
+            else:
+                header[name] = value
+        headers.append(header)
+    return headers, buffers
+
+
+def decode(headers: Sequence[Mapping[str, Any]], buffers: Sequence[Any]) -> list[Microbatch]:
+    """The inverse of `encode`."""
+    rest = iter(buffers)
+
+    def value(form: Any) -> Any:
+        if not isinstance(form, list):
+            return form
+        # A copy: torch warns of arrays that are not writable.
+        return np.frombuffer(bytearray(next(rest)), np.dtype(form[0])).reshape(form[1])
+
+    return [Microbatch(**{name: value(form) for name, form in header.items()}) for header in headers]
+
+
+class LeadingTrainer:
+    """Implements `ports.Trainer` at a leader: sends each call to the siblings, and makes the same call on this rank's trainer."""
+
+    def __init__(self, trainer: Trainer, round_: Round | None, line: LeaderLine, siblings: Sequence[str]) -> None:
+        """`siblings`: their names on the line."""
+        self._trainer, self._round = trainer, round_
+        self._line, self._siblings = line, siblings
+        # Returns when the publish of the last optimizer step has ended. `Graph` sets it.
+        self.wait_published: Callable[[], Awaitable[None]]
+        # A call is sent and made before the next one, so that all ranks have one order.
+        self._one_at_a_time = anyio.Lock()
+        self._surveyed: Loss | None = None
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    async def begin_train_step(self, loss: Loss) -> None:
+        await self._call("begin", lambda: self._trainer.begin_train_step(loss), loss is self._surveyed)
+
+    async def train_microbatch(self, batch: Microbatch) -> None:
+        await self._call("microbatch", lambda: self._trainer.train_microbatch(batch), batches=[batch])
+
+    async def finish_train_step(self) -> StepResult:
+        return await self._call("finish", self._trainer.finish_train_step)
+
+    async def abort_train_step(self) -> None:
+        async with self._one_at_a_time:
+            # A sibling that has failed by the same error is gone.
+            with suppress(RankLost):
+                await self._send("abort")
+            await self._trainer.abort_train_step()
+
+    async def compute_logprobs(
+        self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
+    ) -> Float32Array:
+        return await self._call(
+            "logprobs", lambda: self._trainer.compute_logprobs(batch, model), model, batches=[batch]
+        )
+
+    async def survey(self, loss: Loss, batches: Sequence[Microbatch]) -> tuple[Loss, list[Microbatch]]:
+        result = await self._call("survey", lambda: self._trainer.survey(loss, batches), batches=batches)
+        self._surveyed = result[0]
+        return result
+
+    async def round(self, finishing: bool) -> bool:
+        """`Ports.round` of the leader."""
+        own = self._round
+        assert own is not None
+        return await self._call("round", lambda: own(finishing), finishing)
+
+    async def end(self) -> None:
+        """No call follows: the siblings end their pumps."""
+        await self._send("end")
+
+    async def _call(
+        self, name: str, own: Callable[[], Awaitable[T]], argument: Any = None, batches: Sequence[Microbatch] = ()
+    ) -> T:
+        async with self._one_at_a_time:
+            await self.wait_published()
+            # The siblings run what they got, and wait for this rank in collectives.
+            with anyio.CancelScope(shield=True):
+                await self._send(name, argument, batches)
+                result = await own()
+            return result
+
+    async def _send(self, name: str, argument: Any = None, batches: Sequence[Microbatch] = ()) -> None:
+        headers, buffers = encode(batches)
+        for sibling in self._siblings:
+            await self._line.tell(sibling, CALL, [name, argument, headers], buffers)
+
+
+class Calls:
+    """The calls of a leader, in order, at a sibling."""
+
+    def __init__(self, line: SiblingLine, leader: str) -> None:
+        """`line`: to the leader. `leader`: its name."""
+        self.leader = leader
+        # The groups of a step bound it: the leader waits for this rank at the end of each step.
+        self._calls = asyncio.Queue[_Call]()
+        line.on(CALL, self._on_call)
+
+    async def _on_call(self, peer: str, header: Any, buffers: Sequence[Any]) -> None:
+        self._calls.put_nowait((header, buffers))
+
+    async def next(self) -> _Call:
+        """Wait for the next call."""
+        return await self._calls.get()
+
+
+class SiblingPump:
+    """In place of the train pump on a rank that is not the leader of its set.
+
+    consumes     the calls of the leader's trainer
+    produces     the same calls on this rank's trainer; publications (edge 6)
+    waits for    the next call; its own publish of the last step
+    is woken by  the leader
+    """
+
+    def __init__(
+        self, ports: Ports, calls: Calls, claims: Claims, wait_published: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """`wait_published`: as for the train pump."""
+        self._ports, self._calls, self._claims, self._wait_published = ports, calls, claims, wait_published
+        self._updates = 0  # optimizer steps of the open batch
+        self._surveyed: Loss | None = None
+
+    async def run(self, publications: QueueSender[Publication]) -> None:
+        """Make the leader's calls until no call follows. Errors: those of the calls; RankLost if a training rank is lost."""
+        recorder = self._ports.recorder
+        async with publications, anyio.create_task_group() as tasks:
+            # It raises if a rank is lost while this rank waits for a call.
+            spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
+            while True:
+                with recorder.watch("sibling pump", "the next call of the trainer", on=self._calls.leader):
+                    (name, argument, headers), buffers = await self._calls.next()
+                if name == "end":
+                    break
+                await self._make(name, argument, decode(headers, buffers), publications)
+            tasks.cancel_scope.cancel()
+
+    async def _make(
+        self, name: str, argument: Any, batches: list[Microbatch], publications: QueueSender[Publication]
+    ) -> None:
+        ports, trainer = self._ports, self._ports.trainer
+        if name == "abort":
+            self._updates = 0
+            return await trainer.abort_train_step()
+        await self._wait_published(ports.turn_of(trainer.version))
+        match name:
+            case "begin":
+                surveyed = self._surveyed if argument else None
+                await trainer.begin_train_step(surveyed or ports.loss)
+            case "microbatch":
+                await trainer.train_microbatch(batches[0])
+            case "logprobs":
+                await trainer.compute_logprobs(batches[0], argument)
+            case "survey":
+                self._surveyed, _ = await trainer.survey(ports.loss, batches)
+            case "round":
+                assert ports.round is not None
+                await ports.round(argument)
+            case "finish":
+                await self._finish(publications)
+
+    async def _finish(self, publications: QueueSender[Publication]) -> None:
+        """The optimizer step, and the commit if it is the last one of a batch. Every rank that trains commits each step."""
+        ports = self._ports
+        turn = ports.ledger.turn
+        # The weights change, so the step must be committed even if this task is cancelled.
+        with anyio.CancelScope(shield=True):
+            await ports.trainer.finish_train_step()
+            self._updates = (self._updates + 1) % versions_per_batch(ports.config)
+            if self._updates:
+                return
+            await ports.ledger.commit()
+        # The groups that this rank plays.
+        await self._claims.drop_late()
+        await put_item(publications, Publication(turn=turn, version=ports.trainer.version))
