@@ -26,7 +26,7 @@ def setting(
 
     text: the sentence for `--help`.
     choices: the allowed strings; empty: no restriction.
-    flat: the short name, in `algorithm.FLAT` and as a keyword of `build_loss`. By default SECTION_NAME.
+    flat: the name as a keyword of `build_loss`. By default SECTION_NAME.
     fixed: whether a resumed run must have the same value, because another value would change the objective.
     bounds: `gt`, `ge`, `lt` and `le`.
     """

@@ -1,6 +1,6 @@
 """Checks that a trajectory can be trained. The checks are the same for every source of groups:
 
-    own rollouts (pumps/rollout.py)   Runtime.submit   shared memory (runtime/door.py)   HTTP (http/scored_data.py)
+    own rollouts (pumps/rollout.py)   Runtime.submit   shared memory (runtime/door.py)   HTTP (atropos/scored_data.py)
 
 A trajectory that fails a check would end the run in the middle of a step, or train on meaningless numbers.
 """

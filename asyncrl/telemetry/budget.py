@@ -5,7 +5,7 @@
 At an idle moment several waits may be active. Then the cause that is earliest in `DEPTH` counts. For example, the train pump waits
 for a group while the score pump waits for a reward: the cause is `reward`. The order:
 
-1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late. These intervals name their lane.
+1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late.
 2. `start`: the run starts or ends, and nothing can run.
 3. `reward`: the reward functions run, and the other waiting tasks need their result.
 4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.

@@ -18,7 +18,7 @@ Cause: TypeAlias = Literal[
     "checkpoint",  # training waits for a checkpoint
     "start",  # the run is starting or ending
     "handoff",  # an idle lane has not started a submitted closure yet
-    "loop",  # a closure has ended, and its caller has not resumed yet
+    "loop",  # the event loop is late, or runs other code
 ]
 CAUSES: frozenset[str] = frozenset(get_args(Cause))
 

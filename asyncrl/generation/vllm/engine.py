@@ -8,8 +8,8 @@ Guarantees, the same as those of the embedded engine
 * `logprobs` are over the full vocabulary at the sampling temperature. `sampled_logprobs` are after all filters.
 * Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
 * After a change of weights, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes the
-  other sequences again. `recompute` computes all sequences again. Versions never share the keys and values of a prompt, except
-  within a session: its next request may go on with the cached tokens of an earlier one, see `_Line`.
+  other sequences again. `recompute` computes all sequences again. Requests of different versions never share the keys and values
+  of a prompt, except within a session: its next request may go on with the cached tokens of an earlier one, see `_Line`.
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 * If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
   its first token used, even if another request computed them.

@@ -23,7 +23,7 @@ A GPU runs work later than the call that launches the work. So `fetch` and `read
 function that blocks its thread until the device is ready. On a CPU both methods return None. `wait_for_device` calls
 the function on another thread, so that the device's own thread (the lane) does not block. Two waits are necessary:
 * The owner waits for its stream before `write` stores the version. So readers need no wait.
-* A reader waits for `reads_ended` before the reader reports that it uses the other half.
+* A reader waits for `reads_ended` before the reader reports that it has moved to the other half.
 
 The board does not count its readers. The caller of `write` must know that no process reads the half (weights/sync.py).
 """
