@@ -23,6 +23,7 @@ Only one process may write into a store. A lock runs the saves of that process o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -41,23 +42,11 @@ from .manifest import MANIFEST, STATE, compare, write_manifest
 from .shards import join_shards
 from .state import Writer, read_run, read_trainer
 
+logger = logging.getLogger("asyncrl.checkpoint")
+
 LATEST = "latest"
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _TEMPORARY = ".tmp-"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """The result of `CheckpointStore.save`."""
-
-    version: int
-    path: Path
-    files: int  # the manifest included
-    bytes: int
-    # Versions that were removed because only the newest `keep` checkpoints are kept.
-    removed: tuple[int, ...] = ()
-    # "path: reason" of each old directory that could not be removed. The save itself succeeded.
-    not_removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class CheckpointStore:
                 return int(match[1])
         return versions[-1] if versions else None
 
-    def save(self, version: int, *writers: Writer) -> SaveResult:
+    def save(self, version: int, *writers: Writer) -> None:
         """Write a checkpoint. All `writers` get the same temporary directory and write their files there. Blocks.
         An older checkpoint of the same version is replaced. Errors: `CheckpointError`; earlier checkpoints are unchanged."""
         with self._save_lock:
@@ -124,7 +113,7 @@ class CheckpointStore:
                 digests: dict[str, str] = {}
                 for writer in writers:
                     digests.update(writer(temporary) or {})
-                sizes = _make_durable(temporary, digests)
+                _make_durable(temporary, digests)
                 action = "rename into place"
                 replace_directory(temporary, self.path(version), replaced)
                 action = f"point {self.directory / LATEST} at"
@@ -140,13 +129,12 @@ class CheckpointStore:
                 if failure is not None:
                     raise failure from error
                 raise
-            removed, not_removed = self._remove_old(version, replaced)
-        return SaveResult(version, self.path(version), len(sizes), sum(sizes.values()), removed, not_removed)
+            self._remove_old(version, replaced)
 
-    async def save_in_thread(self, version: int, *writers: Writer) -> SaveResult:
+    async def save_in_thread(self, version: int, *writers: Writer) -> None:
         """Run `save` on a new thread. The writers must own their tensors (host copies), because training continues.
         A cancelled caller still waits for the end of the write. An error of the write is raised instead of the cancellation."""
-        return await offload(lambda: self.save(version, *writers), "checkpoint")
+        await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
         """The checkpoint of one version. Compares every file with the manifest. Errors: `CheckpointError`."""
@@ -195,20 +183,20 @@ class CheckpointStore:
             if entry.name.startswith(_TEMPORARY):
                 remove_tree(Path(entry.path))
 
-    def _remove_old(self, version: int, replaced: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Remove the replaced directory and all but the newest `keep` checkpoints. Returns (removed versions, failures).
+    def _remove_old(self, version: int, replaced: Path) -> None:
+        """Remove the replaced directory and all but the newest `keep` checkpoints.
 
-        Failures are not raised, because the save itself has succeeded. Checkpoints with a higher version than `version` stay
-        and are not counted: a run that restarted from an older checkpoint has not reached these versions again.
+        Failures are logged and not raised, because the save itself has succeeded. Checkpoints with a higher version than `version`
+        stay and are not counted: a run that restarted from an older checkpoint has not reached these versions again.
         """
         try:
             candidates = [v for v in self.versions() if v <= version]
         except CheckpointError as error:
-            return (), (str(error),)
+            logger.warning("old checkpoints stay: %s", error)
+            return
         outdated = [v for v in candidates[: -self._keep] if v != version] if self._keep else []
         # A user may have created a step_N without a manifest. It is not ours to remove.
         outdated = [v for v in outdated if (self.path(v) / MANIFEST).exists()]
-        removed, not_removed = [], []
         # None stands for the replaced directory, which has a temporary name already.
         for number in [None, *outdated]:
             path = replaced if number is None else self.path(number)
@@ -218,13 +206,11 @@ class CheckpointStore:
                     renamed = self.directory / f"{_TEMPORARY}gone-{number}-{os.urandom(4).hex()}"
                     os.rename(path, renamed)
                     path = renamed
-                    removed.append(number)
                 remove_tree(path)
             except OSError as error:
-                not_removed.append(f"{path}: {error}")
+                logger.warning("an old checkpoint could not be removed; remove %s by hand: %s", path, error)
         with contextlib.suppress(OSError):
             sync_directory(self.directory)
-        return tuple(removed), tuple(not_removed)
 
 
 def _root_cause(error: BaseException) -> OSError | None:

@@ -146,16 +146,6 @@ class ThreadLane:
         """Name of the running closure and its start (`awake.now`), or None. Callable from any thread."""
         return self._current
 
-    @property
-    def thread_id(self) -> int | None:
-        """`ident` of the lane's thread, or None before the start. The watchdog finds the frame of a closure with it."""
-        return None if self._thread is None else self._thread.ident
-
-    def statistics(self) -> dict[str, float]:
-        """Counts of closures: `submitted` so far, `queued` and `running` now."""
-        running = float(self._current is not None)
-        return {"submitted": float(self._submitted), "queued": float(len(self._queue)), "running": running}
-
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
         """See `Lane.run`. Errors: LifecycleError if the lane is not open."""
         job = self._submit(fn, name, priority)
@@ -284,9 +274,6 @@ class SimulatedLane:
 
     def current(self) -> tuple[str, float] | None:
         return self._current
-
-    def statistics(self) -> dict[str, float]:
-        return {"submitted": float(self._submitted), "queued": float(len(self._queue)), "running": float(self._busy)}
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
         if self.state is not LaneState.OPEN:

@@ -16,7 +16,6 @@ millions of rows starts without a sort on the event loop. The row of a group id 
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
 
-from .prompts_files import ListRows, PromptRows, Row, digest, open_rows
+from .prompts_files import ListRows, PromptRows, Row, digest
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
@@ -129,13 +128,6 @@ class PromptSource:
         self._counts = {"delivered": 0, "redelivered": 0, "cut": 0, "skipped": 0}
         self._digest = digest(self._rows, self.config.prompt_column)
 
-    @classmethod
-    def open(
-        cls, path: str | os.PathLike[str], tokenizer: Any, config: DataConfig | None = None, **options: Any
-    ) -> PromptSource:
-        """A source of the rows of a file or directory (`open_rows`). `options` are those of the constructor."""
-        return cls(open_rows(path), tokenizer, config, **options)
-
     def __len__(self) -> int:
         """Rows of one epoch, over all ranks, including skipped rows."""
         return len(self._rows)
@@ -149,11 +141,6 @@ class PromptSource:
     def epoch(self) -> int:
         """The epoch of the next new prompt, counted from 0."""
         return self._position // len(self._rows)
-
-    @property
-    def exhausted(self) -> bool:
-        """True if `next()` can only return None. False while rows remain, even if `next()` would skip all of them."""
-        return not self._requeued and self._end is not None and self._position >= self._end
 
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.

@@ -14,6 +14,7 @@ import pytest
 from asyncrl import encode_text
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_files import open_rows
 from asyncrl.data.prompts_sources import as_rows
 from asyncrl.data.tokenizing import NOTES, PromptEncoder, encode_prompt
 from asyncrl.errors import DataError
@@ -205,8 +206,8 @@ def test_keys_that_arrow_added_are_gone_at_every_depth(family: str, tmp_path: Pa
     made.save_to_disk(tmp_path / "saved")
     tokenizer, config = tokenizer_of(family), DataConfig(shuffle=False)
     for source in (
-        PromptSource.open(tmp_path / "a.parquet", tokenizer, config),
-        PromptSource.open(tmp_path / "saved", tokenizer, config),
+        PromptSource(open_rows(tmp_path / "a.parquet"), tokenizer, config),
+        PromptSource(open_rows(tmp_path / "saved"), tokenizer, config),
         PromptSource(as_rows(made.to_iterable_dataset(), "rows"), tokenizer, config),
     ):
         for row in rows:

@@ -43,7 +43,7 @@ def test_the_name_appears_complete_and_goes_with_the_owner(name: str) -> None:
         with pytest.raises(ArenaOwned, match=f"owned by process {os.getpid()}"):
             second()
     looker = Segment.attach(name)
-    assert bytes(looker.data[:3]) == b"abc" and not looker.owner and owner.tenure == 1
+    assert bytes(looker.data[:3]) == b"abc" and owner.tenure == 1
     looker.close(unlink=True)  # it neither owns nor removes
     assert path(name).exists() and not owner.sealed
     looker = Segment.attach(name)

@@ -54,7 +54,6 @@ class NodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreBin(RowBin):
-    context: int  # P
     mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
     contexts: Tensor  # [R] context tokens of each row
     lengths: Tensor  # [R] own tokens of each row
@@ -174,7 +173,7 @@ def _make_bin(rows: list[NodeRow], dtype: torch.dtype) -> _ScoreBin:
     # [R, C]. The rows of a bin all have a context, or P is 0.
     keys = np.concatenate([[row.context[np.minimum(before[0], row.context.size - 1)] for row in rows], queries], 1)
     return _ScoreBin(
-        rows=len(rows), length=length, width=context + length, context=context, queries=index_tensor(queries),
+        rows=len(rows), length=length, width=context + length, queries=index_tensor(queries),
         keys=index_tensor(keys), mask=mask[:, None, :, None], contexts=index_tensor(contexts),
         lengths=index_tensor(lengths), padding=index_tensor(np.flatnonzero(~real)), real=index_tensor(np.flatnonzero(real)),
         real_tokens=index_tensor(queries.reshape(-1)[real]),

@@ -198,11 +198,6 @@ class Segment:
         """The path of the segment's file in /dev/shm."""
         return self._descriptor.path
 
-    @property
-    def owner(self) -> bool:
-        """Whether this process owns the segment. A forked child of the owner does not own it."""
-        return self._descriptor.owner
-
     def keep_at_exit(self, keep: bool) -> None:
         """Whether the name stays for the next owner when this process exits without `close`."""
         self._descriptor.keep_name = keep
