@@ -15,7 +15,8 @@ import warm
 
 from asyncrl_bench.job import PEERS
 
-SIDES = ([sys.executable, "-m", "asyncrl_bench.child"], [sys.executable, str(PEERS / "trl_step.py")])
+TRL = ([sys.executable, str(PEERS / name)] for name in ("trl_step.py", "trl_agents.py"))
+SIDES = ([sys.executable, "-m", "asyncrl_bench.child"], *TRL)
 
 
 def start(words: list[str], **more: Any) -> subprocess.Popen[Any]:

@@ -202,7 +202,7 @@ def test_the_median_of_a_cell_and_a_cell_that_was_too_large() -> None:
 
 @pytest.mark.parametrize(
     ("job", "names"),
-    [(StepJob, ["trl_step"]), (GenerateJob, ["vllm_generate"]), (HeadJob, ["trl_head", "naive_head"])],
+    [(StepJob, ["trl_step", "trl_agents"]), (GenerateJob, ["vllm_generate"]), (HeadJob, ["trl_head", "naive_head"])],
 )
 def test_a_peer_reads_only_keys_that_its_job_has(job: Any, names: list[str]) -> None:
     keys = {key for name in names for key in re.findall(r'job\["(\w+)"\]', (PEERS / f"{name}.py").read_text())}

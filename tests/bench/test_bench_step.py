@@ -73,7 +73,7 @@ def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_beside_the_peers_shadows_a_package() -> None:
     handover = {f"handover_{side}" for side in ("group", "ray", "transferqueue", "atropos")}
     heads = {"trl_head", "naive_head"}
-    alone = {"trl_step", "vllm_generate", "vllm_weights", "letter_reward", "side", "waiting_agent"}
+    alone = {"trl_step", "trl_agents", "vllm_generate", "vllm_weights", "letter_reward", "side", "waiting_agent"}
     assert {path.stem for path in PEERS.glob("*.py")} == {"way", *alone, *heads, *handover}
     for path in {*PEERS.glob("*.py")} - {PEERS / "way.py"}:  # the way of a run, to which the package is linked
         assert not re.search(r"^\s*(import|from) asyncrl", path.read_text(), re.MULTILINE), path

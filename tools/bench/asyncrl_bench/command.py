@@ -122,7 +122,9 @@ def run_options(name: str, dtypes: str = "which of them", repetitions: int = 3) 
     )
 
 
-MODEL = option("--model", "smollm2", "smollm2, tiny, gpt_oss, qwen3_moe, or a model directory", "tiny", type=model)
+MODEL = option(
+    "--model", "smollm2", "smollm2, tiny, small, gpt_oss, qwen3_moe, or a model directory", "tiny", type=model
+)
 OVERRIDES = option("overrides", [], "settings of asyncrl's side, after the job's own", nargs="*", metavar="a.b=c")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 PEERS = Path(__file__).parent / "peers"
 REWARD = PEERS / "letter_reward.py"
 REWARD_FUNCTION = "vowel_share"
-MODELS = ("smollm2", "tiny", "gpt_oss", "qwen3_moe")
+MODELS = ("smollm2", "tiny", "small", "gpt_oss", "qwen3_moe")
 LIGER = "asyncrl_liger"  # side of `bench head`
 RING = "asyncrl-bench-"  # and the process: what children call their shared memory
 Dtype = Literal["float32", "bfloat16"]
@@ -93,6 +93,9 @@ class StepJob(Job):
     gradient_checkpointing: bool = False  # TRL's side (its own default is True, which is slower)
     float32_masters: bool = False  # TRL's side in bfloat16: float32 weights under autocast, else bfloat16 ones (faster)
     microbatch: int = 16  # TRL's side: sequences of one forward and backward
+    agent: str = ""  # TRL's side of `bench agents`: a function of waiting_agent.py
+    trl_form: Literal["rollout_func", "tools"] = "rollout_func"  # the same side
+    max_context: int = 512  # the same side
 
 
 @dataclass(frozen=True, slots=True)

