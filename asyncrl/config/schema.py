@@ -413,7 +413,7 @@ class TelemetryConfig(SettingsSection):
     live: Literal["auto", "plain", "off"] = field("auto", "auto: a live view on a terminal, else lines; plain: lines.")
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
     profile: ProfileConfig = ProfileConfig()
-    rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
+    rollouts_per_step: int | None = field(None, "Trajectories that a rank writes per step; all by default.", ge=0)
 
 
 class RunConfig(SettingsSection):
