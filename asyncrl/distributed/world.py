@@ -139,15 +139,7 @@ class World(RankInfo, Collectives):
             # A process group of an embedding program is used if there is one.
             if single_rank_group and not dist.is_initialized():
                 World._owner = self
-                cuda = device.type == "cuda"
-                dist.init_process_group(
-                    "nccl" if cuda else "gloo",
-                    store=dist.HashStore(),
-                    rank=0,
-                    world_size=1,
-                    timeout=_NO_TIMEOUT,
-                    device_id=device if cuda else None,
-                )
+                self._init_group(dist.HashStore(), device)
             return self
         World._owner = self
         try:
@@ -156,14 +148,7 @@ class World(RankInfo, Collectives):
             self._met.store.set_timeout(_NO_TIMEOUT)
             if self._closed:  # by another thread
                 raise RuntimeError("this rank was stopped while it waited for the others")
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("group", self._met.store),
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=_NO_TIMEOUT,
-                device_id=device if device.type == "cuda" else None,
-            )
+            self._init_group(dist.PrefixStore("group", self._met.store), device)
             self._make_groups()
         except (dist.DistError, RuntimeError, OSError) as exc:
             raise PlatformError(
@@ -175,6 +160,11 @@ class World(RankInfo, Collectives):
     def leaders(self) -> Collectives:
         """The collectives over the leaders of all sets: `train` if no ranks share sequences."""
         return self.train if self._leaders is None else self._leaders
+
+    def _init_group(self, store: dist.Store, device: torch.device) -> None:
+        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        rank, size = self.rank, self.world_size
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_NO_TIMEOUT, device_id=bound)
 
     def _make_groups(self) -> None:
         if not self._all_train:
