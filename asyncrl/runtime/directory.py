@@ -68,7 +68,7 @@ class RunDirectory:
         self.spare_descriptors = Reserve()
         # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
-        # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (opening.py).
+        # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (meeting.py).
         self.resumes = config.resume is True
         restart = restart_phrase(next(each_row(self.path / "job.json"), {}), this_start())
         if config.resume == "auto" and restart is not None:

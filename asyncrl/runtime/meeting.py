@@ -1,0 +1,268 @@
+"""Opens the line to the other ranks, and says what happens if a rank or a node comes, leaves or is lost.
+
+On rank 0 all handlers are registered before the line opens, because other ranks send as soon as they are connected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asyncrl.concurrency.offload import offload
+from asyncrl.distributed.connections import Connections
+from asyncrl.distributed.exchange import Handler
+from asyncrl.distributed.joining import JOINING, VARIABLE, Entrance, listen_at
+from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.errors import LifecycleError, RankLost
+from asyncrl.pumps.dispatch import Dispatch
+from asyncrl.pumps.follow import Remote
+from asyncrl.weights.orders import ServedOrders
+
+from .build import make_ledger
+from .decided import check_chosen, chosen_settings
+from .opened import ENDED, REWARD_MODELS, OpenRun
+from .positions import Positions
+from .saving import SavedRun
+
+# The kind of the first message of a rank.
+_MEET = "meet"
+# How long a rank waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
+_AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
+
+
+async def meet_ranks(run: OpenRun) -> None:
+    """Find the other ranks, and open the line to them. Errors: PlatformError, RankLost."""
+    world = run.world
+    run.stack.push_async_exit(partial(_leave_ranks, run))
+    run.stages.begin("meeting the other ranks")
+    single = run.config.distributed.sharding == "fsdp"
+    # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
+    if world.joined is None:
+        await offload(lambda: world.open(run.decided.device, single_rank_group=single), "rendezvous", abandon=True)
+    for line in world.notes:
+        run.journal.live.note(line)
+    if world.roles.differ:
+        for rank in range(world.world_size) if world.is_first else [world.rank]:
+            run.journal.live.note(world.roles.line(rank))
+        if not world.is_first and world.joined is None:
+            print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
+    if world.world_size > 1 or world.roles.differ:
+        await _open_line(run)
+    if run.line is not None and world.roles.differ:
+        run.connections = await run.stack.enter_async_context(Connections(run.line, world.rank, world.secret))
+        if run.remote is not None:
+            await run.remote.arrive()
+        elif run.dispatch is not None:
+            await run.dispatch.wait_here([f"rank {rank}" for rank in range(1, world.world_size)])
+
+
+async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
+    """Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever."""
+    world, line, missing = run.world, run.line, list[str]()
+    failed = kind is not None or not world.is_open
+    timeout_s = _AFTER_AN_ERROR_S if failed else _AT_THE_END_S
+    try:
+        # In a thread: leaving may wait for collectives.
+        await offload(lambda: world.close(failed=failed), "farewell")
+        if isinstance(line, LineServer) and run.dispatch is not None:
+            # A node that starts its engine may take minutes to leave.
+            for peer in line.peers:
+                if _joins(run, peer) and not run.dispatch.generates(peer):
+                    line.give_up(peer, RankLost("the run has ended"))
+        if line is not None:
+            # Other ranks may ask rank 0 until they have left. Rank 0 does not need a lost rank that only generates.
+            missing = await line.leave(timeout_s)
+            missing = [peer for peer in missing if not _joins(run, peer)]
+            missing = [peer for peer in missing if peer in line.peers or world.roles.trains(_rank_of(peer))]
+    finally:
+        if line is not None:
+            await line.aclose()
+    if missing and not failed:
+        raise RankLost(
+            f"{' and '.join(missing)} did not end within {_AT_THE_END_S:g} s of rank 0: a process hangs, or a machine is lost. "
+            "This rank has written all its files; see the output of the other rank"
+        )
+
+
+def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
+    """What the line calls: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
+    another rank says why it ends."""
+    world = run.world
+    # On ranks other than 0: why rank 0 ends.
+    told: RankLost | None = None
+
+    def lose(lost: RankLost) -> None:
+        lost = told or lost
+        if world.joined is not None:
+            world.ended_well = run.remote is not None and run.remote.ended.is_set()
+            lost = lost if told is None else RankLost(f"the run has ended: {told}")
+        if world.joined is None or not run.stages.end_opening(lost):
+            run.stages.lost = str(lost)
+        world.lost.report(str(lost))
+        if run.ledger is not None:
+            run.ledger.lose(lost)
+
+    def on_end(peer: str, lost: RankLost | None) -> None:
+        if _joins(run, peer) or not world.roles.trains(_rank_of(peer)):
+            return _lose_generator(run, peer, lost or RankLost(f"{peer} has left"))
+        if run.dispatch is not None and run.orders is not None:
+            run.dispatch.lose(peer, ())
+            run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
+        if lost is not None:
+            lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}"))
+
+    async def hear(peer: str, ended: Any, buffers: Any) -> None:
+        nonlocal told
+        lost = RankLost(ended["reason"])
+        lost.stopped_by = ended["stopped_by"]
+        if ended["stalled"]:
+            run.describe_waits()
+        if not isinstance(run.line, LineServer):
+            told = lost
+        if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
+            # Only collectives end: this rank may be about to raise the error that ended the other rank.
+            world.lost.report(str(lost))
+        elif ended["one_rank"] or _joins(run, peer):
+            run.line.give_up(peer, lost)
+        else:
+            lose(lost)
+
+    return lose, on_end, hear
+
+
+async def _open_line(run: OpenRun) -> None:
+    """Open the line between rank 0 and the other ranks. A rank that is lost ends the run."""
+    world, silence_s = run.world, run.config.watchdog.loop_timeout_s
+    lose, on_end, hear = _on_lost(run)
+
+    async def meet(peer: str, header: Any, buffers: Any) -> Any:
+        return [chosen_settings(run.config), run.saved is not None], ()
+
+    # The other ranks may send as soon as they are connected, so all handlers are registered before.
+    if world.is_first:
+        run.line = server = LineServer(world.secret, silence_s=silence_s)
+        server.on(ENDED, hear)
+        server.on(_MEET, meet)
+        server.on_end = on_end
+        run.ledger = make_ledger(run)
+        run.positions = Positions(server, 0, world.roles.train)
+        _open_roles(run, server)
+        await _listen(run, server)
+    else:
+        run.line = client = await offload(lambda: world.join_line(silence_s), "rendezvous", abandon=True)
+        client.on(ENDED, hear)
+        client.on_end = lose
+        await client.__aenter__()
+        await _agree(run, client)
+        run.ledger = make_ledger(run)
+        if world.trains:
+            run.positions = Positions(client, world.train.rank, world.roles.train)
+        if world.roles.differ:
+            run.remote = Remote(client, joins=world.joined is not None)
+    run.stages.line = run.line
+
+
+async def _listen(run: OpenRun, server: LineServer) -> None:
+    server.on(REWARD_MODELS, partial(_first_rewards, run))
+    world, listen = run.world, run.config.distributed.listen
+    if listen is None:
+        await server.open(world.host)
+    else:
+        address = await listen_at(server, listen)
+        run.journal.live.note(f"nodes may join this run, with its {VARIABLE}: asyncrl join {address}")
+    if world.world_size > 1:
+        await offload(lambda: world.announce_line(server), "rendezvous")
+
+
+def let_join(run: OpenRun) -> None:
+    """On rank 0: answer nodes that join, now that all parts are open."""
+    if run.entrance is None:
+        return
+    world, dispatch = run.world, run.dispatch
+    assert dispatch is not None
+
+    def describe() -> dict[str, Any]:
+        if dispatch.trained:
+            raise LifecycleError("the last step of the run is trained, so no node can join; start a new run")
+        roles = {"train": world.roles.train, "generate": world.roles.generate}
+        config = run.config.model_dump(mode="json")
+        return {
+            **roles, "restart": world.restart, "base": run.base, "version": run.ports.trainer.version, "config": config
+        }  # fmt: skip
+
+    run.entrance.open(describe)
+    if not dispatch.generating:
+        run.journal.live.note(
+            "no rank generates: the run waits for a node to join. It ends if nothing is generated within "
+            f"watchdog.stall_timeout_s ({run.config.watchdog.stall_timeout_s:g} s)"
+        )
+
+
+async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> Any:
+    run.first_rewards = run.first_rewards or header
+    return run.first_rewards, ()
+
+
+async def _agree(run: OpenRun, line: LineClient) -> None:
+    """Compare automatic settings with rank 0, and take its checkpoint: rank 0 may write files before another rank has searched."""
+    (first, resumes), _ = await line.ask(_MEET)
+    check_chosen(run.config, first, run.world.rank)
+    if run.directory is not None:
+        await offload(run.directory.remember_lock, "find-checkpoint")
+    if run.directory is None or not resumes:
+        run.saved = None
+    elif run.saved is None:
+        run.saved = await offload(partial(SavedRun.latest, run.directory), "find-checkpoint")
+
+
+def _open_roles(run: OpenRun, server: LineServer) -> None:
+    """On rank 0: what the other ranks may ask for, if ranks have different roles."""
+    roles = run.world.roles
+    if not roles.differ:
+        return
+    generating = [f"rank {rank}" if rank else "" for rank in roles.generate]
+    in_order = run.config.preset == "sync"
+    run.dispatch = Dispatch(server, run.recorder, generating, in_order=in_order, listens=roles.listens)
+    senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
+    if roles.listens:
+        run.entrance = Entrance(server, run.world.world_size, run.journal.live.note)
+    deadline_s = run.config.watchdog.loop_timeout_s
+    run.orders = ServedOrders(
+        server, senders, receivers, deadline_s, lambda node, reason: server.give_up(node, RankLost(reason))
+    )
+
+
+def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
+    """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
+    if peer.startswith(JOINING):
+        assert isinstance(run.line, LineServer)
+        return run.line.forget(peer)
+    dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
+    assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
+    # Without an `await` in between: a checkpoint must not miss a prompt.
+    groups = ledger.lose_generator(rank)
+    dispatch.lose(peer, groups)
+    orders.orders.lose(peer, str(lost))
+    if dispatch.dismissed.is_set() or run.stopped_by is not None or run.ended_by is not None:
+        return
+    run.lost[peer] = time.time(), str(lost)
+    if dispatch.lacks_ranks:
+        error = RankLost(f"no rank is left that generates: {lost}")
+        error.stopped_by = lost.stopped_by
+        return ledger.lose(error)
+    others = "Other ranks" if dispatch.generating else "Nodes that join within watchdog.stall_timeout_s"
+    run.journal.warn(
+        f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. {others} play its {len(groups)} groups"
+    )
+
+
+def _joins(run: OpenRun, peer: str) -> bool:
+    """Whether a peer of rank 0 joined the run, or is about to."""
+    return peer.startswith(JOINING) or _rank_of(peer) >= run.world.world_size
+
+
+def _rank_of(peer: str) -> int:
+    """The number of a peer of the line."""
+    return int(peer.removeprefix("rank "))
