@@ -102,7 +102,8 @@ def _describe_share_cut(metrics: Metrics, known: Sequence[str]) -> str:
     advice = "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
     ratio = metrics["completions/clipped_ratio"]
     share = "every completion was" if ratio == 1 else f"{ratio:.0%} of the completions were"
-    return f"{share} cut at rollout.max_tokens before the end of an answer: {'; '.join(known) or advice}"
+    limits = "rollout.max_tokens (of an agent also rollout.max_turns or rollout.max_context)"
+    return f"{share} cut at {limits} before the end of an answer: {'; '.join(known) or advice}"
 
 
 def _describe_clipped(metrics: Metrics, known: Sequence[str] = ()) -> str:

@@ -483,7 +483,7 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
         (NONE, "no completion had a reward for 3 steps in a row (every reward function returned None)"),
         (NONE, "the functions find nothing that they apply to"),
         (NONE | {"reward/f/errors": 8.0}, "calls of f failed"),
-        (ZERO | {"completions/clipped_ratio": 1.0}, "cut at rollout.max_tokens"),
+        (ZERO | {"completions/clipped_ratio": 1.0}, "cut at rollout.max_tokens (of an agent also rollout.max_turns or"),
         (ZERO | {"completions/clipped_ratio": 0.92}, "92% of the completions were cut at rollout.max_tokens"),
         (ZERO | {"completions/max_length": 1.0}, "ends with its first token"),
         (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, as <think>, of 8 completions"),
