@@ -112,7 +112,7 @@ def encode_group(group: Group, epoch: int) -> bytearray:
 def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:
     """The group of a record. Its arrays are views of `record`. Errors: RecordError; DataError for another group."""
     found = read(record)
-    members = trajectories_of(found, copy=False)
+    members = trajectories_of(found)
     if (found.epoch, found.group) != (epoch, ticket.group_id) or not is_whole_group(members):
         raise DataError(
             f"expected all members of group {ticket.group_id} of epoch {epoch}, found members {found.members.tolist()} of "

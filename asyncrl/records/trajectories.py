@@ -38,11 +38,11 @@ _BOOL = np.dtype(np.bool_)
 _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 
 
-def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:
+def trajectories_of(record: Record, *, group: int | None = None) -> list[Trajectory]:
     """The members of a record as trajectories, in the order of the record. `group`: replaces the record's group id.
 
-    `copy=False`: arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask is
-    always copied, and so are unsigned routes.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
+    Arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask is copied, and so
+    are unsigned routes.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
     true mask, log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings
@@ -53,7 +53,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
     def parts(column: Any) -> list[Any]:
         if isinstance(column, list):  # defaults of a missing column
             return column
-        return [column[member].copy() if copy else column[member] for member in member_slices]
+        return [column[member] for member in member_slices]
 
     logprob_parts = parts(logprobs)
     columns: dict[str, list[Any]] = {
@@ -70,7 +70,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
         "reward": _rewards(arrays[_REWARDS]) if _REWARDS in arrays else [None] * n,
         "components": _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
         "metadata": _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
-        "routed_experts": _routes(record, copy) if _ROUTED_EXPERTS in arrays else [None] * n,
+        "routed_experts": _routes(record) if _ROUTED_EXPERTS in arrays else [None] * n,
         **{name: _tree_column(record, name) for name, (section, *_) in _TREE.items() if section in strings},
     }
     return [
@@ -114,12 +114,12 @@ def _columns(record: Record) -> tuple[Any, ...]:
     return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
 
 
-def _routes(record: Record, copy: bool) -> list[Any]:
+def _routes(record: Record) -> list[Any]:
     """The routes of every member, as signed integers. Unsigned integers are copied into the next wider signed dtype."""
     array = record.arrays[_ROUTED_EXPERTS]
     dtype: Any = _SIGNED.get(array.dtype, array.dtype)
     parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
-    return [np.array(part, dtype) if copy else np.asarray(part, dtype) for part in parts]
+    return [np.asarray(part, dtype) for part in parts]
 
 
 def _tree_column(record: Record, name: str) -> list[Any]:

@@ -98,7 +98,7 @@ class _Door:
         gathering.on_producer(record.epoch, record.producer)
         try:
             refuse_sections(record)
-            members = trajectories_of(record, copy=False, group=gathering.group_id(record.epoch, record.group))
+            members = trajectories_of(record, group=gathering.group_id(record.epoch, record.group))
             # `delivery.fresh` omits members that arrived in an earlier record.
             new_members = [members[position] for position in delivery.fresh]
             for trajectory in new_members:

@@ -19,7 +19,7 @@ from asyncrl_bench import generate, step, sweep, train
 from asyncrl_bench.child_train import completion_lengths, make_groups, part_of
 from asyncrl_bench.command import Place, public_command
 from asyncrl_bench.figures import Run, summarise, table, write
-from asyncrl_bench.job import PEERS, BenchError, GenerateJob, HeadJob, StepJob, SweepJob, TrainJob, write_token_prompts
+from asyncrl_bench.job import PEERS, BenchError, GenerateJob, HeadJob, StepJob, TrainJob, write_token_prompts
 from asyncrl_bench.processes import environment, peer_python, run_json, vllm_environment
 
 TRAIN = TrainJob(
@@ -29,13 +29,6 @@ TRAIN = TrainJob(
 GENERATE = GenerateJob(
     model="m", prompts="p", sequences=6, group_size=4, prompt_tokens=5, max_tokens=7, dtype="float32", threads=1,
     warmup_tokens=2,
-)  # fmt: skip
-SWEEP = SweepJob(
-    model="m", sequences=(1, 8), contexts=(16,), dtype="bfloat16", threads=1, warmup_steps=1, steps=2, cache_gib=0.5
-)
-STEP = StepJob(
-    model="m", prompts="p", groups_per_step=2, group_size=2, max_tokens=8, max_prompt_tokens=80, dtype="float32",
-    lengths="fixed", threads=1, warmup_steps=1, steps=2, overrides=("train.eps=1e-7",),
 )  # fmt: skip
 
 
@@ -80,11 +73,6 @@ def test_places_on_this_machine_are_not_written_down() -> None:
     assert public_command("generate", given) == "asyncrl bench generate --peer vllm"
     given = ["--trl-python", "/x/bin/python", "--steps", "3", "train.eps=1e-7"]
     assert public_command("step", given) == "asyncrl bench step --steps 3 train.eps=1e-7"
-
-
-@pytest.mark.parametrize("job", [TRAIN, GENERATE, SWEEP, STEP])
-def test_a_job_survives_its_file(job: Any, tmp_path: Path) -> None:
-    assert type(job).read(job.write(tmp_path / "job.json")) == job
 
 
 def test_prompts_are_one_per_group_and_others_for_the_warm_up(tmp_path: Path) -> None:

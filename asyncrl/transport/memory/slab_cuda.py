@@ -144,11 +144,11 @@ class CudaMemory:
         _memories[os.getpid(), description] = self
 
     @classmethod
-    def allocate(cls, device: str | torch.device, size: int, driver: Driver | None = None) -> CudaMemory:
+    def allocate(cls, device: str | torch.device, size: int) -> CudaMemory:
         """New memory with an IPC handle. Errors: PlatformError without CUDA or IPC, OutOfMemory."""
         device = torch.device(device)
         check_cuda(device)
-        driver = driver or Driver.load()
+        driver = Driver.load()
         index = torch.cuda.current_device() if device.index is None else device.index
         uuid = _uuid(index)
         address, handle = allocate_exported(driver, index, size)
@@ -156,7 +156,7 @@ class CudaMemory:
         return cls(size, torch.device("cuda", index), address, partial(driver.free, index, address), description)
 
     @classmethod
-    def open(cls, size: int, description: bytes, driver: Driver | None = None) -> CudaMemory:
+    def open(cls, size: int, description: bytes) -> CudaMemory:
         """The memory of a description. Errors: PlatformError if the device is invisible here, or the driver refuses."""
         known = _memories.get((os.getpid(), description))
         if known is not None:
@@ -171,7 +171,7 @@ class CudaMemory:
                 "give both processes the same devices (CUDA_VISIBLE_DEVICES), or move the data by torch.distributed"
             )
         index = visible.index(uuid)
-        driver = driver or Driver.load()
+        driver = Driver.load()
         address = open_exported(driver, index, handle, pid)
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 

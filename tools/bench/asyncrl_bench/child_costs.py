@@ -81,7 +81,7 @@ async def read(ring: RecordRing, stash: Stash[int]) -> int:
         except anyio.WouldBlock:
             await asyncio.sleep(0)
     record = delivery.record
-    if stash.add_whole(trajectories_of(record, copy=False), record.group, lease=delivery, epoch=record.epoch) is None:
+    if stash.add_whole(trajectories_of(record), record.group, lease=delivery, epoch=record.epoch) is None:
         raise AssertionError(f"group {record.group} is not whole")
     taken = time.perf_counter_ns() - begin
     delivery.release()

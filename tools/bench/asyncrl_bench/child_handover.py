@@ -224,7 +224,7 @@ async def consume_line(job: HandoverJob) -> dict[str, Any]:
     own = Measured(job)
 
     async def take(peer: str, group: int, buffers: Any) -> None:
-        members = trajectories_of(read(buffers[0]), copy=False)
+        members = trajectories_of(read(buffers[0]))
         columns = {key: [getattr(member, key) for member in members] for key in COLUMNS}
         await own.way.handed(group, columns, [member.reward for member in members])
         await own.way.wait_cleared(group + 1)
