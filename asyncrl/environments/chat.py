@@ -88,6 +88,7 @@ class Chat:
         arguments = self._config.chat_template_kwargs
         self._text = CompletionText(tokenizer, stop=False, arguments=arguments)
         self._special = special_ids(tokenizer)
+        self.has_template = getattr(tokenizer, "chat_template", None) is not None and self._config.template != "raw"
         self._recorder = recorder
         self._logged: set[str] = set()
         self._of_rows: dict[str, Chat] = {}  # by the arguments of their rows

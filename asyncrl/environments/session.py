@@ -229,6 +229,11 @@ class Session:
 
         The tokens of the longest recorded conversation with which `messages` begin are continued. Errors: also `DataError` for
         messages and tools that are malformed, or that the chat template refuses."""
+        if not self.format.has_template:
+            raise ConfigError(
+                "messages need a chat template, and the tokenizer has none or data.template is raw; use policy.complete "
+                "(/v1/completions), or a model with a template"
+            )
         messages, tools = normalise(messages), normalise_tools(tools)
         last, through, prompt_ids, messages = self._place(messages, tools, line)
         generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, through)

@@ -46,6 +46,11 @@ async def with_a_bare_tool(task: dict[str, Any], policy: Any) -> float:
     return 1.0
 
 
+async def without_a_template(task: dict[str, Any], policy: Any) -> None:
+    """Its model has no chat template."""
+    await policy.chat([{"role": "user", "content": task["prompt"]}])
+
+
 async def of_a_wrong_type(task: dict[str, Any], policy: Any) -> Any:
     """Returns its reply."""
     return await policy.complete(task["prompt"])

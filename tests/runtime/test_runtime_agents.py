@@ -90,6 +90,7 @@ async def test_an_agent_without_a_reward_is_an_error_that_says_what_to_do(tmp_pa
     [
         ("with_a_bare_tool", "the tool look has no docstring", "await policy.chat("),
         ("of_a_wrong_type", "the episode returned Reply(", "async def of_a_wrong_type("),
+        ("without_a_template", "messages need a chat template, and the tokenizer has none", "await policy.chat([{"),
     ],
 )
 async def test_a_mistake_ends_the_run_at_its_first_episode_and_names_the_line(
