@@ -88,7 +88,7 @@ def predicted(
     )
     sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
     if config.algorithm.router_replay and (bytes_per_token := route_bytes(config.model)):
-        parts["routes"] = bytes_per_token * _routed_tokens(config, ranks, prompts)
+        parts["routes"] = bytes_per_token * _routed_tokens(config, ranks // config.distributed.context, prompts)
     if placement is not None and placement.workers:
         parts |= _board_parts(config, parts)
         parts |= _parts_with_workers(config, parts, placement, kv_positions(config, prompts))
@@ -214,8 +214,8 @@ def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placem
 
 
 def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:
-    """Tokens whose routes may be in memory at one time: tokens of running rows, of groups that wait for training, of the replay
-    buffer, and of a packed step."""
+    """Tokens whose routes may be in memory at one time, on one of `ranks` ranks that build steps: tokens of running rows, of groups
+    that wait for training, of the replay buffer, and of a packed step."""
     rollout, rows, prompt = config.rollout, config.engine.max_sequences, _longest(config, prompts)
     assert rows is not None
     context = prompt + rollout.max_tokens

@@ -77,7 +77,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("size", "distributed"),
     [
         (2, {}),
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
         (4, {"sharding": "fsdp"}),
         (3, {"roles": {"train": 2, "generate": 1}}),
     ],
@@ -150,7 +150,13 @@ ENDLESS = ASYNC | {
 
 @pytest.mark.parametrize(
     ("number", "rank"),
-    [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 3)],
+    [
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        (signal.SIGSTOP, 3),
+    ],
     ids=["a sibling", "a leader", "rank 0", "a sibling stops", "a sibling of another rank stops"],
 )
 def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(tmp_path: Path, number: signal.Signals, rank: int) -> None:
@@ -169,6 +175,49 @@ def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(tmp_path: Path, numb
         assert f"rank {rank} shares sequences with rank {other}: distributed.context" in text, ranks[0].output[-3000:]
         steps = [line["step"] for line in metrics_of(run)]
         assert weights_of(run, steps[-1])
+
+
+DIES = """
+import os, signal, sys
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.main import main
+from asyncrl.pumps.publish import PublishPump
+from asyncrl.pumps.siblings import SiblingPump
+
+rank, moment = os.environ.get("DIES", "0 none").split()
+owners = {"_make": SiblingPump, "commit": LineLedger, "_publish": PublishPump}
+calls = []
+
+def before(owner, call):
+    def patched(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    setattr(owner, call.__name__, patched)
+
+if moment in owners and os.environ["RANK"] == rank:
+    before(owners[moment], getattr(owners[moment], moment))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("_make", marks=pytest.mark.slow), "commit", pytest.param("_publish", marks=pytest.mark.slow)],
+)
+def test_a_sibling_that_dies_at_a_moment_of_a_step_costs_no_prompt(tmp_path: Path, moment: str) -> None:
+    """Before a call, between the optimizer step and the commit, and before its publish. The run is resumed from the last step."""
+    (program := tmp_path / "rank.py").write_text(DIES)
+    with start_two(tmp_path, shared(ENDLESS), (str(program),), WARM_WORKERS="", DIES=f"1 {moment}") as ranks:
+        assert ranks[0].wait(90) == RankLost.exit_code, ranks[0].output[-3000:]
+        assert "rank 1 shares sequences with rank 0" in " ".join(ranks[0].output.split()), ranks[0].output[-3000:]
+    last = 10
+    tree = shared(ASYNC) | {"resume": True, "train": ASYNC["train"] | {"max_steps": last}}
+    assert "resume: " in run_ranks(tmp_path, tree, 2)[0]
+    groups = Counter(row["group_id"] for row in rollouts_of(tmp_path / "runs/run"))
+    assert set(groups.values()) == {REAL["rollout"]["group_size"]}
+    assert len(groups) == last * REAL["rollout"]["groups_per_step"]
 
 
 FAILS = """
@@ -190,7 +239,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["the leader", "the sibling"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["the leader", "the sibling"])
 def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, rank: int) -> None:
     """No group is dropped, as a single rank would do: the other rank is in a collective with that group."""
     (program := tmp_path / "rank.py").write_text(FAILS)
@@ -203,7 +252,7 @@ def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path
         assert f"rank {rank} has ended: " in texts[1 - rank], texts[1 - rank][-3000:]
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_stopped_run_is_resumed_and_trains_each_prompt_once(tmp_path: Path, sharding: str) -> None:
     """With weights on each rank, the resumed run has a third rank that generates for the set, and then no set."""
     run = tmp_path / "runs/run"
@@ -236,7 +285,7 @@ def test_a_resume_that_needs_other_cursors_is_refused(tmp_path: Path) -> None:
         assert "without distributed.roles and distributed.context" in " ".join(ranks[0].output.split())
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.mark.parametrize("sharding", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
 def test_a_time_limit_ends_all_ranks_after_one_step(tmp_path: Path, sharding: str) -> None:
     tree = ENDLESS | {"train": ENDLESS["train"] | {"time_limit_s": 3.0}}
     run_ranks(tmp_path, shared(tree, sharding=sharding), 2)
