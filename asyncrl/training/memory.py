@@ -83,11 +83,13 @@ def predict_memory(
     keep: bool = False,
     path: ModelPath | None = None,
     device: str = "cpu",
+    context: int = 1,
 ) -> dict[str, int]:
     """Purpose -> bytes on one rank. Errors: ConfigError if the model's configuration cannot be read.
 
     kv_positions: tokens that the cache holds; None: all sequences at full length. shards: number of ranks that share the masters;
-    None: no sharding. keep: see `ShardedParameters`. path: how the model is run; None: guessed. The purposes are:
+    None: no sharding. keep: see `ShardedParameters`. path: how the model is run; None: guessed. context: number of ranks
+    that share each microbatch. The purposes are:
     masters, gradients, optimizer: of the trained parameters, in float32 or wider.
     working_copy, reference: in the matmul dtype. packed_weights: copies in oneDNN's layout, for CPU products.
     frozen: with adapters, the frozen weights and the merged weights. second_gradients: see training/second_buffer.py.
@@ -103,12 +105,12 @@ def predict_memory(
     path = path or _guess_path(text, widths)
     # A sharded model trains through its own modules.
     training_path = PACKED if shards is not None and path == FUSED else path
-    itemsize, tokens = DTYPES[model.dtype].itemsize, train.tokens_per_microbatch
+    itemsize, tokens = DTYPES[model.dtype].itemsize, -(-train.tokens_per_microbatch // context)
     vocabulary = int(text.vocab_size)
     kept_rows = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     head_rows = _HEAD_ROWS_FLOAT32 if model.dtype == "float32" else _HEAD_ROWS
     product_rows = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
-    saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize)
+    saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize, context)
     if not model.lora.rank:  # with adapters the model's weights have no gradient
         temporary += _largest_weight(described, training_path) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
@@ -183,10 +185,17 @@ def _sliding_layers(text: PretrainedConfig) -> list[bool]:
 
 
 def _activation_bytes(
-    text: PretrainedConfig, widths: _Widths, path: ModelPath, train: TrainConfig, lengths: Lengths, itemsize: int
+    text: PretrainedConfig,
+    widths: _Widths,
+    path: ModelPath,
+    train: TrainConfig,
+    lengths: Lengths,
+    itemsize: int,
+    context: int,
 ) -> tuple[int, int]:
     """(bytes that a microbatch saves for backward, temporary bytes of the backward of one layer)."""
-    tokens, layers, hidden = train.tokens_per_microbatch, int(text.num_hidden_layers), int(text.hidden_size) * itemsize
+    tokens = -(-train.tokens_per_microbatch // context)
+    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size) * itemsize
     heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
     # Keys per query, tokens of all rows, and bytes saved for one score of each head.
     keys, row_tokens, score = float(lengths.context), float(tokens), heads * itemsize
@@ -203,7 +212,7 @@ def _activation_bytes(
     else:
         # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than `row_bytes`
         # (models/attention/rows.py), and none with capped scores or sinks.
-        keys = min(keys, math.sqrt(row_bytes(itemsize) / (4 * heads)))
+        keys = min(keys, math.sqrt(row_bytes(itemsize) * context / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
     saved = row_tokens * (per_token + score * keys * len(_sliding_layers(text)))
@@ -211,6 +220,11 @@ def _activation_bytes(
     per_token = itemsize * _TEMPORARY[path.name] * widths.dense + _TEMPORARY_SCAN * wide * widths.scan
     products = row_tokens * per_token / layers + (0 if path.name == "plain" else _ATTENTION_BIN)
     temporary = max(products, row_tokens * _TEMPORARY_EXPERT * hidden * widths.choices / layers)
+    if context > 1:
+        # Sent and received: queries, keys, values, output and its gradient.
+        kv_heads = math.lcm(int(getattr(text, "num_key_value_heads", None) or heads), context)
+        head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+        temporary += 2 * tokens * (3 * heads + 2 * kv_heads) * head_size * itemsize
     if train.gradient_checkpointing:
         temporary += saved / layers
         saved = layers * row_tokens * hidden

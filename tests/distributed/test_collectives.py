@@ -120,7 +120,7 @@ with world.open(torch.device("cpu"), timeout_s=60):
         os.kill(os.getpid(), signal.SIGSTOP)
     threading.Timer(0.5, world.lost.report, ["rank 1 is silent"]).start()
     try:
-        world.reduce_gradients_(torch.ones(1 << 20))
+        getattr(world, sys.argv[1])(torch.ones(2, 1 << 20))
     except RankLost as lost:
         started = time.monotonic()
         world.leave()
@@ -129,9 +129,10 @@ with world.open(torch.device("cpu"), timeout_s=60):
 """
 
 
-def test_a_stopped_rank_ends_a_gloo_collective_and_does_not_hold_the_process() -> None:
+@pytest.mark.parametrize("name", ["reduce_gradients_", "all_gather", "all_to_all"])
+def test_a_stopped_rank_ends_a_gloo_collective_and_does_not_hold_the_process(name: str) -> None:
     with reserved_port() as port:
-        ranks = [start_rank(STOPPED, rank, 2, port) for rank in range(2)]
+        ranks = [start_rank(STOPPED.replace("sys.argv[1]", repr(name)), rank, 2, port) for rank in range(2)]
         try:
             out, err = ranks[0].communicate(timeout=60)
             assert out == "rank 1 is silent True\n", err

@@ -73,6 +73,7 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
         assert world.reduce_gradients_(flat) is flat
         assert flat.tolist() == [0, 1, 2, 3]
         assert world.all_gather_bytes(b"a") == [b"a"]
+        assert world.all_gather(torch.ones(2)).tolist() == world.all_to_all(torch.ones(1, 2)).tolist() == [[1, 1]]
         assert not torch.distributed.is_initialized()
         with pytest.raises(LifecycleError, match="twice"):
             world.open(torch.device("cpu"))
@@ -122,6 +123,9 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert flat.tolist() == [11.0] * 5, flat
     assert world.all_gather_bytes(b"%d" % world.rank) == [b"0", b"1"]
     assert world.all_gather_bytes(b"") == [b"", b""]
+    parts = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16) + 10 * world.rank
+    assert world.all_to_all(parts).tolist() == [[2 * world.rank + i + 10 * r for i in range(2)] for r in range(2)]
+    assert world.all_gather(parts).tolist() == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
     store = world._rendezvous().store
     store.set(f"hello{world.rank}", "x")
     assert store.get(f"hello{1 - world.rank}") == b"x"

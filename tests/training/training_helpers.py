@@ -48,6 +48,7 @@ _KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, {}),
     "qwen3": (Qwen3Config, {}),
     "narrow": (Qwen3Config, {"head_dim": 4}),
+    "six heads": (LlamaConfig, {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}),
     # Experts that an auxiliary loss balances.
     "moe": (Qwen3MoeConfig, _EXPERTS),
     # Windows with capped scores, and with sinks and experts.

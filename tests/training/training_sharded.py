@@ -27,7 +27,7 @@ from training_helpers import (
     with_columns,
     with_routes,
 )
-from training_partition import part
+from training_partition import groups, part
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.registry import build_loss
@@ -37,10 +37,11 @@ from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.collectives import Collectives
 from asyncrl.distributed.world import World
-from asyncrl.errors import DivergenceError
+from asyncrl.errors import ConfigError, DataError, DivergenceError
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import microbatch_of_counts
+from asyncrl.training.passes import forward_routes
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch
@@ -70,6 +71,8 @@ class Case:
     context: int = 1  # ranks that share each microbatch; `where` names their sets
     path: str | None = None
     lora: int = 0  # the rank of adapters
+    spoilt: str = ""  # one token has an unknown "token" or "route"
+    few: bool = False  # each sequence has two tokens
     whole: str = ""  # "survey": the step is surveyed first; "buffer": a second gradient buffer
 
     def line(self) -> str:
@@ -84,9 +87,30 @@ def silent_groups(count: int, rank: int, run: bool) -> list[Microbatch]:
     return [microbatch_of_counts([group for group, _ in groups])] if groups else []
 
 
+def few_tokens(case: Case, rank: int) -> list[Microbatch]:
+    """Microbatches of one token for the forward, and of two: a group whose members share the prompt of one token, and two."""
+    pairs = []
+    for group, advantages in groups(case.seed)[:2]:
+        short = tuple(
+            replace(
+                t, prompt_length=1, mask=np.array([False, True]),
+                **{name: getattr(t, name)[t.prompt_length - 1 :][:2] for name in ("tokens", "logprobs", "sampled_logprobs")},
+                versions=np.array([-1, 0], np.int32),
+            )
+            for t in group.trajectories
+        )  # fmt: skip
+        pairs.append((replace(group, trajectories=short), advantages))
+    chunks = [pairs[:1], pairs] if rank == 0 else [pairs[1:]]
+    return [with_columns(batch) for chunk in chunks for batch in pack_groups(chunk, 1000)]
+
+
 def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]:
-    mine = part(case.seed, case.where, rank)
+    mine = part(case.seed, case.where, rank) if not case.few else few_tokens(case, rank)
     mine = [with_routes(batch) for batch in mine] if case.routes else mine
+    if case.spoilt == "token":
+        mine[0].tokens[1] = 10**6
+    elif case.spoilt:
+        mine[0].routes[1, 0] = 100
     return [*mine, *silent_groups(case.silent[rank] if case.silent else 0, rank, run_all)]
 
 
@@ -119,7 +143,7 @@ def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
     policy = trainer.policy
     ranks = range(len(case.silent) or 1 + max(rank for rank, _ in case.where))
     batches = [batch for rank in ranks for batch in batches_of(case, rank, run_all)]
-    numbers = []
+    numbers, before = [], exact_logprobs(trainer, batches)
     for _ in range(case.steps):
         numbers.append(one_step(trainer, case, batches))
     return {
@@ -127,6 +151,7 @@ def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
         "gradient": {name: grad.clone() for name, grad in policy.flat.named_grads()},
         "masters": {name: master.clone() for name, master in policy.flat.named_masters()},
         "logprobs": [trainer.compute_logprobs(batch) for batch in batches if batch.scored],
+        "exact": [before, exact_logprobs(trainer, batches)],
         "optimizer": trainer.optimizer.state_dict(),
     }
 
@@ -173,6 +198,15 @@ def make_sharded(world: Any, case: Case) -> ShardedTrainer:
     )
 
 
+@torch.no_grad()
+def exact_logprobs(trainer: TorchTrainer, batches: list[Microbatch]) -> list[torch.Tensor]:
+    """Not rounded to float32."""
+    routing, ranks = trainer.policy.routing, trainer.siblings
+    return [
+        trainer.forward(batch, routes=forward_routes(batch, routing, ranks))[0] for batch in batches if batch.scored
+    ]
+
+
 class CollectiveCount(TorchDispatchMode):
     """Counts collectives by name, those of FSDP2 too."""
 
@@ -215,7 +249,7 @@ def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> Shar
 def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
     trainer: Any = make_sharded(world, case) if not case.flat else make_flat(world, case)
     batches = batches_of(case, rank // case.context)
-    numbers, collectives = [], []
+    numbers, collectives, before = [], [], exact_logprobs(trainer, batches)
     for step in range(case.steps):
         if step == 1 and case.then is not None:
             trainer = reopened(world, case, trainer, out)
@@ -242,6 +276,7 @@ def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
         "masters": {name: master.clone() for name, master in parameters.named_masters()},
         "served": {name: values.clone() for name, values in served.named_masters()},
         "logprobs": [trainer.compute_logprobs(batch) for batch in batches if batch.scored],
+        "exact": [before, exact_logprobs(trainer, batches)],
         "optimizer": trainer.state_dict()["optimizer"],
     }
 
@@ -256,7 +291,7 @@ def main() -> None:
             case = Case(**json.loads(line))
             try:
                 found = sharded(world, case, int(rank), Path(out))
-            except DivergenceError as error:
+            except (DivergenceError, DataError, ConfigError) as error:
                 found = {"error": str(error)}
             torch.save(found, Path(out) / f"{rank}.pt")
             print("done", flush=True)
