@@ -73,11 +73,13 @@ def predicted(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cut = cut or Cut(ranks)
+    rollout = config.rollout
+    sizes_of_rows = _longest(config, prompts), rollout.max_tokens, rollout.group_size
     parts = predict_memory(
         config.model,
         config.train,
         max_sequences=config.engine.max_sequences,
-        lengths=Lengths(_longest(config, prompts), config.rollout.max_tokens, config.rollout.group_size),
+        lengths=Lengths(*sizes_of_rows, ranks=config.distributed.context),
         kv_positions=kv_positions(config, prompts),
         needs_reference=needs_reference(config.algorithm),
         second_buffer=needs_second_buffer(config.algorithm),

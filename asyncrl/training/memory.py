@@ -45,11 +45,13 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_p
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest completion, and the number of completions of a prompt."""
+    """Tokens of the longest prompt and of the longest completion, and the number of completions of a prompt. `ranks`: number of
+    ranks that share each microbatch."""
 
     prompt: int
     completion: int
     members: int = 1
+    ranks: int = 1
 
     @property
     def context(self) -> int:
@@ -83,13 +85,11 @@ def predict_memory(
     keep: bool = False,
     path: ModelPath | None = None,
     device: str = "cpu",
-    context: int = 1,
 ) -> dict[str, int]:
     """Purpose -> bytes on one rank. Errors: ConfigError if the model's configuration cannot be read.
 
     kv_positions: tokens that the cache holds; None: all sequences at full length. shards: number of ranks that share the masters;
-    None: no sharding. keep: see `ShardedParameters`. path: how the model is run; None: guessed. context: number of ranks
-    that share each microbatch. The purposes are:
+    None: no sharding. keep: see `ShardedParameters`. path: how the model is run; None: guessed. The purposes are:
     masters, gradients, optimizer: of the trained parameters, in float32 or wider.
     working_copy, reference: in the matmul dtype. packed_weights: copies in oneDNN's layout, for CPU products.
     frozen: with adapters, the frozen weights and the merged weights. second_gradients: see training/second_buffer.py.
@@ -105,12 +105,12 @@ def predict_memory(
     path = path or _guess_path(text, widths)
     # A sharded model trains through its own modules.
     training_path = PACKED if shards is not None and path == FUSED else path
-    itemsize, tokens = DTYPES[model.dtype].itemsize, -(-train.tokens_per_microbatch // context)
+    itemsize, tokens = DTYPES[model.dtype].itemsize, -(-train.tokens_per_microbatch // lengths.ranks)
     vocabulary = int(text.vocab_size)
     kept_rows = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     head_rows = _HEAD_ROWS_FLOAT32 if model.dtype == "float32" else _HEAD_ROWS
     product_rows = min(head_rows if device == "cpu" else CHUNK_ROWS, tokens)
-    saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize, context)
+    saved, temporary = _activation_bytes(text, widths, training_path, train, lengths, itemsize)
     if not model.lora.rank:  # with adapters the model's weights have no gradient
         temporary += _largest_weight(described, training_path) * itemsize
     weights = _weight_bytes(model, described, widths, path, shards, device)
@@ -185,16 +185,10 @@ def _sliding_layers(text: PretrainedConfig) -> list[bool]:
 
 
 def _activation_bytes(
-    text: PretrainedConfig,
-    widths: _Widths,
-    path: ModelPath,
-    train: TrainConfig,
-    lengths: Lengths,
-    itemsize: int,
-    context: int,
+    text: PretrainedConfig, widths: _Widths, path: ModelPath, train: TrainConfig, lengths: Lengths, itemsize: int
 ) -> tuple[int, int]:
     """(bytes that a microbatch saves for backward, temporary bytes of the backward of one layer)."""
-    tokens = -(-train.tokens_per_microbatch // context)
+    tokens = -(-train.tokens_per_microbatch // lengths.ranks)
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size) * itemsize
     heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
     # Keys per query, tokens of all rows, and bytes saved for one score of each head.
@@ -212,7 +206,7 @@ def _activation_bytes(
     else:
         # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than `row_bytes`
         # (models/attention/rows.py), and none with capped scores or sinks.
-        keys = min(keys, math.sqrt(row_bytes(itemsize) * context / (4 * heads)))
+        keys = min(keys, math.sqrt(row_bytes(itemsize) * lengths.ranks / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     per_token = itemsize * (_SAVED[path.name] * widths.dense + widths.experts) + _SAVED_SCAN * wide * widths.scan
     saved = row_tokens * (per_token + score * keys * len(_sliding_layers(text)))
@@ -220,9 +214,9 @@ def _activation_bytes(
     per_token = itemsize * _TEMPORARY[path.name] * widths.dense + _TEMPORARY_SCAN * wide * widths.scan
     products = row_tokens * per_token / layers + (0 if path.name == "plain" else _ATTENTION_BIN)
     temporary = max(products, row_tokens * _TEMPORARY_EXPERT * hidden * widths.choices / layers)
-    if context > 1:
+    if lengths.ranks > 1:
         # Sent and received: queries, keys, values, output and its gradient.
-        kv_heads = math.lcm(int(getattr(text, "num_key_value_heads", None) or heads), context)
+        kv_heads = math.lcm(int(getattr(text, "num_key_value_heads", None) or heads), lengths.ranks)
         head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
         temporary += 2 * tokens * (3 * heads + 2 * kv_heads) * head_size * itemsize
     if train.gradient_checkpointing:

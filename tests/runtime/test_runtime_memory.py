@@ -149,6 +149,8 @@ def test_the_path_and_the_device_are_part_of_a_prediction(tmp_path: Path) -> Non
     config = with_file(tmp_path, [3])
     sizes = [predicted(config, path=path)["activations"] for path in (None, PACKED, PLAIN[1])]
     assert sizes[0] < sizes[1] < sizes[2]
+    shared = config.model_copy(update={"distributed": DistributedConfig(context=2)})
+    assert predicted(shared, 2)["activations"] < 0.7 * sizes[0]
 
 
 @pytest.mark.parametrize(

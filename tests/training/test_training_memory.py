@@ -125,6 +125,16 @@ def test_long_rows_keep_no_attention_weights(tmp_path: Path) -> None:
     assert eager[2] > 3 * eager[1]
 
 
+def test_ranks_that_share_a_microbatch_hold_a_part_of_it_each(tmp_path: Path) -> None:
+    model, train = saved(tmp_path, "llama"), TrainConfig(tokens_per_microbatch=8192)
+    one, *others = (predicted(model, Lengths(64, 8000, ranks=ranks), path=FUSED, train=train) for ranks in (1, 2, 4))
+    for ranks, sizes in zip((2, 4), others, strict=True):
+        assert sizes["masters"] == one["masters"] and sizes["kv_cache"] == one["kv_cache"]
+        assert sizes["logits"] == one["logits"] / ranks
+        # Attention keeps the weights of longer rows, because a rank has fewer heads.
+        assert 1 <= sizes["activations"] * ranks / one["activations"] < 1.01 * ranks**0.5
+
+
 def test_caches_are_predicted_by_what_a_layer_holds(tmp_path: Path) -> None:
     model = saved(tmp_path / "own", "qwen3", "bfloat16", num_hidden_layers=3, head_dim=16)
     shape = cache_shape(describe_module(model).config, 1, 1234)
