@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -28,7 +28,6 @@ import anyio
 import numpy.typing as npt
 
 from asyncrl.errors import DataError, StallError
-from asyncrl.records.trajectories import is_whole_group
 from asyncrl.types import Trajectory
 
 C = TypeVar("C")
@@ -164,30 +163,6 @@ class Stash(Generic[C]):
         if len(entry.members) < entry.size:
             return _WAITING
         return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE))
-
-    def add_whole(
-        self,
-        trajectories: Sequence[Trajectory],
-        context: C,
-        *,
-        lease: Any = None,
-        epoch: int = 0,
-        group: int | None = None,
-    ) -> StashedGroup[C] | None:
-        """Add all members of one group in one call, faster than by `add`. Returns the whole group.
-
-        Returns None and changes nothing if the caller must use `add`. Reasons: the members are no whole group, some members
-        wait already, the group ended, a member is too old, or the stash is full. Errors: ValueError for several groups.
-        """
-        if not is_whole_group(trajectories):
-            return None
-        key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
-        size = len(trajectories)
-        full = len(self._waiting) >= self._max_groups
-        if full or key in self._ended or key in self._waiting or any(map(self._too_old, trajectories)):
-            return None
-        self._remember_ended(key)
-        return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _too_old(self, trajectory: Trajectory) -> bool:
         # `oldest_version` is negative without a sampled token.

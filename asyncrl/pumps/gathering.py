@@ -106,10 +106,6 @@ class Gathering:
     ) -> bool:
         """Take members that came together. `columns`: those of the members' prompt, for the reward functions. Returns False if no
         member was taken; then the caller ends the lease."""
-        whole = self._stash.add_whole(members, columns, lease=lease, epoch=epoch, group=group)
-        if whole is not None:
-            self._whole_in.put_nowait(whole)
-            return True
         kept = False
         for trajectory in members:
             try:

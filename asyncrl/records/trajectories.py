@@ -80,10 +80,7 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
 
 
 def is_whole_group(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether these are all members of one group, in order. Errors: ValueError for several groups."""
-    groups = {t.group_id for t in trajectories}
-    if len(groups) > 1:
-        raise ValueError(f"{sorted(groups)} are several groups; give the trajectories of one group")
+    """Whether these trajectories of one group are all its members, in order."""
     size = len(trajectories)
     return size > 0 and all(t.member == i and t.group_size == size for i, t in enumerate(trajectories))
 

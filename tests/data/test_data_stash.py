@@ -85,53 +85,6 @@ def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_ow
     assert waiting(stash) == 0
 
 
-def test_a_group_that_comes_at_once_is_what_its_members_one_by_one_would_be() -> None:
-    one, other = new(), new()
-    together = [record(7, member) for member in range(3)]
-    whole = one.add_whole(together, "context", lease="lease", epoch=2)
-    each = [other.add(t, "context", lease="lease", epoch=2) for t in together][-1].whole
-    assert whole == each and whole is not None and whole.leases == ("lease",) * 3
-    assert content(one) == content(other)
-    assert one.add(together[0], "", epoch=2).status is Status.LATE
-    assert one.add_whole(together, "", epoch=2) is None  # ended: `add` says late of each
-    assert one.add_whole(together, "", epoch=3) is not None  # another life of its producer
-
-
-def test_what_is_not_simple_is_left_to_add() -> None:
-    together = [record(7, member) for member in range(3)]
-
-    def left(stash: Stash[str], some: list[Trajectory]) -> None:
-        before = content(stash)
-        assert stash.add_whole(some, "") is None and content(stash) == before
-
-    waiting, full, aging = new(), new(1), new()
-    waiting.add(together[1], "first")
-    full.add(record(1, 0), "")
-    aging.evict_stale(5, 1)
-    for stash in (waiting, full, aging):
-        left(stash, together)
-    for some in (together[:2], together[::-1], [*together[:2], together[1]], [*together[:2], record(7, 2, 4)]):
-        left(new(), some)
-    assert waiting.add(together[1], "").status is Status.DUPLICATE
-    with pytest.raises(ValueError, match=r"\[7, 8\] are several groups"):
-        new().add_whole([record(7, 0, 2), record(8, 1, 2)], "")
-
-
-def test_groups_that_are_young_enough_are_taken_at_once_at_every_version() -> None:
-    stash, other = new(), new()
-    for version in range(1, 20):
-        for each in (stash, other):
-            each.evict_stale(version, 2)
-        young = [record(version, member, version=max(0, version - member)) for member in range(3)]
-        whole = stash.add_whole(young, "", lease="lease")
-        assert whole == [other.add(t, "", lease="lease") for t in young][-1].whole and whole is not None
-    assert content(stash) == content(other)
-    old = [record(100, member, version=19 - member) for member in (0, 1, 3)]
-    old = [replace(t, member=member) for member, t in enumerate(old)]
-    assert stash.add_whole(old, "") is None
-    assert [stash.add(t, "").status for t in old] == [Status.WAITING, Status.WAITING, Status.STALE]
-
-
 def test_a_copy_of_a_member_is_idempotent_bit_for_bit() -> None:
     stash = new()
     odd = replace(record(0, 0), logprobs=np.full(4, np.nan, np.float32), reward=float("nan"))

@@ -81,7 +81,9 @@ async def read(ring: RecordRing, stash: Stash[int]) -> int:
         except anyio.WouldBlock:
             await asyncio.sleep(0)
     record = delivery.record
-    if stash.add_whole(trajectories_of(record), record.group, lease=delivery, epoch=record.epoch) is None:
+    for member in trajectories_of(record):
+        arrival = stash.add(member, record.group, lease=delivery, epoch=record.epoch)
+    if arrival.whole is None:
         raise AssertionError(f"group {record.group} is not whole")
     taken = time.perf_counter_ns() - begin
     delivery.release()
