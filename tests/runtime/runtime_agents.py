@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from typing import Any
 
 
@@ -11,6 +13,16 @@ async def scored_here(task: dict[str, Any], policy: Any) -> float:
     second = await policy.complete([*reply.ids, *policy.encode("=")])
     policy.note("letters", len(reply.text) + len(second.text))
     return (reply.text + second.text).count(task["prompt"][0]) / 16
+
+
+async def branching(task: dict[str, Any], policy: Any) -> list[float]:
+    """A reply, a tool that takes any time, and two branches. A reward for each reply."""
+    first = await policy.complete(task["prompt"])
+    await asyncio.sleep(random.uniform(0, 0.01))
+    begun = [*first.ids, *policy.encode("=")]
+    replies = [first, *await asyncio.gather(*(policy.branch().complete(begun) for _ in range(2)))]
+    policy.note("letters", sum(len(reply.text) for reply in replies))
+    return [reply.text.count(task["prompt"][0]) / 8 for reply in replies]
 
 
 async def scored_elsewhere(task: dict[str, Any], policy: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,20 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from runtime_helpers import DRY, MODEL, REAL, config_of
+from runtime_helpers import (
+    DRY,
+    MODEL,
+    REAL,
+    Process,
+    config_of,
+    equal_weights,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    unclocked,
+    weights_of,
+    write_yaml,
+)
 from test_runtime_embedding import embedded
 
 from asyncrl import NotebookRuntime, Runtime
@@ -46,6 +60,37 @@ async def test_a_configuration_names_an_agent_which_is_trained_and_evaluated(tmp
     assert [line["step"] for line in steps] == [1, 2, 3] and summary.books.failed == 0
     assert all(line["own/letters"] > 0 for line in steps)
     assert "eval/scored_here/own/letters/mean" in lines[-1] and "eval/scored_here/avg@1" in lines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_sync_run_of_agents_that_is_ended_resumes_as_if_nothing_had_happened(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    """Branches, tools that take any time, and the credit of each reply."""
+    tree = {key: value for key, value in REAL.items() if key != "reward"}
+    tree |= {"preset": "sync", "checkpoint": {"every": 1, "keep": 0}, "algorithm": {"credit": "discounted"}}
+    tree["train"] = REAL["train"] | {"max_steps": 24}
+    tree["rollout"] = REAL["rollout"] | {"environment": f"{AGENTS}:branching"}
+    tree["data"] = REAL["data"] | {"max_prompt_tokens": 30}
+    whole, ended = (tmp_path / "runs" / name for name in ("whole", "ended"))
+    async with Runtime(config_of(tmp_path, "run.name=whole", base=tree)) as runtime:
+        await runtime.run()
+    own = f"run.dir={tmp_path}/runs", "run.name=ended"
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree, "ended.yaml")), *own)
+    process.wait_until(lines_at_least(ended, 5), "fifth step")
+    process.send(end)
+    process.wait()
+    assert len(metrics_of(ended)) < 24
+    async with Runtime(config_of(tmp_path, "run.name=ended", "resume=true", base=tree)) as runtime:
+        assert (await runtime.run()).version == 24
+    rows = rollouts_of(ended)
+    assert rows == rollouts_of(whole) and len({(row["group_id"], row["member"]) for row in rows}) == len(rows)
+    assert equal_weights(weights_of(ended, 24), weights_of(whole, 24))
+    # What the engine counts depends on which requests met.
+    lines = (unclocked(metrics_of(each)) for each in (ended, whole))
+    one, other = ([{k: v for k, v in line.items() if k[:7] != "engine/"} for line in each] for each in lines)
+    assert one == other and all("own/letters" in line for line in one)
 
 
 async def test_a_program_passes_an_agent(tmp_path: Path) -> None:
