@@ -106,7 +106,7 @@ class SavedRun:
         todo = (
             "without distributed.roles and distributed.context"
             if one
-            else "with distributed.context, or with distributed.roles so that some rank only trains or only generates"
+            else "with distributed.roles, so that some rank only trains or only generates, or with distributed.context"
         )
         raise CheckpointError(
             f"resume=true: the checkpoint has {kinds[not one]}, and this run has {kinds[one]}; resume it {todo}"
