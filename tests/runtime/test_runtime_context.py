@@ -45,6 +45,12 @@ COSTLY: dict[str, Any] = TREE | {
         "top_entropy": {"quantile": 0.5},
     }
 }
+# Adapters on a model with experts, whose recorded routes are sent to the sibling, and checkpointed activations.
+ROUTED: dict[str, Any] = TREE | {
+    "model": SYNC["model"] | {"path": f"{MODEL}:build_experts", "lora": {"rank": 2}},
+    "algorithm": {"router_replay": True},
+    "train": TREE["train"] | {"gradient_checkpointing": True},
+}
 # Of the run, not of its groups: which ranks played them, and what the process needs.
 OWN = re.compile(r"^(engine/|rollout/|travel/|perf/|data/|store/|train/(balance|microbatches)|memory/)")
 
@@ -103,9 +109,10 @@ def test_siblings_make_the_rounds_of_their_leader(tmp_path: Path, alone: Path) -
     check_equal(tmp_path / "runs/run", alone)
 
 
-def test_siblings_make_every_call_of_their_leader(tmp_path: Path) -> None:
-    run_ranks(tmp_path / "alone", COSTLY, 1)
-    run_ranks(tmp_path / "shared", shared(COSTLY), 2, "", OTHER)
+@pytest.mark.parametrize("tree", [COSTLY, pytest.param(ROUTED, marks=pytest.mark.slow)], ids=["surveys", "routes"])
+def test_siblings_make_every_call_of_their_leader(tmp_path: Path, tree: dict[str, Any]) -> None:
+    run_ranks(tmp_path / "alone", tree, 1)
+    run_ranks(tmp_path / "shared", shared(tree), 2)
     check_equal(tmp_path / "shared/runs/run", tmp_path / "alone/runs/run")
 
 
