@@ -120,7 +120,7 @@ class Kl(Method):
     )
     reference_ahead: bool = setting(
         True,
-        "Compute a group's log-probs under the reference while its rewards are scored. Only with reward.batch: group.",
+        "Compute a group's reference log-probs while it is scored. Only with reward.batch: group and distributed.context: 1.",
         flat="reference_ahead",
     )
 

@@ -233,7 +233,8 @@ from asyncrl.errors import OutOfMemory
 from asyncrl.main import main
 from asyncrl.training.trainer import TorchTrainer
 
-run, calls = TorchTrainer._run, []
+method, calls = os.environ["METHOD"], []
+run = getattr(TorchTrainer, method)
 
 def fail(*arguments):
     calls.append(1)
@@ -241,16 +242,21 @@ def fail(*arguments):
         raise OutOfMemory("no memory for this test")
     return run(*arguments)
 
-TorchTrainer._run = fail
+setattr(TorchTrainer, method, fail)
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["the leader", "the sibling"])
-def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "method"),
+    [pytest.param(0, "_run", marks=pytest.mark.slow), (1, "_run"), (0, "compute_logprobs")],
+    ids=["the leader", "the sibling", "the reference of the leader"],
+)
+def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, rank: int, method: str) -> None:
     """No group is dropped, as a single rank would do: the other rank is in a collective with that group."""
     (program := tmp_path / "rank.py").write_text(FAILS)
-    with start_two(tmp_path, shared(ENDLESS), (str(program),), WARM_WORKERS="", FAILS=str(rank)) as ranks:
+    tree, environ = ENDLESS | {"algorithm": {"kl": {"coef": 0.1}}}, {"FAILS": str(rank), "METHOD": method}
+    with start_two(tmp_path, shared(tree), (str(program),), WARM_WORKERS="", **environ) as ranks:
         codes = [each.wait(60) for each in ranks]
         texts = [" ".join(each.output.split()) for each in ranks]
         assert codes[1 - rank] == RankLost.exit_code, texts[1 - rank][-3000:]
