@@ -126,7 +126,7 @@ def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor
         over_sequence = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
         ratio, normaliser = over_sequence(d_S).exp(), Normaliser.SEQUENCES
     weight = apply_bounds(ratio, mode.action, settings.floor, settings.cap)
-    # A fully masked sequence has ratio 1, the product over no token. Metrics leave it out, because its microbatch may be skipped.
+    # A sequence without scored tokens has ratio 1. Metrics leave it out, because its microbatch may be skipped.
     counted = d_S.new_ones(d_S.shape) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
     metrics = importance_metrics(ratio * counted, weight * counted, normaliser)
     weight_S = weight if mode.level == "token" else inputs.spread(weight)
@@ -165,7 +165,7 @@ def importance_metrics(ratio: Tensor, weight: Tensor, normaliser: Normaliser) ->
     """Mean and maximum of the weights (after the bounds, as in TRL), and the share of ratios that the bounds changed.
 
     `ratio` and `weight` are [S] or [B], by the level of the mode. The maximum is 0 if there are no weights. The caller
-    passes 0 for fully masked sequences (TRL: 1)."""
+    passes 0 for sequences without scored tokens (TRL: 1)."""
     return {
         "importance/ratio_mean": MetricSum(weight.sum(), normaliser),
         "importance/ratio_max": MetricSum(_largest(weight), Normaliser.NONE),

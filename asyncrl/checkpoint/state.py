@@ -45,7 +45,7 @@ def save_tensors(path: Path, state: Mapping[str, Any]) -> str:
     import torch
 
     # If torch opens the path itself, a full disk raises only "unexpected pos 704 vs 598". With an open file the OSError is in
-    # the chain of the exception, where the store finds it.
+    # the chain of the exception, where `CheckpointStore` looks for it.
     with HashedFile(path) as file:
         torch.save(dict(state), file)
     return file.hexdigest()

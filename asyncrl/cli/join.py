@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 USAGE = """\
 asyncrl join HOST:PORT [a.b=value ...]: generate for the run that listens at HOST:PORT (distributed.listen), until it ends.
 ASYNCRL_SECRET must be that of the run. The configuration comes from the run. The files and the code that it names must be at the
-same paths here, or at others that settings name. The model's weights come from the run. Ctrl-C and SIGTERM end this node, and
-the run goes on.
+same paths here; if not, give their paths here as a.b=value. The model's weights come from the run. Ctrl-C and SIGTERM end this
+node, and the run goes on.
 A node may set: """
 # Settings that a node may set: its devices, its processes, and its paths of the files and the code that the run's settings name.
 LOCAL = (
@@ -66,7 +66,8 @@ def _join(address: str, *overrides: str) -> int:
 
 
 def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of a node. `tree`: the run's, merged from a file because errors name their file. Errors: ConfigError."""
+    """The configuration of a node. `tree`: the run's configuration. It is loaded through a file, because `load_config` names the
+    file of a wrong setting in its message. Errors: ConfigError."""
     from asyncrl.config.load import load_config
 
     own = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}

@@ -99,7 +99,7 @@ class Slab:
 
 
 class _ArrayBase:
-    """The `base` of an array: closing the map under the array fails while this export of the map lives."""
+    """The `base` of an array. Its memoryview keeps the memory mapped while the array lives, also after the segment was closed."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
