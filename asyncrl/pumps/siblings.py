@@ -26,13 +26,12 @@ from asyncrl.algorithms.base import Loss
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.errors import RankLost
-from asyncrl.ports import Trainer
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 from .claims import Claims
 from .dispatch import Handler
-from .pipeline import Ports, Publication, Round, put_item
+from .pipeline import Ports, Publication, put_item
 
 T = TypeVar("T")
 CALL = "trainer/call"
@@ -84,9 +83,9 @@ def decode(headers: Sequence[Mapping[str, Any]], buffers: Sequence[Any]) -> list
 class LeadingTrainer:
     """Implements `ports.Trainer` at a leader: sends each call to the siblings, and makes the same call on this rank's trainer."""
 
-    def __init__(self, trainer: Trainer, round_: Round | None, line: LeaderLine, siblings: Sequence[str]) -> None:
-        """`siblings`: their names on the line."""
-        self._trainer, self._round = trainer, round_
+    def __init__(self, ports: Ports, line: LeaderLine, siblings: Sequence[str]) -> None:
+        """`ports`: with the leader's own trainer. `siblings`: their names on the line."""
+        self._trainer, self._round, self._recorder = ports.trainer, ports.round, ports.recorder
         self._line, self._siblings = line, siblings
         # Returns when the publish of the last optimizer step has ended. `Graph` sets it.
         self.wait_published: Callable[[], Awaitable[None]]
@@ -142,7 +141,10 @@ class LeadingTrainer:
         async with self._one_at_a_time:
             await self.wait_published()
             # The siblings run what they got, and wait for this rank in collectives.
-            with anyio.CancelScope(shield=True):
+            with (
+                self._recorder.watch("trainer", f"the call {name}", on=", ".join(self._siblings)),
+                anyio.CancelScope(shield=True),
+            ):
                 await self._send(name, argument, batches)
                 result = await own()
             return result

@@ -162,7 +162,7 @@ async def _open_apart(run: OpenRun) -> None:
         server.on(KIND, run.apart.arrivals.take)
         await run.connections.announce(server)
         if others:
-            run.apart.leading = LeadingTrainer(ports.trainer, ports.round, server, [f"rank {rank}" for rank in others])
+            run.apart.leading = LeadingTrainer(ports, server, [f"rank {rank}" for rank in others])
             ports.trainer, ports.round = run.apart.leading, ports.round and run.apart.leading.round
     elif first is not None:
         run.apart.calls = Calls(await run.connections.to(first), f"rank {first}")

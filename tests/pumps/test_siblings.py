@@ -72,7 +72,8 @@ class Line:
 
 
 def leading(trainer: Trainer, line: Line, siblings: Sequence[str]) -> LeadingTrainer:
-    made = LeadingTrainer(trainer, None, line, siblings)
+    ports: Any = SimpleNamespace(trainer=trainer, round=None, recorder=Recorder())
+    made = LeadingTrainer(ports, line, siblings)
     made.wait_published = lambda: pauses(2)
     return made
 

@@ -29,7 +29,7 @@ from test_runtime_roles import ASYNC, OTHER, SYNC, run_ranks, with_roles
 
 from asyncrl import Runtime
 from asyncrl.cli import nodes
-from asyncrl.errors import CheckpointError, ConfigError, OutOfMemory, RankLost, TrainStepError
+from asyncrl.errors import CheckpointError, ConfigError, OutOfMemory, RankLost, StallError, TrainStepError
 from asyncrl.runtime.inputs import check_start
 from asyncrl.runtime.plan import plan
 
@@ -228,7 +228,7 @@ def test_a_sibling_that_dies_at_a_moment_of_a_step_costs_no_prompt(tmp_path: Pat
 
 
 FAILS = """
-import os, sys
+import os, sys, time
 from asyncrl.errors import OutOfMemory
 from asyncrl.main import main
 from asyncrl.training.trainer import TorchTrainer
@@ -239,6 +239,8 @@ run = getattr(TorchTrainer, method)
 def fail(*arguments):
     calls.append(1)
     if len(calls) == 6 and os.environ["RANK"] == os.environ["FAILS"]:
+        if "HANGS" in os.environ:
+            time.sleep(3600)
         raise OutOfMemory("no memory for this test")
     return run(*arguments)
 
@@ -263,6 +265,17 @@ def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path
         assert codes[rank] == (OutOfMemory.exit_code if rank else TrainStepError.exit_code), texts[rank][-3000:]
         assert "no memory for this test" in texts[rank]
         assert f"rank {rank} has ended: " in texts[1 - rank], texts[1 - rank][-3000:]
+
+
+@pytest.mark.slow
+def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
+    (program := tmp_path / "rank.py").write_text(FAILS)
+    tree = ENDLESS | {"watchdog": {"lane_timeout_s": 3.0, "interval_s": 0.5, "abort_grace_s": 4.0}}
+    environ = {"WARM_WORKERS": "", "FAILS": "1", "HANGS": ""}
+    with start_two(tmp_path, shared(tree), (str(program),), **environ) as ranks:
+        assert [each.wait(90) for each in ranks] == [StallError.exit_code] * 2, [each.output for each in ranks]
+        assert "trainer waits for the call microbatch from rank 1 since" in ranks[0].output
+        assert re.search(r'rank\.py", line \d+, in fail', ranks[1].output), ranks[1].output
 
 
 @pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
