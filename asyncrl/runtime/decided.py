@@ -42,7 +42,7 @@ from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
 from .cards import Cards
 from .directory import RunDirectory
-from .inputs import check_code, check_inputs
+from .inputs import check_code, check_inputs, require_free_lanes
 from .memory import fit_card
 from .placement import choose_engine
 from .progress import Stages
@@ -92,6 +92,7 @@ async def decide(
     config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
+    require_free_lanes(config, world.roles)
     if submitted and world.roles.differ and config.train.kind == "torch":
         raise ConfigError(
             "distributed.roles, distributed.listen or distributed.context is set and there are no prompts: groups of a program do "

@@ -68,6 +68,7 @@ def check_start(config: Config, code: bool) -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     setting = config.distributed
     roles = Roles.resolve(setting, int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting))
+    require_free_lanes(config, roles)
     resolved = resolve(config, len(roles.leaders), len(roles.generate))
     # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
     if os.environ.get("RANK", "0") == "0":
@@ -80,6 +81,18 @@ def check_start(config: Config, code: bool) -> None:
     # A run loads the reward functions later, too. This early load reports a mistake in them before the slow import of torch.
     if code or (known_columns(resolved) and "torch" not in sys.modules):
         anyio.run(load_rewards, resolved)
+
+
+def require_free_lanes(config: Config, roles: Roles) -> None:
+    """While rank 0 evaluates, the lanes of other sets may wait for it in a collective. Errors: ConfigError if a reward model has to
+    score on such a lane."""
+    waiting = {*roles.generate} & {*roles.train[roles.context :]}
+    if roles.differ and waiting and config.reward.model and config.data.eval is not None:
+        raise ConfigError(
+            f"reward.model and data.eval are set, and rank {min(waiting)} trains and generates: its reward model would score rows "
+            "of an evaluation beside its trainer, which may wait for rank 0 until the evaluation ends; let only ranks generate "
+            "that do not train (distributed.roles), or leave data.eval out"
+        )
 
 
 def check_inputs(

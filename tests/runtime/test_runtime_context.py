@@ -336,6 +336,10 @@ def test_a_time_limit_ends_all_ranks_after_one_step(tmp_path: Path, sharding: st
             "distributed.context is set and reroll.start_fraction",
         ),
         (
+            ["distributed.context=2", "reward.model=vowels.py:vowels", "data.eval=rows.jsonl"],
+            "reward.model and data.eval are set, and rank 2 trains and generates",
+        ),
+        (
             ["distributed.context=2", "train.kind=dry_run", "engine.kind=dry_run"],
             "train.kind is dry_run, which has no model",
         ),
