@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from ..errors import LifecycleError, RankLost
 
-# Timeout of a collective and of a call of the store. torch counts seconds in which the job was suspended, so a short timeout would
-# end a run that was only suspended. The watchdog and the line end a run that hangs.
+# Timeout of a collective and of a call of torch's store. torch counts seconds in which the job was suspended, so a short timeout
+# would end a run that was only suspended. The watchdog and the line end a run that hangs.
 NO_TIMEOUT = timedelta(days=30)
 # Time between two looks at `LostRank.reason` while gloo waits. Gloo itself wakes the lane at the end of a collective.
 _LOOK_EVERY = timedelta(seconds=0.1)

@@ -1,7 +1,7 @@
 """FSDP2: one model's masters, gradients and optimizer state, cut over ranks along the first dimension.
 
-`torch.distributed.fsdp.fully_shard` on each block and on the root around them. FSDP2's division by the number of ranks is switched
-off: the trainer divides by N, which it knows only at a step's end.
+`torch.distributed.fsdp.fully_shard` cuts each block and the root around the blocks. FSDP2's division by the number of ranks is
+switched off: the trainer divides by N, which it knows only at a step's end.
 
     a block's        by default: for each microbatch        keep=True: for each step
     weights          gathered (in the compute dtype)        gathered after the optimizer step, and kept by every rank
@@ -89,7 +89,7 @@ class ShardedParameters:
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
         full_names = [name for name, _ in named]
-        # A block's full weights are freed when the block has been cut.
+        # `named` holds all full weights. Without it, `_shard` frees those of each block when it has cut the block.
         del named
         self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
         self._parts = _shard(root, blocks, device, self._mesh, compute, names, collectives)
@@ -205,7 +205,7 @@ class ShardedParameters:
         """`write(name, full values in the compute dtype)` for every parameter, a block at a time. A collective."""
         for part, owned in self._parts:
             if self.keep:
-                # The kept weights are those of the last step.
+                # The kept weights may be older than the last optimizer step.
                 part.reshard()
             part.unshard()
             try:

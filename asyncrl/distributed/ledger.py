@@ -52,7 +52,7 @@ class LocalLedger:
         *,
         warmup: int = 0,
     ) -> None:
-        # To be read only.
+        # Other modules only read the books.
         self.books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
         self._recorder = recorder
         self.first_turn = turn

@@ -46,7 +46,7 @@ _LINGER_MS = 1000  # for the last messages of an end that closes
 _TICK_S = 0.25
 # Messages that are read before other callbacks of the event loop run.
 _AT_ONCE = 200
-# As numbers: the operators of zmq's enumerations take longer than the call that they are for.
+# As numbers: to combine members of zmq's enumerations takes longer than a call of `recv` or `send`.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # Larger buffers are sent without a copy.
 _COPIED = 1 << 16
@@ -94,7 +94,7 @@ class _End:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = opened = self._context.socket(kind)
-        # The I/O thread of zmq sends and answers these: neither a busy event loop nor the GIL delays them.
+        # The I/O thread of zmq sends and answers heartbeats: neither a busy event loop nor the GIL delays them.
         opened.heartbeat_ivl = opened.heartbeat_timeout = round(100 * self.silence_s)
         # The window bounds the queues. A full queue of zmq would drop messages.
         opened.sndhwm = opened.rcvhwm = 0
@@ -171,7 +171,7 @@ class _End:
     def _send(self, frames: Sequence[Buffer]) -> None:
         if self._closed or self._socket is None:
             return
-        # Again, EHOSTUNREACH: the peer is disconnected. The message is sent again after its return.
+        # Again, EHOSTUNREACH: the peer is disconnected. The message is sent again when the peer is back.
         with contextlib.suppress(zmq.ZMQError):
             for frame in frames[:-1]:
                 self._socket.send(frame, _MORE, copy=len(frame) < _COPIED)
@@ -204,7 +204,7 @@ class _End:
                     try:
                         self._lose(link, f"has given no sign of life for {now - link.down_since:.0f} s")
                     except Exception:
-                        # Of `on_end`. This task watches the other links, too.
+                        # An error of `on_end` must not end this task, which watches the other links, too.
                         logger.exception("%s could not handle the loss of %s", self.name, link.peer)
 
 
@@ -232,7 +232,7 @@ class LineServer(_End):
         self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
         self._refused: set[str] = set()
         self._refusing = False  # the next event tells which connection was refused
-        self._left: set[str] = set()  # clients that end next, or have said goodbye
+        self._left: set[str] = set()  # clients that called `leave` or said goodbye
         self._changed = asyncio.Event()
         self.on(_LEAVE, self._on_leave)
 

@@ -400,7 +400,7 @@ class LineLedger:
 
         async def run() -> Any:
             result = await self._ask(operation, *arguments)
-            # Before a cancellation of the caller can be noticed.
+            # Here, so that a cancellation of the caller cannot leave the answer without its effect on this rank.
             if operation == "commit":
                 self._turn += 1
                 self._open.clear()
@@ -421,7 +421,7 @@ class LineLedger:
         return asked.result()
 
     def _post(self, operation: str, *arguments: Any) -> None:
-        """Start an operation, without its result."""
+        """Start an operation, and do not wait for its result."""
         if self._desk is not None:
             self._desk.undo(operation, self._rank, *arguments)
         elif isinstance(self._line, LineClient):

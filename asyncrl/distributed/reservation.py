@@ -356,7 +356,7 @@ class Reservation:
         return None
 
     def unclaim(self, entry: ReservedGroup) -> None:
-        """Take the place of a group in the open step from it."""
+        """Take away the place that the group has in the open step."""
         with self._changing(entry):
             entry.claimed = False
         self.claimed -= 1

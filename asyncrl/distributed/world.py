@@ -32,7 +32,7 @@ class World(RankInfo, Collectives):
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     # Set on a node that joined a run. `open` is not called there: the node is the only rank of its own world.
     joined: Joined | None = None
-    ended_well: bool = False  # of such a node: rank 0 has ended the run without an error
+    ended_well: bool = False  # on a node that joined: rank 0 has ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)
     _met: Rendezvous | None = field(default=None, repr=False)
@@ -136,7 +136,7 @@ class World(RankInfo, Collectives):
         # torch's own handling of a failed nccl collective ends the process by SIGABRT, without a checkpoint.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if self.world_size == 1:
-            # A process group of an embedding program is used if there is one.
+            # If the program has opened a process group, the run uses that group.
             if single_rank_group and not dist.is_initialized():
                 World._owner = self
                 self._init_group(dist.HashStore(), device)

@@ -52,7 +52,7 @@ class GroupBook:
         self.end_count = 0  # how often the callbacks of `on_end` were called
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
         self.failed = 0
-        # Whether an error says that more groups failed than the run allows.
+        # Whether the error for too many failed groups was raised.
         self.over_budget = False
 
     def on_ready(self, callback: Callable[[], None]) -> None:

@@ -125,8 +125,8 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
 async def write_advantages(
     ports: Ports, rows: list[Rows], advantages: Advantages, turns: Mapping[int, TurnAdvantages | None]
 ) -> list[Rows]:
-    """Write the columns of advantages. The hook `after_advantages` may replace its values: a new value holds for all replies of the
-    member."""
+    """Write the columns of advantages. The hook `after_advantages` may replace the advantage of a member: the new one holds for all
+    replies of the member."""
     for group_rows in rows:
         values, of_turns = advantages[group_rows.group_id], turns[group_rows.group_id]
         if not all((np.abs(each) <= FLOAT32).all() for each in (values, *(of_turns or ()))):
@@ -260,7 +260,7 @@ async def write_logprob_column(ports: Ports, column: str, rows: Sequence[Rows]) 
         if group_rows.group_id in ports.store and ports.store.rows(group_rows.group_id).columns is group_rows.columns:
             ports.book.write(group_rows.group_id, column, values)
         else:
-            # The store does not hold replayed groups, nor columns of a part of the replies.
+            # The store holds no replayed groups, and no columns of groups that `mask_earlier_turns` has masked.
             group_rows.columns[column] = values
 
 

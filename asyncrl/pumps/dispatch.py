@@ -35,7 +35,7 @@ Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
-_RECENT = 16  # `_mean_s` is about the mean of so many groups
+_RECENT = 16  # `_mean_s` is about the mean of this many newest groups
 
 
 class ServerLine(Protocol):
@@ -49,7 +49,7 @@ class ServerLine(Protocol):
 
 
 class Dispatch:
-    """See the module docstring. Create it before the first rank can connect; `start` follows when the cursor is restored."""
+    """See the module docstring. Create it before a rank can connect, and call `start` when the cursor is restored."""
 
     def __init__(
         self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
@@ -94,13 +94,13 @@ class Dispatch:
     async def _take(self, peer: str) -> Prompt | None:
         await self._started.wait()
         assert self._prompts is not None and self._ledger is not None
-        # A rank that asks again has not got the answer to its last request.
+        # A rank that asks again did not get the answer to its last request, so it gets the same prompt.
         while peer not in self._handed:
             prompt = None if self._in_order and self._handed else self._prompts.next()
             if prompt is not None:
                 self._handed[peer] = prompt.group_id
                 return prompt
-            # The prompts of a rank that is lost come back.
+            # If one of these ranks is lost, the cursor gets its prompt back.
             if self._handed:
                 await self._changed.wait()
             elif self._ledger.statistics().live:

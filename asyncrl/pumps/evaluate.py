@@ -232,8 +232,8 @@ class Evaluations:
         return pump is not None and any(pump.due(earlier, last) for earlier in range(pump.newest + 1, version + 1))
 
     async def wait_reported(self) -> None:
-        """Wait until every version that was given to `evaluate` is reported. Does not yield to other tasks if none is missing, so
-        that the live view shows the next evaluation from its start."""
+        """Wait until every version that was given to `evaluate` is reported. Does not yield to other tasks if no report is missing,
+        so that the live view shows the next evaluation from its start."""
         if not self._reported.is_set():
             await self._reported.wait()
 

@@ -66,7 +66,7 @@ class Follower:
 
 
 class Remote:
-    """The connection of a generating rank to rank 0's `Dispatch`. Create it before rank 0 can ask; `start` follows."""
+    """The connection of a generating rank to rank 0's `Dispatch`. Create it before rank 0 can ask, then call `start`."""
 
     def __init__(self, line: ClientLine, *, joins: bool = False) -> None:
         """`joins`: this rank joined a run that may have begun."""
@@ -129,7 +129,7 @@ class Remote:
             "counts": counts,
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
-        # The end of the pumps cancels this task, and the counts are in no other report.
+        # The end of the pumps cancels this task. The recorder has given these counts away, so no later report has them.
         with anyio.CancelScope(shield=True):
             await self._line.tell(REPORT, header)
 
@@ -233,7 +233,7 @@ class FollowPump:
                 version = await self._follower.next()
             # Shown only on a node that joined.
             ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
-            # A step whose slots are released may be complete before the next report, so its counts come first.
+            # Before the release: with the free slots rank 0 may complete a step before the next regular report.
             await self._remote.report()
             turn = ports.turn_of(version) - 1
             if not self._begun:

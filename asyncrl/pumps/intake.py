@@ -294,7 +294,7 @@ class ScorePump:
         waits for    a played trajectory; rewards
         is woken by  the rollout pump; reward workers
 
-    There is one scorer task more than calls of reward functions at a time, so that no worker is idle while a reply is handled.
+    There is one scorer task more than `calls`, so that no reward worker is idle while a reply is handled.
     """
 
     def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], calls: int) -> None:

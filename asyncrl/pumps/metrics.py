@@ -37,7 +37,7 @@ COUNTED = (
 
 
 class Row(NamedTuple):
-    """The numbers of one trajectory. A tuple, because its JSON has only about 50 bytes and the components."""
+    """The numbers of one trajectory. A tuple, because its JSON is short: about 50 bytes without the components."""
 
     reward: float | None
     # The reward components, and the numbers that reward functions logged.

@@ -4,7 +4,8 @@ A step waits for its oldest groups, wherever they are played. So a slow rank wit
 them. Each rank compares the seconds of its groups with `usual_s`, the mean of the other ranks. Its limit falls while its groups
 take more than `SLACK` times as long, and rises otherwise. So groups take about as long on all ranks, and a slow rank plays few.
 
-A rank whose groups take too long even one by one pauses. It tries one group again later, or when no rank admits groups.
+A rank whose groups take too long even one by one pauses. It tries one group again after the pause, or sooner if no rank admits
+groups.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import anyio
 
 # Groups of healthy ranks wait in the store for up to half a step, so a group that takes this much longer delays no step.
 SLACK = 1.25
-GAIN = 0.25  # small, because one long group shows no slow rank
-RESERVE = 64.0  # times `most`: a few long groups slow no healthy rank
+GAIN = 0.25  # small: one long group does not prove that the rank is slow
+# The limit is at most this many times `most`. So after a few long groups it is still above `most`.
+RESERVE = 64.0
 LEAST = 0.5  # a rank with a lower limit pauses
 # A pause takes this many times as long as the group that was too slow. Each further such group doubles the factor.
 _FIRST_PAUSE, _LONGEST_PAUSE = 4.0, 64.0

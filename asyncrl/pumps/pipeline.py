@@ -107,7 +107,7 @@ class Ports:
         return self.ranks == self.config.distributed.context == 1
 
     def turn_of(self, version: int) -> int:
-        """The turns of the ledger whose steps made these weights."""
+        """The number of turns of the ledger whose steps made the weights of `version`."""
         return (version - self.base) // versions_per_batch(self.config)
 
 

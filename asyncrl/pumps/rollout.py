@@ -190,8 +190,8 @@ class GroupPlayer:
     async def play(
         self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Scoring], Awaitable[None]] | None = None
     ) -> Scoring | None:
-        """Play and check `size` members. Returns the members that `send` did not get: it gets each member as soon as the member has
-        ended. None: the group has failed. Errors: GenerationError if more groups failed than the run allows."""
+        """Play and check `size` members. `send` gets each member as soon as the member has ended; without `send` the result has all
+        members. None: the group has failed. Errors: GenerationError if more groups failed than the run allows."""
         ports = self._ports
         played: dict[int, Trajectory] = {}
         lost: list[EpisodeFailed] = []

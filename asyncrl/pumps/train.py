@@ -265,7 +265,7 @@ class TrainPump:
         await ports.ledger.commit()
         step.committed = True
         self._reroll.on_step_commit([rows.group for rows in step.rows])
-        # Only now, so that no step draws its own groups from the buffer; later their rows are cleared.
+        # Not earlier, so that no step draws its own groups from the buffer. Not later, because `mark_trained` clears the rows.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])

@@ -66,7 +66,7 @@ def tokens_of(group: Group) -> int:
 
 
 def encode_group(group: Group, epoch: int) -> bytearray:
-    """The record of a scored group. A column of the prompt that JSON cannot hold stays behind: its readers have run.
+    """The record of a scored group. Leaves out columns of the prompt that JSON cannot hold: environment and rewards have read them.
     Errors: RecordError for other values that JSON cannot hold. RecordTooLarge."""
     prompt, first = group.prompt, group.trajectories[0]
     is_prefix = np.array_equal(prompt.ids, first.tokens[: first.prompt_length])
@@ -220,7 +220,8 @@ class Arrivals:
         waits for    rank 0, which moves the group in its books
         is woken by  the line
 
-    The line cancels `take` if the sender dies. The move and the rows must not be cut apart then, so `run` does both.
+    The line cancels `take` if the sender dies. So `run` moves the group in the books and writes its rows: no cancellation may come
+    between the two.
     """
 
     def __init__(self, ports: Ports, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks that ranks with copies of the same masters still have equal ones. Their optimizer steps are bitwise equal.
+"""Checks that copies of the same masters on several ranks are still equal. The optimizer steps of these ranks are bitwise equal.
 
 Each rank sends a checksum of its masters with the metrics of a step, at its first step and then every `EVERY` steps. If checksums
 differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
@@ -43,11 +43,12 @@ def exact(sums: Tensor) -> Tensor:
 
 
 def different_ranks(rows: Tensor, shards: int) -> list[int]:
-    """Ranks whose row differs from that of most ranks with the same masters: every `shards`-th rank. `rows`: [ranks, columns]."""
+    """Ranks whose row differs from that of most ranks with the same masters. `rows`: [ranks, columns]. `shards`: every `shards`-th
+    rank has the same masters."""
     different = list[int]()
     for shard in range(shards):
         group = [tuple(row) for row in rows[shard::shards].tolist()]
-        # If two rows are equally frequent, the row of the lower rank counts as usual.
+        # Of two rows that are equally frequent, the row of the lower rank is taken.
         usual = Counter(group).most_common(1)[0][0]
         different += [shard + shards * copy for copy, row in enumerate(group) if row != usual]
     return sorted(different)

@@ -42,7 +42,7 @@ class Share:
     def __init__(self, batch: Microbatch, siblings: Collectives | None) -> None:
         self._siblings = siblings
         self._whole = self.own = batch
-        # Of each scored token the place among the gathered ones of all siblings.
+        # For each scored token, its place among the gathered values of all siblings.
         self._place_S: Int64Array | None = None
         if siblings is None:
             return

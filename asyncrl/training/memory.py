@@ -97,7 +97,7 @@ def predict_memory(
     logits: kept for backward, or one chunk of them. working: the larger of the head's forward product and one layer's backward.
     compiled: kernels that oneDNN caches on a CPU after batches of many sizes. kv_cache: the cache, and recurrent states.
     gathered: if sharded, embedding, head and two layers in the matmul dtype, and one gradient before and after its reduction. With
-    `keep` all weights, and all gradients in the master dtype.
+    `keep` also all weights, and all gradients in the master dtype.
     """
     described = describe_module(model)
     text = described.config.get_text_config()
@@ -194,8 +194,8 @@ def _activation_bytes(
     # Keys per query, tokens of all rows, and bytes saved for one score of each head.
     keys, row_tokens, score = float(lengths.context), float(tokens), heads * itemsize
     if path.name == "plain":
-        # Every row repeats its prompt. Eager attention saves its weights, and their softmax in float32. Torch's attention does the
-        # same if keys are wider than values.
+        # Every row repeats its prompt. Eager attention saves the attention weights, and their softmax in float32. Torch's attention
+        # does the same if keys are wider than values.
         members = max(1, min(lengths.members, (tokens - lengths.prompt) // lengths.completion))
         groups = max(tokens / (lengths.prompt + members * lengths.completion), 1.0)
         row_tokens = groups * members * lengths.context
@@ -204,7 +204,7 @@ def _activation_bytes(
         softmax = wide if itemsize < wide else 0
         score = 0 if saves_no_weights else heads * (itemsize + softmax)
     else:
-        # Attention saves no weights for rows whose float32 scores [heads, keys, keys] are larger than `row_bytes`
+        # No attention weights are saved for rows whose float32 scores [heads, keys, keys] are larger than `row_bytes`
         # (models/attention/rows.py), and none with capped scores or sinks.
         keys = min(keys, math.sqrt(row_bytes(itemsize) * lengths.ranks / (4 * heads)))
         score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
