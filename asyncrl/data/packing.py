@@ -47,9 +47,10 @@ from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-# A node is not cut for fewer shared tokens. For each row with a fork TRL's trie has two tokens more, so 3 never give more here.
+# A node is not cut for fewer shared tokens. So at most 2 tokens of a row with a fork are forwarded again. TRL's trie has two tokens
+# more for such a row.
 _FEWEST = 3
-# Rows of two groups do not share as many tokens or fewer, while that leaves no more tokens than TRL's trie has.
+# Rows of two groups do not share this many tokens or fewer, as long as the trie then has no more tokens than TRL's.
 _MOST_APART = 32
 
 
@@ -156,7 +157,7 @@ class _Trie:
         self.rows.append((row, ends))
 
     def _ending(self, node: _Node, depth: int) -> _Node:
-        """The node on the path of `node` that ends `depth` tokens behind the root. Another node may be cut for it."""
+        """The node on the path of `node` that ends `depth` tokens behind the root. If no node ends there, one is cut."""
         while node.depth >= depth:
             node = _parent(node)
         return self._cut(node, depth - node.depth) if depth - node.depth < node.length else node

@@ -30,9 +30,9 @@ from .prompts_files import ListRows, PromptRows, Row, digest
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-# First id of the groups that are not made from a prompt of the stream, but by a program that embeds asyncrl.
+# First id of the groups that are not made from a prompt of the stream, but come from the program or from producers.
 EMBEDDED_GROUPS = 1 << 40
-# Added to a group id for each new attempt. Larger than every ordinal and every id of an embedding program's groups.
+# Added to a group id for each new attempt. Larger than every ordinal and every id of groups from elsewhere.
 REROLLS = 1 << 44
 MAX_FAILED = 4096  # failed prompts in the queue; a new one evicts the oldest
 _MASK = (1 << 64) - 1
@@ -50,7 +50,7 @@ def attempt_of(group_id: int) -> int:
 
 
 def is_prompt(group_id: int) -> bool:
-    """Whether the group is made from a prompt of the stream, and not by an outside producer or an embedding program."""
+    """Whether the group is made from a prompt of the stream, and not by a producer or the program."""
     return group_id % REROLLS < EMBEDDED_GROUPS
 
 

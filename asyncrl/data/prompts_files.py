@@ -138,7 +138,8 @@ def is_local(source: str | os.PathLike[str]) -> bool:
 
 
 def digest(rows: PromptRows, column: str) -> int:
-    """A cheap fingerprint: the number of rows, and of up to 64 evenly spaced rows the prompt, or the row if it has no prompt."""
+    """A cheap fingerprint of the number of rows, and of the prompts of up to 64 evenly spaced rows. A row without a prompt counts
+    whole."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():

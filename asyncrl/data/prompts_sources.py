@@ -1,4 +1,4 @@
-"""Rows of training data, from the setting `data.train` or from an object of an embedding program.
+"""Rows of training data, from the setting `data.train` or from an object of the user's program.
 
 | source                                                           | how the rows are read                                 |
 |------------------------------------------------------------------|-------------------------------------------------------|

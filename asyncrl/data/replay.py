@@ -82,7 +82,8 @@ class ReplayBuffer:
         return group_id in self._stored
 
     def add(self, group: Group, advantages: npt.ArrayLike) -> bool:
-        """Store a trained group. False: its priority is 0, no token is scored, or a full buffer has no lower priority."""
+        """Store a trained group. False: its priority is 0, no token is scored, or the buffer is full of groups of
+        the same or a higher priority."""
         value = priority(group, advantages)
         if value <= 0 or not any(t.mask.any() for t in group.trajectories):
             return False

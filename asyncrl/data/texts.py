@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-# The beginning of the assistant's turn is searched in this number of a prompt's last tokens.
+# The beginning of the assistant's turn is looked for in this many last tokens of a prompt.
 _TAIL_TOKENS = 512
 _THINKING_TAG = r"<(?:think|thinking|thought|reasoning)>"
 # Texts that no template writes.

@@ -83,7 +83,7 @@ async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -
 
 
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
-    """The secret of the environment. `why`: the reason to need it, for the message. Errors: PlatformError if it is missing or short."""
+    """The secret of the environment. `why`: the need for it, for the message. Errors: PlatformError if it is missing or short."""
     secret = (os.environ if environ is None else environ).get(VARIABLE)
     example = 'python -c "import secrets; print(secrets.token_hex())"'
     if secret is None:
