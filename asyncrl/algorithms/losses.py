@@ -253,7 +253,7 @@ class Gspo(SequenceClipped):
 
 
 class Luspo(SequenceClipped):
-    """Length-unbiased sequence policy optimization: gspo with a weight of each sequence by its length.
+    """Length-unbiased sequence policy optimization: gspo, in which each sequence is weighted by its length.
 
     Paper: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261), as in TRL.
     Formula: `sum_b sum_t l_t` with the sequence ratio of gspo. In TRL: loss `luspo` with

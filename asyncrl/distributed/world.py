@@ -32,7 +32,7 @@ class World(RankInfo, Collectives):
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     # Set on a node that joined a run. `open` is not called there: the node is the only rank of its own world.
     joined: Joined | None = None
-    ended_well: bool = False  # on a node that joined: rank 0 has ended the run without an error
+    ended_well: bool = False  # on a joined node: rank 0 ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)
     _met: Rendezvous | None = field(default=None, repr=False)

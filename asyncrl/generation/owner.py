@@ -215,8 +215,8 @@ class OwnedEngine(EngineLife):
         self._ended_sessions.clear()
 
     def _count_reused(self, tokens: int, age: int) -> None:
-        """Count a finished request that went on with so many cached tokens of its session, the oldest `age` versions old when its
-        first token was sampled."""
+        """Count a finished request that went on with this number of cached tokens of its session. The oldest of them was `age`
+        versions old when the request sampled its first token."""
         self.recorder.count("engine/kept_prefix_hits")
         self.recorder.count("engine/kept_prefix_tokens_reused", tokens)
         self.recorder.observe("engine/kept_prefix_age", age)

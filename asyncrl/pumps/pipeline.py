@@ -63,7 +63,7 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    # The version at turn 0, if every batch had all its updates. Below 0 if the run that is resumed ended within a batch.
+    # `turn_of` counts versions from this one. Below 0 if the resumed run ended within a batch, which then made fewer versions.
     base: int = 0
     # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
     # (`distributed.context`) count once: their leader builds steps for them.

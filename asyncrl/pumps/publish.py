@@ -39,7 +39,7 @@ class PublishPump:
         self._ports = ports
         self._at_version = at_version
         self._first = first
-        # Turns below this one are published. Until `first()` has ended it is one too low, so `wait_published` waits for `first()`.
+        # Turns below this number are published. It is 1 too low until `first()` has ended, so `wait_published` waits for `first()`.
         self._done_turn = ports.ledger.turn - 1
         # Turns below this one are trained into the weights that the engines have.
         self._synced_turn = ports.ledger.turn

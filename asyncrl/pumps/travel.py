@@ -197,7 +197,7 @@ class Departures:
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
         if answer["ended"]:
-            # Not dropped here, because rank 0 may still save the prompt.
+            # Not dropped here: a last checkpoint at rank 0 has the prompts of live groups alone.
             ports.book.add(ticket)
         elif not answer["refusal"]:
             ports.book.mark_trained((ticket.group_id,))

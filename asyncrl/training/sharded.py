@@ -247,7 +247,7 @@ class ShardedTrainer(TorchTrainer):
             self._queue.append(batch)
 
     def agree_on_round(self, *, finishing: bool) -> int:
-        """The number of microbatches of this round: every rank calls `run_agreed` as often. A collective.
+        """The number of microbatches of this round: every rank must call `run_agreed` that many times. A collective.
 
         `finishing`: this rank adds no microbatch to this step any more. Once that holds on all ranks, the step can finish.
         """

@@ -348,7 +348,7 @@ class VllmEngine(OwnedEngine):
         prompt = running.request.prompt_ids
         lines = [] if running.session is None else self._lines.get(running.session, [])
         versions = [line.version for line in lines if np.array_equal(prompt[: line.tokens.size], line.tokens)]
-        # If nothing is kept, a request that continues another one must not find its blocks by accident.
+        # If nothing is kept, a request that continues another one must not find the blocks of that one by accident.
         if versions and self._kept_max_age is None:
             return name, None
         base = max(versions, default=None)

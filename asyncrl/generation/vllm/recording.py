@@ -3,8 +3,8 @@
 vLLM loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
 into a parameter. `fill` repeats the copies from later buffers.
 
-`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once. It
-refuses a weight that vLLM did not read: vLLM would compute another model without an error.
+`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once.
+`require_all_read` refuses a weight that vLLM did not read: vLLM would compute another model without an error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Ten
 
 class _Copies(TorchDispatchMode):
     """Records every write into the targets: copies of the buffer, zeros, and (in `computed`) anything else, such as a change in
-    place after a copy. Comparing values would not do: the trainer may write the buffer, half of a weight board, meanwhile."""
+    place after a copy. Values cannot be compared instead, because the buffer is a half of the weight board, which the trainer
+    may write meanwhile."""
 
     def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
         super().__init__()

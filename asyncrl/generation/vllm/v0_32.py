@@ -313,7 +313,7 @@ def _require_build(device: torch.device) -> None:
 def _plain_layers(device: torch.device) -> Iterator[None]:
     """Inside the context vLLM creates layers that compute with their parameters as they were loaded."""
     if device.type != "cpu":
-        # On a GPU they do, but for those that `require_supported` refuses.
+        # On a GPU all layers do, except those that `require_supported` refuses.
         yield
         return
     from .v0_32_cpu import unbound_memory, unpacked

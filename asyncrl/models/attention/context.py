@@ -6,8 +6,8 @@ time. So an all-to-all turns a share of the tokens into a share of the heads, `T
     q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of the own heads ->  [T, h, D]  ->  [t, H, D]
 
 Backward exchanges the inputs again, because saving them by heads too would double what attention saves.
-Each sibling needs the key/value heads of its query heads. If n does not divide K, every key/value head is sent as often as it takes
-to give each sibling equally many.
+Each sibling needs the key/value heads of its query heads. If n does not divide K, every key/value head is sent lcm(K, n)/K
+times, so that each sibling gets k of them.
 
 Shape legend: n siblings, T packed tokens and padding, t = T/n, H query heads, h = H/n, K key/value heads, k = lcm(K, n)/n,
 D head size.
