@@ -5,7 +5,7 @@
     |- DataError                2   a prompt file or row cannot be used (also ValueError)
     |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached; has a reason
     |- PlatformError            2   this machine lacks something that the configuration needs
-    |- DivergenceError          3   NaN, or sampler and trainer disagree by more than the gate allows
+    |- DivergenceError          3   NaN, or samplers, trainer or ranks disagree on weights or log-probs
     |- StallError               4   no task made progress for too long; names each waiting task and its reason
     |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
     |- DirectoryLost            5   the run directory was moved, removed or taken; names the last checkpoint
@@ -16,7 +16,7 @@
     |  |- EngineClosed
     |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
-    |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
+    |- TrainStepError           8   a method of the train step was called in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
     |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
@@ -78,7 +78,7 @@ class PlatformError(AsyncrlError):
 
 
 class DivergenceError(AsyncrlError):
-    """A loss, gradient or weight is not finite, or sampler and trainer disagree by more than the gate allows.
+    """A loss, gradient, weight or logit is not finite, or samplers, trainer or ranks disagree on weights or log-probs.
 
     `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
     `unusable_weights`: no checkpoint of the weights is written, even if each weight is finite.

@@ -55,7 +55,7 @@ class Engine(Protocol):
 
 
 class AgentSession(Protocol):
-    """The requests of one episode (environments/session.py), for the endpoint. Every request is recorded as tokens."""
+    """The requests of one episode (environments/session.py), for the HTTP endpoint. Every request is recorded as tokens."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -77,8 +77,8 @@ class AgentSession(Protocol):
         *,
         line: str = "",
     ) -> Generation:
-        """Sample a reply to the tokens [P]. A repeated request samples another reply. `line`: a parallel branch, with random
-        numbers of its own.
+        """Sample a reply to the tokens [P]. A repeated request samples another reply. `line`: the name of a parallel branch,
+        which gets random numbers of its own.
 
         Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
         ...
@@ -95,7 +95,7 @@ class AgentSession(Protocol):
         ...
 
     def forget(self, generation: Generation) -> None:
-        """Leave a reply that nobody got out of the trajectory. Call after the last request."""
+        """Remove `generation` from the trajectory, because no client received this reply. Call after the last request."""
         ...
 
 
@@ -237,7 +237,7 @@ class Ledger(Protocol):
         ...
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """The training rank that gets this scored group of this rank. `tokens`: how many tokens of the group a step forwards."""
+        """The training rank that gets this scored group of this rank. `tokens`: of the group, in a forward pass."""
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
@@ -302,7 +302,7 @@ class Ledger(Protocol):
 
     async def begin(self, turn: int) -> bool:
         """Only for a rank that joined the run: it admits groups from now on, and its engines have the weights of the turns below
-        `turn`. False: these weights are too old, so call it again with newer ones."""
+        `turn`. False: these weights are too old, so call `begin` again with newer weights."""
         ...
 
     async def release(self, turn: int) -> None:

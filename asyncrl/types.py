@@ -209,8 +209,8 @@ class Trajectory:
 
     @property
     def completion_ids(self) -> Int32Array:
-        """The tokens on the path of the last token, behind the prompt of the path: the first `prompt_length` tokens, or, if the
-        path does not begin with these, everything before the first sampled token of the path."""
+        """The tokens on the path of the last token, without the prompt. The prompt is the first `prompt_length` tokens, or, if the
+        path does not begin with these, all tokens of the path before its first sampled token."""
         if self.branches is None:
             return self.tokens[self.prompt_length :]
         path, sampled = self.path(-1), np.flatnonzero(self.mask[self.path(-1)])
@@ -276,7 +276,7 @@ class Group:
 class Microbatch:
     """Packed token trees for one forward and backward.
 
-    A node has adjacent tokens. Nodes are in depth-first preorder, and the tokens of a node come behind those of the node before it.
+    The tokens of a node are adjacent. Nodes are in depth-first preorder, and their tokens are in the order of the nodes.
     So the tokens of a node's descendants come right behind its own. A token attends to its own node up to itself, and to all tokens
     of all ancestors. Its position is the number of earlier tokens that it attends to. A sequence is a trajectory and has the tokens
     of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden
@@ -336,8 +336,8 @@ class StepResult:
 
 
 class PostedVersion(NamedTuple):
-    """A version on the weight board, and the half that contains its weights. `outputs`: log-probs of the fixed row, computed by the
-    trainer (models/outputs.py). None: workers do not compare this version."""
+    """A version on the weight board, and the half that contains its weights. `outputs`: the trainer's log-probs of a fixed row of
+    tokens (models/outputs.py). None: workers do not compare this version."""
 
     version: int
     half: int

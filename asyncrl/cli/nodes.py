@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if state["ended"]:
         print(f"the run has ended {_ago(age_s)}: {state['ended']}")
     elif age_s > 3 * state["every_s"] + 5:
-        print(f"this was written {_ago(age_s)}, and every {state['every_s']:g} s before: the run was killed, or hangs")
+        print(f"written {_ago(age_s)}; a live run writes every {state['every_s']:g} s: the run was killed, or hangs")
     return 0
 
 

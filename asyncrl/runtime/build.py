@@ -135,7 +135,7 @@ async def _environment_and_rewards(
     if run.agents is not None:
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
         if any(function.asks_policy for function in functions.functions):
-            # A key takes 256 requests at a time.
+            # One key of the endpoint allows only 256 open requests.
             functions.open_endpoint = cycle([run.endpoint.open_visitor() for _ in range(8)]).__next__
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
@@ -167,7 +167,7 @@ async def _open_apart(run: OpenRun) -> None:
     elif first is not None:
         run.apart.calls = Calls(await run.connections.to(first), f"rank {first}")
     if (siblings := world.siblings) is not None:
-        # The leader may send calls when all siblings are connected.
+        # Waits for all siblings: the leader sends calls only to connected siblings.
         await run.lanes[0].run(lambda: siblings.all_gather_bytes(b""), name="start/siblings")
 
 
@@ -197,7 +197,7 @@ def make_ledger(run: OpenRun) -> Any:
 
 
 async def _open_gather(run: OpenRun) -> Gather:
-    """The `Gather` of the ranks that build steps, on the trainer's lane: they run it and the trainer's collectives in one order."""
+    """The `Gather` of the ranks that build steps. On the trainer's lane, so that all ranks run their collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone

@@ -104,7 +104,7 @@ class _Door:
             for trajectory in new_members:
                 self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
-            check_json(columns, "the group's metadata", written=False)  # never in a file: reward functions get them
+            check_json(columns, "the group's metadata", written=False)  # only reward functions get them
         except (RecordError, DataError) as error:
             gathering.discard(error, record.epoch, record.group)
             delivery.release()

@@ -33,8 +33,8 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
 
 
 def as_task(task: Any, group_id: int, config: DataConfig, tokenizer: Any) -> Prompt:
-    """The prompt of a task: a row, or the prompt of a row without other columns. A row may have no prompt, because its episode may
-    make all messages of the other columns. Errors: DataError."""
+    """`task`: a row, or only its prompt. A row may have no prompt: the episode may make all messages from the other columns.
+    Errors: DataError."""
     row = dict(task) if isinstance(task, Mapping) else {config.prompt_column: task}
     prompt = row.pop(config.prompt_column, None)
     if prompt is None:
@@ -73,7 +73,7 @@ def as_group(
     metrics: Mapping[str, Any] | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """(the trajectories, to which rewards, components and metrics were added; their prompt). Arguments: of `Runtime.submit`.
+    """(the trajectories, to which rewards, components and metrics were added; their prompt). Arguments: as for `Runtime.submit`.
     Errors: DataError."""
     if not trajectories or len(trajectories) != len(rewards):
         raise DataError(

@@ -49,7 +49,7 @@ class LazyEndpoint:
         await self._endpoint.serve()
 
     def _visitor(self) -> Session:
-        # Each is a member of its own, so two requests are never the same sample.
+        # Each request gets a session with another member number, and so random numbers of its own.
         self._visitors += 1
         agents, nobody = self._agents, Prompt(-1, np.zeros(0, np.int32), "")
         return Session(
@@ -64,7 +64,7 @@ class LazyEndpoint:
         )
 
     def _served(self, address: tuple[str, str]) -> tuple[str, str]:
-        # Only now that it listens: otherwise its error would end the run, and not only this call.
+        # Starts `serve` after the endpoint listens. An error of listening then fails only this call, not the run.
         self._wanted.set()
         return address
 

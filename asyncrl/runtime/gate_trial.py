@@ -51,9 +51,9 @@ from asyncrl.types import (
 # completions of a group have `_SHARED` tokens in common, so a tree has three levels.
 _GROUPS = ((7, (13, 9, 4)), (2, (26,)))
 _SHARED = 4
-# (prompt, completion, whether the prompt is the previous request's). A product of a new size costs a compilation, several times
-# its computation. So every prefill is full: 16 + 8 tokens before the new version, because a prompt's last token is decoded, and
-# 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
+# (prompt, completion, whether the prompt is the previous request's). A matrix product of a new size is compiled, which takes longer
+# than its computation. So every prefill is full: 16 + 8 tokens before the new version, because a prompt's last token is decoded,
+# and 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 # For the plain path, where all rows share a cache and the first row ends before the others.

@@ -61,8 +61,8 @@ class Journal:
         rollouts: tuple[Path, int] | None = None,
     ) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
-        `lines`: show lines at the terminal, also without a directory. `rollouts`: on a rank other than the first that trains: the
-        run directory, into which this rank writes its rollouts, and the number of the rank.
+        `lines`: show lines at the terminal, also without a directory. `rollouts`: on a training rank above 0: the run directory,
+        into which this rank writes its rollouts, and the number of the rank.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
         `base`: see `Ports`."""
         self._config, self._base = config, base
@@ -233,7 +233,7 @@ class Journal:
         if self._directory is None and not report.groups:
             return
         writer, version = self._rollouts, report.version
-        # The batch may have been cut off, so its updates are counted from its first version.
+        # The version before the batch. The last updates of the batch may have been cut off.
         trained_at = version - 1 - (version - 1 - self._base) % versions_per_batch(self._config)
         advantages = {
             (group_id, member): float(value)
@@ -255,7 +255,7 @@ class Journal:
             await offload(write, "rollouts")
 
     async def hold(self, version: int, extra: Mapping[str, float]) -> None:
-        """Like `write`, but `write_pending` writes the line of a step that is not written yet."""
+        """Like `write`, but the line of a step that is not written yet is left to `write_pending`."""
         if version not in self._pending:
             return await self.write(version, extra)
         self._pending[version][1].update(extra)

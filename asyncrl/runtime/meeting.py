@@ -122,7 +122,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if not isinstance(run.line, LineServer):
             told = lost
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
-            # Only collectives end: this rank may be about to raise the error that ended the other rank.
+            # Ends collectives and not the run: this rank may be about to raise the error that ended the other rank.
             world.lost.report(str(lost))
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)
@@ -133,7 +133,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
 
 
 async def _open_line(run: OpenRun) -> None:
-    """Open the line between rank 0 and the other ranks. A rank that is lost ends the run."""
+    """Open the line between rank 0 and the other ranks. A lost rank ends the run, unless the rank only generates."""
     world, silence_s = run.world, run.config.watchdog.loop_timeout_s
     lose, on_end, hear = _on_lost(run)
 

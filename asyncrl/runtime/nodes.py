@@ -23,7 +23,7 @@ class Nodes:
 
     def __init__(self, run: OpenRun, server: LineServer) -> None:
         self._run, self._server = run, server
-        self._tokens: dict[str, float] = {}  # at the last `rows`
+        self._tokens: dict[str, float] = {}  # by rank, at the last call of `rows`
         self._since = time.monotonic()
 
     async def write_often(self) -> None:

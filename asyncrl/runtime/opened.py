@@ -71,7 +71,7 @@ _SHOWN_EVERY_S = 1.0
 REWARD_MODELS = "reward models"
 # The kind of the message with which a rank that ends early says why, and the most time for sending it.
 ENDED, _TELL_S = "ended", 1.0
-# The run goes on without a rank that only generates, if one of these or a signal ends it: other ranks need not fail by the same.
+# If one of these errors or a signal ends a rank that only generates, the run goes on: other ranks need not have the same error.
 _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 
@@ -102,7 +102,7 @@ class OpenRun:
     verdict: Verdict | None = None
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     agents: Agents | None = None  # on ranks that generate
-    endpoint: LazyEndpoint | None = None  # the same
+    endpoint: LazyEndpoint | None = None  # on ranks that generate
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None

@@ -132,7 +132,7 @@ def place(
         return Placement((), 0, trainer_threads, line, trainer, generates=False)
     # The device of a rank that only generates is free for its workers.
     spare = _spare(trainer, world, count) if world.trains else []
-    # A rank that shares its lane could not answer an evaluation of rank 0 while it waits for rank 0 at the end of a step.
+    # An engine on the trainer's lane could not answer an evaluation of rank 0 while its rank waits for rank 0 at the end of a step.
     by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or world.roles.differ)
     in_workers = generation.placement == "worker" or by_auto
     if not in_workers or config.engine.kind == "dry_run":

@@ -3,7 +3,7 @@ version, even if other ranks have died. A collective would hang: ranks of a stop
 
     every rank   announce(version), at each version    rank 0 gets the RankState, without the replay buffer
     rank 0       announce(version, save_next=True)     all ranks save the next version
-    every rank   gather(version), at a checkpoint      rank 0 gets the replay buffer, too; the rank's part is written
+    every rank   gather(version), at a checkpoint      rank 0 gets the replay buffer, too (fsdp: and the path of the rank's part)
     a rank that ends early
                  leave(version, signal)                rank 0 gets the rank's last version and the signal
 
@@ -53,7 +53,8 @@ _KEPT = 3  # versions of each rank
 
 class Positions:
     """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its object before others can connect.
-    `rank`: this rank's place in `names`, the ranks that train. All ranks here are such places. Only messages have the names."""
+    `names`: the numbers of the ranks that train. `rank`: this rank's index in `names`. All ranks here are such indices, except
+    in messages."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, names: Sequence[int]) -> None:
         self._line = line
@@ -90,22 +91,22 @@ class Positions:
         self._announced = version
         return save
 
-    async def _send(self, version: int, state: RankState, *part: bytes) -> bool:
+    async def _send(self, version: int, state: RankState, *replay: bytes) -> bool:
         """Give rank 0 a state. Returns whether the version after the last announced one is saved."""
         header = [self._rank, version, state, self._announced]
         if isinstance(self._line, LineServer):
-            save, _ = await self._on_position("", header, part)
+            save, _ = await self._on_position("", header, replay)
         else:
             # A cancelled request might not be handled.
             with anyio.CancelScope(shield=True):
-                save, _ = await self._line.ask(_POSITION, header, part)
+                save, _ = await self._line.ask(_POSITION, header, replay)
         return save
 
     async def _on_position(self, peer: str, header: Any, buffers: Sequence[Any]) -> tuple[bool, tuple[()]]:
         rank, version, state, announced = header
         states = self._states[rank]
-        part = bytes(buffers[0]) if buffers else states.get(version, (None, None))[1]
-        states[version] = state, part
+        replay = bytes(buffers[0]) if buffers else states.get(version, (None, None))[1]
+        states[version] = state, replay
         if len(states) > _KEPT:
             del states[min(states)]
         self._notify()
@@ -154,7 +155,7 @@ class Positions:
         the newest known state of a rank that did not announce the version, and no replay buffer of a rank that sent none.
         Errors: CheckpointError."""
         light = {name: value for name, value in state.items() if name != "replay"}
-        has_parts = sharded or state["replay"] is not None
+        has_replay = sharded or state["replay"] is not None
         replay = await offload(lambda: orjson.dumps(state["replay"]), "replay")
         if self._rank != 0:
             with contextlib.suppress(RuntimeError):  # rank 0 is lost
@@ -162,7 +163,7 @@ class Positions:
             return [], []
         await self._send(version, light, replay)
         timeout_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
-        failure = await self._wait(partial(self._lacking, version, has_parts), timeout_s, version if sharded else None)
+        failure = await self._wait(partial(self._lacking, version, has_replay), timeout_s, version if sharded else None)
         missing = self._lacking(version, False)
         newest = [self._newest(rank, version) for rank in self._ranks]
         absent = [rank for rank in missing if newest[rank] is None]
@@ -173,14 +174,14 @@ class Positions:
                 f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
                 f"(waited for {[self._names[rank] for rank in absent]}: {failure}); earlier checkpoints are unchanged"
             )
-        parts = [self._states[rank].get(version, (None, None))[1] if has_parts else None for rank in self._ranks]
-        replays = await offload(lambda: [orjson.loads(part or b"null") for part in parts[1:]], "replay")
+        received = [self._states[rank].get(version, (None, None))[1] if has_replay else None for rank in self._ranks]
+        replays = await offload(lambda: [orjson.loads(each or b"null") for each in received[1:]], "replay")
         return [state, *({**(newest[rank] or {}), "replay": replays[rank - 1]} for rank in self._ranks[1:])], missing
 
-    def _lacking(self, version: int, parts: bool) -> list[int]:
-        """On rank 0: the ranks that did not send their state at this version, or (`parts`) their replay buffer."""
+    def _lacking(self, version: int, has_replay: bool) -> list[int]:
+        """On rank 0: the ranks that did not send their state at this version, or (`has_replay`) their replay buffer."""
         found = [states.get(version, (None, None)) for states in self._states]
-        return [rank for rank, (state, part) in enumerate(found) if state is None or (parts and part is None)]
+        return [rank for rank, (state, replay) in enumerate(found) if state is None or (has_replay and replay is None)]
 
     def _newest(self, rank: int, version: int) -> RankState | None:
         """On rank 0: the state of a rank at this version. If the rank did not announce the version, its state before: the rank

@@ -106,7 +106,7 @@ class Listeners(Generic[T]):
 
 class StepStream(Generic[T]):
     """An asynchronous iterator over all items that are pushed after the constructor, even before the first `anext`.
-    The stream holds no resource, and the Runtime has a weak reference: a loop may simply be left early."""
+    The stream holds no resource, and the Runtime has a weak reference: an `async for` may simply be left early."""
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None ends the stream

@@ -356,7 +356,7 @@ class Runtime:
         `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
         trajectory of one episode. If an episode has no reward, the run's functions score it.
         A failed episode is played again. The weights do not change during the call, so a `submit` in `play` may wait for ever.
-        The metrics have the names of those of `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
+        The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
         run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
@@ -502,4 +502,4 @@ class NotebookRuntime(Runtime):
 def _warn_of_exit_blockers(before: Mapping[Any, str]) -> None:
     """Warn of threads and processes that were started while the Runtime was open and that keep this process alive."""
     if blockers := exit_blockers(before):
-        logger.warning("the Runtime is closed, and the process does not end before: %s", "; ".join(blockers.values()))
+        logger.warning("the Runtime is closed, but the process is kept alive by: %s", "; ".join(blockers.values()))

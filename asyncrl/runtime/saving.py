@@ -136,7 +136,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    # Other rank -> path and SHA-256 of its part. Only for a sharded model, and only ranks that hold its first copy with rank 0.
+    # Other rank -> path and SHA-256 of its part. Only of a sharded model, and only of the ranks that hold one copy with rank 0.
     shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks that did not announce the version. Their state at the version before is saved.
     missing: tuple[int, ...] = ()

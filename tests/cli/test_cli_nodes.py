@@ -26,7 +26,7 @@ NODE = {
     ("age_s", "ended", "said"),
     [
         (1.0, None, ""),
-        (60.0, None, "this was written 60 s ago, and every 5 s before: the run was killed, or hangs\n"),
+        (60.0, None, "written 60 s ago; a live run writes every 5 s: the run was killed, or hangs\n"),
         (60.0, "run ended: RankLost", "the run has ended 60 s ago: run ended: RankLost\n"),
     ],
 )

@@ -149,7 +149,7 @@ class _MappingBase:
     """
 
     def __init__(self, mapping: mmap.mmap, start: int, size: int) -> None:
-        self._export = memoryview(mapping)  # `mmap.close` fails while this export exists
+        self._export = memoryview(mapping)  # keeps the memory mapped: `mmap.close` fails
         address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address + start, False)}
 
@@ -300,7 +300,7 @@ class Board:
 
     def fetch(self, index: int) -> DeviceWait:
         """With `copy_to`: start the copy of a half that this process does not read now. The copy is complete after the
-        wait; the owner must not write into the half before."""
+        wait; the owner must not write into the half before that."""
         self._check_open()
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 

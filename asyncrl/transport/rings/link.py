@@ -16,7 +16,7 @@ from ..memory.segment import Segment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
-PAUSE_S = 0.1  # no free descriptor: until `accept` is tried again
+PAUSE_S = 0.1  # from an `accept` without a free descriptor to the next
 
 
 class Link:
@@ -94,7 +94,7 @@ class Link:
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
     ) -> None:
-        """Set the producer's connection, and close an earlier one. `on_connection`: called when it is readable."""
+        """Set the producer's connection, and close an earlier one. `on_connection`: called when `connection` is readable."""
         self.disconnect(loop)
         self.connection = connection
         loop.add_reader(connection.fileno(), on_connection, self)

@@ -125,7 +125,7 @@ class ProducerCore:
             # If the owner is still connected after the write, it was notified. Else a new owner may not know of the record.
             self.unnotified = self._owner_disconnected()
         if segment.sealed:
-            # The owner may have polled the ring for the last time before the store: put the record again, with an owner.
+            # The owner may have polled the ring for the last time before the store: put the record again, for the next owner.
             return Need.OWNER
         self.puts += 1
         self.bytes += plan.size

@@ -98,7 +98,7 @@ class RingMemory:
         return self.state[1] > self.head[0]
 
     def find_damage(self) -> str:
-        """The first impossible state of the words, or "". During the check the producer may put; do not release."""
+        """The first impossible state of the words, or "". During the check the producer may put; the owner must not release."""
         head = self.head[0]
         sequences = np.array(self.sequences.view)
         latest, begun = int(sequences.max()), self.state[1]
