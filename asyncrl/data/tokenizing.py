@@ -192,7 +192,7 @@ class PromptEncoder:
 
         A rendered text gets the template's BOS, any other text that of the tokenizer. A BOS in the text is not repeated."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        # `_is_rendered` has set the openings, so `text` is rendered: any other text would be a message, and would not come here.
+        # If the openings are set, `_is_rendered` was true for `text`: otherwise `text` would be a message, and would not come here.
         if self._openings is not None:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
             return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids

@@ -80,7 +80,7 @@ class Rendezvous:
 
 
 def meet(info: RankInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Rendezvous:
-    """Find the other ranks. Rank 0 blocks until all have joined, and the others until rank 0 has.
+    """Find the other ranks. Rank 0 blocks until all ranks have joined. The other ranks block until rank 0 has named the secret.
 
     Errors: PlatformError. RuntimeError or OSError after `timeout_s`.
     """

@@ -260,7 +260,7 @@ async def write_logprob_column(ports: Ports, column: str, rows: Sequence[Rows]) 
         if group_rows.group_id in ports.store and ports.store.rows(group_rows.group_id).columns is group_rows.columns:
             ports.book.write(group_rows.group_id, column, values)
         else:
-            # The store holds no replayed groups, and no columns of groups that `mask_earlier_turns` has masked.
+            # A replayed group is not in the store. A group that `mask_earlier_turns` has masked has columns of its own.
             group_rows.columns[column] = values
 
 

@@ -80,7 +80,7 @@ class Gathering:
             "door", MOST_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        # The id of each group in this run. The oldest are dropped: the stash, too, remembers only so many ended groups.
+        # The producer's key of a group -> its id in this run. Has the newest `TOMBSTONES` groups: the stash remembers as many ended ones.
         self._ids: OrderedDict[GroupKey, int] = OrderedDict()
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
         self._ends: dict[int, float] = {}  # epoch without producers -> when it ends

@@ -42,7 +42,7 @@ class Row(NamedTuple):
     reward: float | None
     # The reward components, and the numbers that reward functions logged.
     components: dict[str, float | None]
-    # The number of sampled tokens, which are the trained ones.
+    # The number of sampled tokens. Only sampled tokens are trained.
     tokens: int
     # The completion ended at its length limit.
     clipped: bool

@@ -239,6 +239,6 @@ class SiblingPump:
             if self._updates:
                 return
             await ports.ledger.commit()
-        # The groups that this rank plays.
+        # This rank may play groups, too.
         await self._claims.drop_late()
         await put_item(publications, Publication(turn=turn, version=ports.trainer.version))

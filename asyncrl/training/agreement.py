@@ -72,7 +72,7 @@ def require_same_weights(
         found.append(f"training rank {rank} (first in {first})")
     error = DivergenceError(
         f"the weights of version {version} are not the same on all ranks: {' and '.join(found)} differ from most ranks, or from "
-        "rank 0 if two disagree. A memory or a transfer has failed: replace the machine. Or the ranks run on unlike processors, "
+        "the lower of two ranks. A memory or a transfer has failed: replace the machine. Or the ranks run on unlike processors, "
         "whose optimizer steps differ in the last bits: train on machines of one kind. Then resume from a checkpoint"
     )
     error.unusable_weights = True

@@ -100,7 +100,8 @@ class BoardTransfer(WeightTransferEngine[BoardSource, BoardVersion]):
             wait()
         for pieces, parameter in source.weights:
             fill(pieces, source.board.half(half), parameter)
-        # The worker reports the version once the partners have answered, and then the trainer may overwrite the other half.
+        # The worker reports the version when all partners have answered. Then the trainer may overwrite the other half. So a
+        # partner first waits for its reads of that half.
         if get_tp_group().rank_in_group and (wait := source.board.reads_ended()) is not None:
             wait()
 

@@ -71,7 +71,7 @@ class ContextPlan(TreePlan):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> tuple[Tensor, Tensor]:
-        """See `TreePlan.forward`; tensors of the own tokens. The second result is that of the own heads."""
+        """See `TreePlan.forward`; tensors of the own tokens. The second result has only the own heads."""
         repeats = self._repeats(query, key)
         q, k, v = self._exchange((query, _repeat(key, repeats), _repeat(value, repeats)), self.tokens)
         out, saved = super().forward(q, k, v, scaling, self._of_own_heads(terms))
