@@ -80,8 +80,8 @@ class Gathering:
             "door", MOST_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        # The producer's key of a group -> the group's id in this run. Only the newest `TOMBSTONES` groups are kept, because the stash
-        # remembers as many ended groups.
+        # The producer's key of a group -> the group's id in this run. Only the newest `TOMBSTONES` groups are kept, because the
+        # stash remembers as many ended groups.
         self._ids: OrderedDict[GroupKey, int] = OrderedDict()
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
         self._ends: dict[int, float] = {}  # epoch without producers -> when it ends
