@@ -271,7 +271,7 @@ def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path
 def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
     (program := tmp_path / "rank.py").write_text(FAILS)
     tree = ENDLESS | {"watchdog": {"lane_timeout_s": 3.0, "interval_s": 0.5, "abort_grace_s": 4.0}}
-    environ = {"WARM_WORKERS": "", "FAILS": "1", "HANGS": ""}
+    environ = {"WARM_WORKERS": "", "FAILS": "1", "METHOD": "_run", "HANGS": ""}
     with start_two(tmp_path, shared(tree), (str(program),), **environ) as ranks:
         assert [each.wait(90) for each in ranks] == [StallError.exit_code] * 2, [each.output for each in ranks]
         assert "trainer waits for the call microbatch from rank 1 since" in ranks[0].output
