@@ -161,7 +161,7 @@ class LedgerError(AsyncrlError, RuntimeError):
 
 
 class VersionAhead(LedgerError, ValueError):
-    """The tokens of a group come from another run, or from an earlier run of the same name."""
+    """A token has a version that no step has reached. It comes from another policy, or from an earlier run of the same name."""
 
 
 class LifecycleError(AsyncrlError, RuntimeError):
@@ -226,7 +226,7 @@ def divergence_of(error: BaseException | None) -> DivergenceError | None:
 
 
 def name_shortage(error: BaseException, work: str) -> BaseException:
-    """`error`, or an OutOfMemory with the settings to change if `error` means that memory ran out during `work`."""
+    """An OutOfMemory that names the settings to change, if `error` means that memory ran out during `work`; else `error`."""
     no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM)
     no_memory = no_memory or (isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES))
     if isinstance(error, AsyncrlError) or not no_memory:

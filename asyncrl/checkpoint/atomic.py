@@ -1,6 +1,6 @@
 """Make a directory durable with fsync, and rename it to its final path in one atomic step.
 
-Both promises need a local file system with an atomic rename. The fsyncs cover a crash of the machine.
+The rename is atomic only on a local file system. With the fsyncs the files survive a crash of the machine.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             sharded=options.fsdp,
             every=True,
         )
-        _ = verdict.path  # runs the comparison
+        _ = verdict.path  # raises if no path agrees
         return verdict
 
     try:

@@ -89,7 +89,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
 
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
-        """Lock and prepare the directory. Only the leader (rank 0) locks and writes. Blocks.
+        """Lock and prepare the directory. Only rank 0 (`leader`) locks and writes. Blocks.
         Returns sentences for the terminal: settings that a resume changes, and the new place of an old run.
         ConfigError: another run is alive in the directory; the directory holds a run and neither `resume` nor `run.overwrite` is
         set; there is nothing to resume from; the directory cannot be made or written."""
@@ -97,7 +97,7 @@ class RunDirectory:
             if self.resumes and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.spare_descriptors.keep()
-            # The other ranks check nothing: the leader may be writing the files at this moment.
+            # The other ranks check nothing: rank 0 may be writing the files at this moment.
             return self._open(config) if leader else []
         except OSError as error:
             raise ConfigError(unusable_message(self.path, error)) from error

@@ -66,8 +66,8 @@ RELATIVE = 1e-4  # largest allowed relative error of a gradient
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a path is from the eager model. logprobs, sampler: largest difference in nats. gradients: largest |g - g'| / |g'|
-    of a parameter, with norms. |g'| is at least 0.001 of the largest such norm, so that tiny gradients do not count."""
+    """How far a path is from the eager model. logprobs, sampler: largest difference in nats. gradients: largest norm(error) /
+    norm(eager gradient) of a parameter. The divisor is at least 0.001 of the largest such norm: tiny gradients do not count."""
 
     logprobs: float
     gradients: float

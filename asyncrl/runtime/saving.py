@@ -117,7 +117,7 @@ class SavedRun:
         return int(self.checkpoint.run["next_group"][str(rank)])
 
     def positions(self) -> dict[int, RankState]:
-        """Number of a training rank -> its state when the checkpoint was written, without the replay buffer."""
+        """Index of a training rank, as in `Positions` -> its state when the checkpoint was written, without the replay buffer."""
         run = self.checkpoint.run
         return {
             rank: {
