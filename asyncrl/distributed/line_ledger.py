@@ -281,7 +281,7 @@ class LineLedger:
                         await self._wanted.wait()
                 state, _ = await line.ask("watch", [self._rank, self._changes.number])
                 self._set_state(state)
-                # So that the woken tasks are no waiters any more.
+                # Let the woken tasks run, so that `awaited` counts only tasks that wait again.
                 await asyncio.sleep(0)
         except LifecycleError:
             # This rank closes its line.

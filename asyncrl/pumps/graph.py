@@ -332,9 +332,8 @@ class Graph:
         has_roles = self._apart.dispatch is not None or self._apart.remote is not None
         if has_roles and (not ports.trains or (interval > 1 and not ports.alone)):
             raise LifecycleError(
-                "evaluate: distributed.roles or distributed.context is set, several ranks train, and "
-                f"rollout.weight_sync_interval is {interval}; "
-                "call it on a rank that trains, and with several such ranks set rollout.weight_sync_interval=1"
+                "evaluate: distributed.roles or distributed.context is set; call evaluate on rank 0, and if several ranks train, "
+                f"set rollout.weight_sync_interval=1 (it is {interval})"
             )
         await self._publish.wait_published(ports.ledger.turn)
         await self.evaluations.wait_reported()

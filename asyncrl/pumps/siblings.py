@@ -52,7 +52,7 @@ class SiblingLine(Protocol):
 
 
 def encode(batches: Sequence[Microbatch]) -> tuple[list[dict[str, Any]], list[memoryview]]:
-    """For each microbatch its numbers and the forms of its arrays, and the bytes of all arrays."""
+    """For each microbatch a header: its numbers, and dtype and shape of its arrays. Then the bytes of all arrays."""
     headers, buffers = list[dict[str, Any]](), list[memoryview]()
     for batch in batches:
         header: dict[str, Any] = {}

@@ -66,8 +66,9 @@ class CoreSpec:
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A finished request whose prompt was computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
-    under the salt of that version. A later request of the session whose prompt begins with `tokens` uses that salt. `tokens`: the
-    prompt and the first sampled token, whose version tells the age of the cached prompt."""
+    under the salt of that version: vLLM shares blocks only between requests of one salt. A later request of the session whose
+    prompt begins with `tokens` uses that salt. `tokens`: the prompt and the first sampled token, whose version tells the age of the
+    cached prompt."""
 
     version: int
     tokens: Int64Array
