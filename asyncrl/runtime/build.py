@@ -1,4 +1,4 @@
-"""Opens the ports of a run. No other file knows which class implements which port."""
+"""Opens the ports of a run. `real.py` and `workers.py` open the ports that need a model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Cards:
         return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
     def memory(self, device: torch.device) -> int:
-        """All bytes of a GPU, in use or not. The number is the same on all GPUs of one model."""
+        """All bytes of a GPU, in use or not. The number is the same on all GPUs of one kind."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     def free(self, device: torch.device) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LazyEndpoint:
-    """The endpoint of a run, which does not exist until `open`."""
+    """The endpoint of a run, which does not exist until `open` or `open_visitor`."""
 
     def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
         self._config, self._agents, self._generate = config, agents, generate

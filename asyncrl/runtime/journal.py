@@ -269,7 +269,7 @@ class Journal:
             await self.write(version, {})
 
     async def finish(self, outcome: str) -> None:
-        """Write trace and report at the end of a run. `outcome`: a sentence for the report, also about a failure."""
+        """Write trace.json and report.html at the end of a run. `outcome`: a sentence for report.html, also after a failure."""
         if self._directory is None:
             return
         telemetry, directory = self._config.telemetry, self._directory

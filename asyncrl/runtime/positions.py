@@ -52,7 +52,7 @@ _KEPT = 3  # versions of each rank
 
 
 class Positions:
-    """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its object before others can connect.
+    """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its `Positions` before others connect.
     `names`: the numbers of the ranks that train. `rank`: this rank's index in `names`. All ranks here are such indices, except
     in messages."""
 

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: when a checkpoint is made, how its parts are captured and written, and how a run resumes.
+"""Checkpoints of a run: when a checkpoint is made, how its state is captured and written, and how a run resumes.
 
-All parts are captured at the same moment, between two steps. A closure on the lane copies the trainer's state to the host. The
+The whole state is captured at one moment, between two steps. A closure on the lane copies the trainer's state to the host. The
 loop reads ledger and prompt cursor without an await in between. A thread then writes the copies while the training continues, one
 checkpoint at a time. State with NaN or infinite values is never written.
 

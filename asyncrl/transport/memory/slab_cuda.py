@@ -76,7 +76,7 @@ class Driver:
         return address.value
 
     def free(self, ordinal: int, address: int) -> None:
-        """Free memory of `allocate`. The driver first waits for the work of the device."""
+        """Free memory that `allocate` returned. The driver first waits for the work of the device."""
         with self._context(ordinal, last=True):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
@@ -97,7 +97,7 @@ class Driver:
         return address.value
 
     def close(self, ordinal: int, address: int) -> None:
-        """Unmap memory of `open`. First waits for the device, because a kernel may still read the memory."""
+        """Unmap memory that `open` mapped. First waits for the device, because a kernel may still read the memory."""
         with self._context(ordinal, last=True):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
