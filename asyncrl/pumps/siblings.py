@@ -89,8 +89,6 @@ class LeadingTrainer:
         self._line, self._siblings = line, siblings
         # Returns when the publish of the last optimizer step has ended. `Graph` sets it.
         self.wait_published: Callable[[], Awaitable[None]]
-        # A call is sent and made before the next one, so that all ranks have one order.
-        self._one_at_a_time = anyio.Lock()
         self._surveyed: Loss | None = None
 
     @property
@@ -107,11 +105,10 @@ class LeadingTrainer:
         return await self._call("finish", self._trainer.finish_train_step)
 
     async def abort_train_step(self) -> None:
-        async with self._one_at_a_time:
-            # A sibling that has failed by the same error is gone.
-            with suppress(RankLost):
-                await self._send("abort")
-            await self._trainer.abort_train_step()
+        # A sibling that has failed by the same error is gone.
+        with suppress(RankLost):
+            await self._send("abort")
+        await self._trainer.abort_train_step()
 
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
@@ -138,16 +135,16 @@ class LeadingTrainer:
     async def _call(
         self, name: str, own: Callable[[], Awaitable[T]], argument: Any = None, batches: Sequence[Microbatch] = ()
     ) -> T:
-        async with self._one_at_a_time:
-            await self.wait_published()
-            # The siblings run what they got, and wait for this rank in collectives.
-            with (
-                self._recorder.watch("trainer", f"the call {name}", on=", ".join(self._siblings)),
-                anyio.CancelScope(shield=True),
-            ):
-                await self._send(name, argument, batches)
-                result = await own()
-            return result
+        # The train pump alone makes calls, so a call is sent and made before the next one, and all ranks have one order.
+        await self.wait_published()
+        # The siblings run what they got, and wait for this rank in collectives.
+        with (
+            self._recorder.watch("trainer", f"the call {name}", on=", ".join(self._siblings)),
+            anyio.CancelScope(shield=True),
+        ):
+            await self._send(name, argument, batches)
+            result = await own()
+        return result
 
     async def _send(self, name: str, argument: Any = None, batches: Sequence[Microbatch] = ()) -> None:
         headers, buffers = encode(batches)

@@ -105,17 +105,6 @@ async def test_a_call_that_is_cancelled_is_made_by_all_or_by_none(ticks: int) ->
     assert trainer.made[-1] == "abort_train_step" and line.sent[-2:] == ["rank 1: abort", "rank 2: abort"]
 
 
-async def test_calls_of_two_tasks_have_one_order_on_all_ranks() -> None:
-    trainer, line = Trainer(), Line()
-    leader = leading(trainer, line, ["rank 1"])
-    async with anyio.create_task_group() as tasks:
-        for _ in range(5):
-            tasks.start_soon(leader.train_microbatch, BATCH)
-            tasks.start_soon(leader.compute_logprobs, BATCH)
-    names = {"train_microbatch": "rank 1: microbatch", "compute_logprobs": "rank 1: logprobs"}
-    assert len(line.sent) == 10 and line.sent == [names[name] for name in trainer.made]
-
-
 class Ledger:
     """The part of a ledger that a sibling needs."""
 
