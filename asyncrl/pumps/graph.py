@@ -301,12 +301,12 @@ class Graph:
         ports = self._ports
         if ports.depart is not None or not (ports.trains and ports.generates):
             raise LifecycleError(
-                "submit: distributed.roles or distributed.context is set, and groups travel between ranks only during run(); leave "
-                "both out"
+                "submit, play: distributed.roles or distributed.context is set, and groups travel between ranks only during run(); "
+                "leave both out"
             )
         if self._generating:
             raise LifecycleError(
-                "submit: run() generates the groups of this Runtime; submit groups to a Runtime whose run() you do not call"
+                "submit, play: run() generates the groups of this Runtime; use a Runtime whose run() you do not call"
             )
         return self.intake
 

@@ -204,7 +204,7 @@ class Intake:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise LifecycleError(f"submit: {self._closed}")
+            raise LifecycleError(f"submit, play: {self._closed}")
 
     async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
         """`Ledger.admit`, with a LifecycleError if the intake is closed before or during the wait for a slot."""
@@ -215,7 +215,7 @@ class Intake:
                 return await self._ports.ledger.admit(group_id, oldest)
             finally:
                 self._waiting.discard(scope)
-        raise LifecycleError(f"submit: {self._closed}")
+        raise LifecycleError(f"submit, play: {self._closed}")
 
     def _on_end(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:

@@ -489,7 +489,7 @@ def test_while_run_generates_the_groups_no_group_is_taken_from_outside() -> None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(house.graph.run, supervisor)
             await wait_for_version(house, 1)
-            with pytest.raises(LifecycleError, match=r"run\(\) generates the groups of this Runtime; submit"):
+            with pytest.raises(LifecycleError, match=r"run\(\) generates the groups of this Runtime; use"):
                 await submit(house, 99)
 
     assert live(Plan(max_steps=3), body=body).error is None
