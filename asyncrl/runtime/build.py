@@ -379,14 +379,14 @@ class ByteTokenizer:
 
 
 class ChatBytes(ByteTokenizer):
-    """The same with a chat template, which reads roles and contents."""
+    """The same with a chat template, which reads the first letter of a role and the content: prompts stay short."""
 
-    chat_template = "role: content"
+    chat_template = "role[0] content"
 
     def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool = False, **options: Any) -> str:
-        text = self.eos_token.join(f"{message['role']}: {message['content']}" for message in messages)
+        text = self.eos_token.join(f"{message['role'][0]}{message['content']}" for message in messages)
         ending = "" if options.get("continue_final_message") else self.eos_token
-        return text + ending + ("assistant: " if add_generation_prompt else "")
+        return text + ending + ("a" if add_generation_prompt else "")
 
 
 class OwnWeights:
