@@ -35,8 +35,7 @@ from asyncrl.checkpoint.manifest import STATE
 from asyncrl.checkpoint.shards import join_shards
 from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.distributed.collectives import Collectives
-from asyncrl.distributed.world import World
+from asyncrl.distributed.world import SomeRanks, World
 from asyncrl.errors import ConfigError, DataError, DivergenceError
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
@@ -163,26 +162,18 @@ def summary(result: Any) -> dict[str, float]:
     return {f"step/{name}": float(getattr(result, name)) for name in KEPT} | result.metrics
 
 
-class Siblings(Collectives):
-    """The set of this rank."""
-
-    def __init__(self, world: World, size: int) -> None:
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.world_size, size)]
-        self.world_size, self.lost = size, world.lost
-        self.rank, self.group = world.rank % size, groups[world.rank // size]
-
-    is_open = True
+SETS: dict[int, SomeRanks] = {}  # of this rank, by their size
 
 
-SETS: dict[int, Siblings] = {}  # by their size
-
-
-def siblings(world: World | None, case: Case) -> Siblings | None:
-    if world is None or case.context == 1:
+def siblings(world: World | None, case: Case) -> SomeRanks | None:
+    size = case.context
+    if world is None or size == 1:
         return None
-    if case.context not in SETS:
-        SETS[case.context] = Siblings(world, case.context)
-    return SETS[case.context]
+    if size not in SETS:
+        sets = [tuple(range(first, first + size)) for first in range(0, world.world_size, size)]
+        groups = [dist.new_group(list(ranks)) for ranks in sets]
+        SETS[size] = SomeRanks(world, groups[world.rank // size], sets[world.rank // size])
+    return SETS[size]
 
 
 def make_sharded(world: Any, case: Case) -> ShardedTrainer:
