@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.training.memory import Lengths, predict_memory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
+from measure import context
 from measure.memory import CASES, MEMBERS, TOKENS, measure
 
 RESULTS = Path(__file__).resolve().parents[2] / "tools/results/memory.md"
@@ -133,6 +135,31 @@ def test_ranks_that_share_a_microbatch_hold_a_part_of_it_each(tmp_path: Path) ->
         assert sizes["logits"] == one["logits"] / ranks
         # Attention keeps the weights of longer rows, because a rank has fewer heads.
         assert 1 <= sizes["activations"] * ranks / one["activations"] < 1.01 * ranks**0.5
+
+
+def test_the_memory_of_ranks_that_shared_microbatches_is_predicted() -> None:
+    """Within a quarter for short rows, and not below for long ones, whose attention keeps no weights. Two ranks of 8,192 tokens
+    took at most 0.6 of one rank."""
+    lines = (RESULTS.parent / "context.md").read_text().splitlines()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:5]]
+        for line in lines
+        if line.startswith(("| 1", "| 2", "| 4", "| 8"))
+    ]
+    assert len(rows) == len(context.CASES)
+    for *sizes, peaks in rows:
+        (tokens, row, ranks), (one, several) = map(int, sizes), map(int, re.findall(r"\d+", peaks)[:2])
+        if (tokens, ranks) == (8192, 2):
+            assert several / one <= 0.6
+        for sharing, peak in ((1, one), (ranks, several)):
+            parts = predict_memory(
+                ModelConfig(path=f"{context.__file__}:build", dtype="float32"),
+                TrainConfig(tokens_per_microbatch=tokens),
+                max_sequences=1,
+                lengths=Lengths(row // 8, row - row // 8, ranks=sharing),
+            )
+            found = sum(size for name, size in parts.items() if name not in ("kv_cache", "compiled")) / 2**20
+            assert 0.75 * peak < found and (found < 1.25 * peak or row > 256)
 
 
 def test_caches_are_predicted_by_what_a_layer_holds(tmp_path: Path) -> None:
