@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from ..errors import LifecycleError, PlatformError, RankLost
+from ..errors import ConfigError, LifecycleError, PlatformError, RankLost
 from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
 from .joining import Joined, require_secret
@@ -145,6 +145,7 @@ class World(RankInfo, Collectives):
         try:
             self._met = meet(self, timeout_s)
             self.notes += self._met.notes
+            self._require_same_roles(self._met)
             self._met.store.set_timeout(_NO_TIMEOUT)
             if self._closed:  # by another thread
                 raise RuntimeError("this rank was stopped while it waited for the others")
@@ -155,6 +156,16 @@ class World(RankInfo, Collectives):
                 f"rank {self.rank} of {self.world_size} could not join the others at {self.master_addr}:{self.master_port}: {exc}"
             ) from exc
         return self
+
+    def _require_same_roles(self, met: Rendezvous) -> None:
+        """Errors: ConfigError. Ranks with different roles would make different groups, and wait for each other."""
+        met.store.set(f"roles/{self.rank}", str(self.roles))
+        for rank in range(1, self.world_size) if self.is_first else [0]:
+            if (theirs := met.get("roles", rank)) != str(self.roles):
+                raise ConfigError(
+                    f"rank {rank} has the {theirs}, and rank {self.rank} the {self.roles}; give all ranks the same "
+                    "distributed.roles, distributed.context and distributed.listen"
+                )
 
     @property
     def leaders(self) -> Collectives:

@@ -353,6 +353,13 @@ def test_what_does_not_work_is_refused_by_name(
         check_start(config_of(tmp_path, *setting), code=False)
 
 
+def test_ranks_with_other_sets_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    with start_two(tmp_path, shared(TREE), own=("", "distributed.context=1"), WARM_WORKERS="") as ranks:
+        # Rank 0 hosts the store, and perhaps ends before the other rank has read it.
+        assert ranks[0].wait(60) == ConfigError.exit_code and ranks[1].wait(60), ranks[0].output[-3000:]
+        assert "give all ranks the same distributed.roles, distributed.context" in " ".join(ranks[0].output.split())
+
+
 async def test_a_single_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the run has 1 training rank"):
         async with Runtime(config_of(tmp_path, "distributed.context=2")):
