@@ -3,7 +3,7 @@
     AsyncrlError                exit code 1
     |- ConfigError              2   a setting is unknown, has a wrong value, or contradicts another (also ValueError)
     |- DataError                2   a prompt file or row cannot be used (also ValueError)
-    |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached; has a reason
+    |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached
     |- PlatformError            2   this machine lacks something that the configuration needs
     |- DivergenceError          3   NaN, or samplers, trainer or ranks disagree on weights or log-probs
     |- StallError               4   no task made progress for too long; names each waiting task and its reason
@@ -16,7 +16,7 @@
     |  |- EngineClosed
     |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
-    |- TrainStepError           8   a method of the train step was called in the wrong state (also RuntimeError)
+    |- TrainStepError           8   groups failed in a step, or a method of it was called in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
     |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
@@ -148,7 +148,8 @@ class WorkerDied(GenerationError):
 
 
 class TrainStepError(AsyncrlError, RuntimeError):
-    """A method of the split train step was called in the wrong state. The call changed nothing."""
+    """Groups failed in a step, and the message names them. Or a method of the split train step was called in the wrong state, and
+    the call changed nothing."""
 
     exit_code = 8
 

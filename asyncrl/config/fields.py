@@ -23,7 +23,7 @@ _WORDS = {
     "object": "a mapping",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-# Text of errors about settings that split an engine, such as `tensor_parallel_size`.
+# Text of errors about ways to split an engine that do not exist here, such as `pipeline_parallel_size`.
 SPLIT_ENGINE_MESSAGE = (
     "an engine cannot be split by pipeline, expert or data parallelism of vLLM; to use more devices, set "
     "generation.tensor_parallel, or generation.workers and generation.devices, or start more ranks"

@@ -107,8 +107,8 @@ class _Node:
         return first if differ[first] else count
 
 
-# (tokens, node, inside, equal). The longest path of a trie that begins as a row does has `tokens` tokens. It ends with the first
-# `inside` tokens of `node`. `equal`: its length without regard to `_FEWEST`.
+# (tokens, node, inside, equal). The first `tokens` tokens of a row are on one path of the trie. The last of them are the first
+# `inside` tokens of `node`. `equal`: how many tokens there would be without `_FEWEST`.
 _Match: TypeAlias = tuple[int, _Node, int, int]
 
 
@@ -210,8 +210,9 @@ def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Matc
             else:
                 more, found, of_found, total = shared, child, shared, shared
             equal = max(equal, total)
-            uncut = child.length, end - start, trajectory.prompt_length - child.depth
-            if more > tokens and (shared >= _FEWEST or shared in uncut):
+            # The whole child, up to the end of the row, up to the end of the prompt.
+            always_shared = child.length, end - start, trajectory.prompt_length - child.depth
+            if more > tokens and (shared >= _FEWEST or shared in always_shared):
                 tokens, best, inside = more, found, of_found
     return tokens, best, inside, equal
 

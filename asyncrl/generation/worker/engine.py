@@ -194,7 +194,7 @@ class WorkerEngine(EngineLife):
             if not future.done():
                 future.set_result(None)
 
-    # -- the owner
+    # -- the task that owns the workers
 
     async def _run_owner(self) -> None:
         for line in await offload(remove_orphans, "sweep"):
@@ -275,12 +275,13 @@ class WorkerEngine(EngineLife):
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "begin_with comes before the workers"
             peer.send_weights(*weights)
+        # The worker samples with the version that it was sent.
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.add_worker(peer.number)
                 self._assign()
                 self._notify_starting()
-            self._pins.unpin_moved()
+            self._pins.finish_ended_pin()
             self._answer_updates()
         if "sequence" in message:
             self._deliver(int(message["sequence"]), read_sequence(message))
@@ -316,7 +317,7 @@ class WorkerEngine(EngineLife):
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._dead_statistics[name] = self._dead_statistics.get(name, 0.0) + peer.statistics.get(name, 0.0)
         self._router.remove_worker(peer.number)
-        self._pins.unpin_moved()
+        self._pins.finish_ended_pin()
         self._assign()
         # Before its end the process may still read the old weights.
         if peer.process.ended.done():
@@ -325,7 +326,7 @@ class WorkerEngine(EngineLife):
     # -- weights
 
     def _answer_updates(self) -> None:
-        if self._pins.has_unpinned_requests:
+        if self._pins.pinned_worker_has_earlier_requests:
             return
         moving = (
             peer for peer in self._peers.values() if peer.sent_version >= 0 and self._pins.of(peer.number) is None

@@ -76,7 +76,7 @@ class Pins:
         return pin.weights if pin is not None and pin.worker == worker and not pin.ended else None
 
     @property
-    def has_unpinned_requests(self) -> bool:
+    def pinned_worker_has_earlier_requests(self) -> bool:
         """Whether the pinned worker still has requests that it got before the pin."""
         return self._pin is not None and not self._pin.ended and self._router.unpinned_on_pinned_worker > 0
 
@@ -93,7 +93,7 @@ class Pins:
             with self._recorder.wait("the engines", what, on="evaluate pump", cause="evaluate"):
                 await future
 
-    def unpin_moved(self) -> None:
+    def finish_ended_pin(self) -> None:
         """Unpin the worker of an ended pin, once it has bound the newest weights or is dead."""
         pin, newest = self._pin, self.newest
         if pin is None or not pin.ended or newest is None:
@@ -121,4 +121,4 @@ class Pins:
         # A worker that is starting is sent the newest version when it is ready.
         if peer is not None and 0 <= peer.sent_version < self.newest.version:
             peer.send_weights(*self.newest)
-        self.unpin_moved()
+        self.finish_ended_pin()
