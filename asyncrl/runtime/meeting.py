@@ -92,6 +92,8 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
     world = run.world
     # On ranks other than 0: why rank 0 ends.
     told: RankLost | None = None
+    # On rank 0: why a training rank ends.
+    said: dict[str, RankLost] = {}
 
     def lose(lost: RankLost) -> None:
         lost = told or lost
@@ -110,6 +112,9 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if run.dispatch is not None and run.orders is not None:
             run.dispatch.lose(peer, ())
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
+        if run.ended_by is None and run.stopped_by is None:
+            # It has left, and this rank has met no error of its own: it waits for groups that will not come.
+            lost = lost or said.get(peer)
         if lost is not None:
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}"))
 
@@ -122,7 +127,8 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if not isinstance(run.line, LineServer):
             told = lost
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
-            # Ends collectives and not the run: this rank may be about to raise the error that ended the other rank.
+            # Ends collectives and not yet the run: this rank may be about to raise the error that ended the other rank.
+            said[peer] = lost
             world.lost.report(str(lost))
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)

@@ -227,6 +227,17 @@ def test_a_sibling_that_dies_at_a_moment_of_a_step_costs_no_prompt(tmp_path: Pat
     assert len(groups) == last * REAL["rollout"]["groups_per_step"]
 
 
+def test_a_sibling_that_is_stopped_alone_ends_the_run(tmp_path: Path) -> None:
+    """Rank 0 waits for groups of that rank, and not in a collective."""
+    run, hooks = tmp_path / "runs/run", {"hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"}
+    environ = {"GATE": str(tmp_path / "never"), "GATE_FROM": "12", "WARM_WORKERS": ""}
+    with start_two(tmp_path, with_roles(ENDLESS, [0, 1], [1], context=2) | hooks, size=2, **environ) as ranks:
+        ranks[0].wait_until(lines_at_least(run, 3), "step 3")
+        ranks[1].send(signal.SIGTERM)
+        assert [rank.wait(30) for rank in ranks] == [143, 143], [rank.output[-3000:] for rank in ranks]
+    assert weights_of(run, metrics_of(run)[-1]["step"])
+
+
 FAILS = """
 import os, sys, time
 from asyncrl.errors import OutOfMemory
