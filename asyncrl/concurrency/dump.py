@@ -27,6 +27,10 @@ class WatchedLane(Protocol):
         """Name of the running closure and its start (`awake.now`), or None."""
         ...
 
+    @property
+    def thread_id(self) -> int | None:
+        """`ident` of the thread that runs the closures; None without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dump:

@@ -146,6 +146,11 @@ class ThreadLane:
         """Name of the running closure and its start (`awake.now`), or None. Callable from any thread."""
         return self._current
 
+    @property
+    def thread_id(self) -> int | None:
+        """`ident` of the lane's thread, or None before the start. The watchdog finds the frame of a closure with it."""
+        return None if self._thread is None else self._thread.ident
+
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
         """See `Lane.run`. Errors: LifecycleError if the lane is not open."""
         job = self._submit(fn, name, priority)
@@ -238,6 +243,9 @@ class SimulatedLane:
     On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible at once, its result only
     after `cost` seconds.
     """
+
+    # Closures run on the event loop.
+    thread_id: int | None = None
 
     def __init__(self, name: str, recorder: Recorder | None = None) -> None:
         self.name = name

@@ -273,7 +273,7 @@ class Watchdog:
             current = lane.current()
             held_s = self._lane_closures.setdefault(lane.name, _StandstillTimer()).seconds(current, now)
             if current is not None and held_s > self._config.lane_timeout_s:
-                frame = self._frame_of(getattr(lane, "thread_id", None))
+                frame = self._frame_of(lane.thread_id)
                 return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held_s:.1f} s in {frame}"
         return None
 
