@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -45,6 +45,10 @@ class Desk:
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
         self.ledger = LocalLedger.over(books)
+        # Ranks whose last claim got no place, and whose next claim would get none either.
+        self._refused = set[int]()
+        # Per rank: set when the rank leaves `_refused` by a change, cleared by the next state that it gets.
+        self._claimable = defaultdict[int, asyncio.Event](asyncio.Event)
         line.on("ledger", self._answer)
         line.on("watch", self._watch)
 
@@ -70,6 +74,7 @@ class Desk:
                 if ledger.turn > turn:
                     return ClaimState.FULL.name, None
                 state, ticket = await ledger.claim([Ticket(*each) for each in tickets], rank)
+                (self._refused.add if state is ClaimState.WAIT else self._refused.discard)(rank)
                 return state.name, None if ticket is None else _plain(ticket)
             case "assign", (ticket, tokens):
                 return await ledger.assign(Ticket(*ticket), tokens)
@@ -116,8 +121,18 @@ class Desk:
         await self.ledger.wait_changed(seen)
         # Ranks that only generate ask at the end of a run, and must not delay the claims of the others.
         trainers = self.ledger.books.trainers
-        await asyncio.sleep(_BETWEEN_S * (len(trainers) if rank in trainers else self.ledger.books.ranks))
+        with anyio.move_on_after(_BETWEEN_S * (len(trainers) if rank in trainers else self.ledger.books.ranks)):
+            await self._claimable[rank].wait()
+        self._claimable[rank].clear()
         return self.state(rank), ()
+
+    def tell_claimants(self) -> None:
+        """After a change: send a state at once to the refused ranks whose next claim succeeds or finds the step full."""
+        books = self.ledger.books
+        if self._refused:
+            for rank in self._refused.intersection(self._refused if books.step_complete() else books.claimants()):
+                self._refused.discard(rank)
+                self._claimable[rank].set()
 
 
 class LineLedger:
@@ -434,6 +449,7 @@ class LineLedger:
             # Read once for all changes of a moment.
             asyncio.get_running_loop().call_soon(self._refresh)
         assert self._desk is not None
+        self._desk.tell_claimants()
         self._changes.number = self._desk.ledger.changes
         self._changes.wake()
 

@@ -331,11 +331,17 @@ class Reservation:
             entry.rank = rank
         return True
 
+    def claimants(self) -> list[int]:
+        """The training ranks whose next claim succeeds: among those with a group that may have a place, the ranks with the fewest
+        tokens in the open step."""
+        possible = {deadline for deadline in self._live if self.trainers and self._may_claim(deadline)}
+        able = [rank for rank, arrived in self._arrived.items() if not possible.isdisjoint(arrived)]
+        fewest = min(map(self._in_step.__getitem__, able), default=0)
+        return [rank for rank in able if self._in_step[rank] == fewest]
+
     def _is_ahead(self, rank: int) -> bool:
         """Whether another rank has fewer tokens in the open step and a group that may have a place."""
-        tokens = self._in_step
-        behind = [other for other in self.trainers if tokens[other] < tokens[rank]]
-        return any(self._may_claim(deadline) for other in behind for deadline in self._arrived[other])
+        return any(self._in_step[other] < self._in_step[rank] for other in self.claimants()[:1])
 
     def _may_claim(self, deadline: int) -> bool:
         return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))

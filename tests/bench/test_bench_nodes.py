@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.distributed import line_ledger
 from asyncrl_bench.app import main
 from asyncrl_bench.simulation import Plan, simulate
 
@@ -43,3 +44,14 @@ def test_a_simulated_run_loses_no_token_and_keeps_the_ages() -> None:
     assert 0 < result.load < 0.01 and result.handled["ledger admit"] > 0
     # A waiting rank asks for a state for itself, so these messages must not grow with the square of the ranks.
     assert result.handled["watch"] <= 20 * result.ages.total()
+
+
+def test_claims_do_not_wait_for_the_states_of_many_training_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 16 training ranks get states as rarely as 3,200: each claim waited for one, and the run had 5 % of the ideal rate.
+    monkeypatch.setattr(line_ledger, "_BETWEEN_S", 0.2)
+    plan = Plan(32, nodes_per_trainer=2, groups_per_node=4, seats=16, median_s=10.0, warmup=2, steps=1)
+    result = simulate(plan).result
+    assert result.tokens / result.seconds > 0.5 * plan.ideal
+    # The refused claims of all ranks were 8 a group.
+    assert result.handled["ledger claim"] < 6 * result.ages.total()
+    assert result.handled["watch"] < 2 * result.ages.total()

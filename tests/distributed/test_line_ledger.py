@@ -120,6 +120,31 @@ async def test_a_group_moves_to_the_rank_that_is_assigned_and_is_claimed_and_end
         assert a.statistics().claimed == 2
 
 
+async def test_a_refused_rank_is_told_when_its_claim_succeeds_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # No state comes for any other reason.
+    monkeypatch.setattr(line_ledger, "_BETWEEN_S", 1000.0)
+    async with many_ranks(4, 5, 1, trainers=(1, 2, 3)) as (first, a, b, c):
+        tickets = [await fresh(first, group_id) for group_id in range(6)]
+        for ticket, tokens, rank in zip(tickets, (30, 10, 20, 100, 100, 100), (a, b, c, b, c, a), strict=True):
+            assert await first.assign(ticket, tokens) == rank._rank and await rank.arrive(ticket, 0)
+        for rank, ticket in ((a, tickets[0]), (b, tickets[1]), (c, tickets[2])):
+            assert await rank.claim([ticket]) == (GRANTED, ticket)
+        # Rank b has the fewest tokens, then c.
+        assert await a.claim([tickets[5]]) == (WAIT, None) == await c.claim([tickets[4]])
+        a_waits, c_waits = (asyncio.ensure_future(each.wait_changed(each.changes)) for each in (a, c))
+        with anyio.fail_after(30):
+            await fresh(first, 6)
+            assert await b.claim([tickets[3]]) == (GRANTED, tickets[3])
+            await c_waits
+            assert not a_waits.done()
+            assert await c.claim([tickets[4]]) == (GRANTED, tickets[4])
+            # The step is full.
+            await a_waits
+            assert await a.claim([tickets[5]]) == (FULL, None)
+
+
 async def test_the_groups_and_slots_of_a_rank_that_is_lost_are_free() -> None:
     """Rank 0 trains, ranks 1 and 2 generate. Rank 2, which is lost, has all three slots, and one of its groups has arrived."""
     async with many_ranks(3, 3, 0, trainers=(0,)) as (a, b, c):

@@ -372,7 +372,9 @@ def test_ranks_differ_in_a_step_by_at_most_the_tokens_of_one_group(seed: int) ->
                     loads[e.trainer] += e.tokens if e.claimed else 0
                 at_ranks = [e for e in books.entries.values() if e.rank == e.trainer and not e.claimed]
                 could = {e.rank for e in at_ranks if books.fits(e.ticket.deadline, claim=True)}
+                claimants = books.claimants()
                 ticket = books.claim([e.ticket for e in at_ranks if e.rank == rank], rank)
+                assert books.claimed == k or (ticket is not None) == (rank in claimants)
                 if ticket is not None:
                     claimed = True
                     assert loads[rank] <= min(loads[other] for other in could)
