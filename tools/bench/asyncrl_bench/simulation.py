@@ -355,7 +355,8 @@ class Rank:
             member,
             group_size,
             size,
-            np.ones(size + length, np.int32),
+            # No two trajectories share sampled tokens, which packing would train once.
+            np.where(mask, 2 + abs(prompt.group_id) * group_size + member, 1).astype(np.int32),
             mask,
             zeros,
             zeros,
