@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal language model whose weights the trainer and the embedded engine share.
 
-Only the thread that owns the device may call functions here. Each caller sets train/eval mode and gradient mode itself.
-`inference_mode` is forbidden, since training shares the modules and cannot use inference tensors.
+Only the thread that owns the device may call functions here, except `write_pretrained`. Each caller sets train/eval mode and
+gradient mode itself. `inference_mode` is forbidden, since training shares the modules and cannot use inference tensors.
 
 Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabulary.
 """
@@ -28,12 +28,12 @@ from .head.liger import choose_head_kernel
 from .head.output import HeadTransform, decoder_of, head_transform, linear_head
 from .native.norms import replace_norms
 from .parameters.flat import FlatParameters, FlatWeights, ServedParameters
-from .parameters.frozen import frozen_names, require_trained
+from .parameters.frozen import frozen_names, require_trained, unreached_names
 from .parameters.lora import LoraParameters
 from .parameters.packed import JoinedLinear, packing_works
 from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
-from .routing import Routing, has_experts
+from .routing import Routing, describe_routes, has_experts
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # Attention that selects keys by a top-k over scores, many of which are exactly 0 (the indexer of DeepSeek-V3.2).
@@ -68,7 +68,7 @@ class PolicyModel:
         transform: HeadTransform | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without a comparison.
+        """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without the gate's comparison.
         lora: if it has a rank, the weights are frozen and adapters are trained, with random initial values from `seed`.
         served: the modules only read the weights; another object or process has the masters.
         transform: the scale and cap of the logits. None: `head_transform` finds them by a forward of the model.
@@ -118,9 +118,17 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention. The embedding counts only if the head shares its weight."""
+        """Multiply-adds of one token's forward without attention: of a layer's experts only those that the token takes, and none of
+        weights that no text reaches. The embedding counts only if the head shares its weight."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
-        return sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not lookup)
+        routes, unreached = describe_routes(self.module), unreached_names(self.module)
+        total = 0
+        for name, weight in zip(self.weights.names, self.weights.parameters, strict=True):
+            # A stack of the experts' biases has two dimensions, too.
+            if weight.ndim < 2 or name.endswith("bias") or weight is lookup or name in unreached:
+                continue
+            total += weight.numel() * routes.k // routes.experts if routes and ".experts." in name else weight.numel()
+        return total
 
     @property
     def config(self) -> PretrainedConfig:
@@ -266,7 +274,7 @@ def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtyp
 
 
 def set_attention(module: PreTrainedModel, implementation: str) -> None:
-    """Sets the attention of all modules. Errors: ConfigError if a module keeps another. transformers would only log that."""
+    """Sets the attention of all modules. Errors: ConfigError if a module keeps another attention, which transformers only logs."""
     try:
         module.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:

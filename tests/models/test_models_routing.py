@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.parameters.frozen import mark_unreached
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
@@ -90,6 +92,26 @@ def backward(policy: PolicyModel, routes: Routes | None) -> dict[str, Tensor]:
 
 def gates(policy: PolicyModel) -> list[str]:
     return [name for name, _ in policy.flat.named_masters() if name.endswith(("gate.weight", "router.weight"))]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "Llama"])
+def test_a_token_costs_the_products_of_the_experts_that_it_takes(family: str) -> None:
+    """Against torch's count. Eager experts run only what is routed to them."""
+    module = module_of(family)
+    policy = PolicyModel(copy.deepcopy(module), "float32", path=PACKED)
+    module.set_experts_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module.eval()(input_ids=TOKENS[None], use_cache=False)
+    counts = counter.get_flop_counts()["Global"]
+    products = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
+    assert 2 * policy.matmul_parameters * len(TOKENS) == products
+
+
+def test_weights_that_no_text_reaches_cost_a_token_nothing() -> None:
+    module = module_of()
+    whole = PolicyModel(copy.deepcopy(module), "float32", path=PACKED).matmul_parameters
+    mark_unreached(module, {"model.layers.*.self_attn.q_proj.weight"})
+    assert PolicyModel(module, "float32", path=PACKED).matmul_parameters == whole - 2 * 32 * 32
 
 
 @BOTH_PATHS

@@ -100,9 +100,7 @@ class Steps:
     def sizes(self, job: TrainJob) -> dict[str, Any]:
         """Tokens are the job's, not those that this packing runs: what a prompt costs twice is not needed twice."""
         head = self.policy.head.weight.numel()
-        experts = [parameter for parameter in self.policy.weights.parameters if parameter.ndim == 3]  # [experts, ...]
-        left_out = sum(each.numel() - each[: self.policy.config.num_experts_per_tok].numel() for each in experts)
-        body = self.policy.matmul_parameters - head - left_out  # what a token goes through
+        body = self.policy.matmul_parameters - head
         scored = sum(batch.scored for batch in self.batches)
         prompts = sum(group.prompt.ids.size for group, _ in make_groups(job, self.vocabulary))
         tokens = prompts + scored - job.groups * job.group_size  # the last token of a completion is only predicted
