@@ -26,7 +26,7 @@ def install(extra: str) -> str:
 
 
 def checksum(sources: Sequence[Path]) -> int:
-    """CRC32 of the joined source files. setup.py compiles it into the library."""
+    """CRC32 of the joined source files. setup.py compiles this number into the library."""
     return zlib.crc32(b"".join(source.read_bytes() for source in sources))
 
 

@@ -81,7 +81,7 @@ class DivergenceError(AsyncrlError):
     """A loss, gradient, weight or logit is not finite, or samplers, trainer or ranks disagree on weights or log-probs.
 
     `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
-    `unusable_weights`: no checkpoint of the weights is written, even if each weight is finite.
+    `unusable_weights`: if True, no checkpoint of the weights is written, even if each weight is finite.
     """
 
     exit_code = 3
@@ -102,7 +102,7 @@ class CheckpointError(AsyncrlError):
 
 
 class DirectoryLost(AsyncrlError):
-    """The run directory is gone. No CheckpointError, because the last checkpoint exists at another path."""
+    """The run directory is gone. This is no CheckpointError, because the last checkpoint may exist at another path."""
 
     exit_code = 5
 
@@ -128,7 +128,7 @@ class GenerationError(AsyncrlError):
 
 
 class EpisodeLimit(GenerationError):
-    """A request exceeds `rollout.max_turns` or `rollout.max_context`. The episode is trained on what it sampled before."""
+    """A request exceeds `rollout.max_turns` or `rollout.max_context`. The tokens that the episode sampled before are trained."""
 
 
 class EngineClosed(GenerationError):
@@ -212,7 +212,7 @@ class HookError(AsyncrlError):
 
 
 class RankLost(AsyncrlError, RuntimeError):
-    """Another rank has ended. The cause is usually in the output of the ended rank."""
+    """Another rank has ended or gives no sign of life. The cause is usually in the output of that rank."""
 
     exit_code = 12
     # The name of the signal that stopped the other rank, if any. This rank then counts as stopped by the same signal.

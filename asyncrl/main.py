@@ -141,8 +141,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, launcher: Launcher | None = None, world: World | None = None) -> int:
-    """Run `config` in this process, on uvloop if installed. Call `check_start` first. `world`: of a node that joined a run, which
-    needs no `check_start`. Returns the exit code. Errors: AsyncrlError."""
+    """Run `config` in this process, on uvloop if installed. Call `check_start` first. `world`: of a node that joined a run; such
+    a node needs no `check_start`. Returns the exit code. Errors: AsyncrlError."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # `_run` needs this module, and would import it with the collector enabled.

@@ -46,11 +46,11 @@ class Engine(Protocol):
         ...
 
     def end_session(self, session: str) -> None:
-        """No request of this session follows: free what the engine keeps for it. It may be called again, and after closing."""
+        """No request of this session follows: free its keys and values. May be called again, and after closing."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """The requests that are `running` and `waiting`, the `tokens` sampled so far, `decode_steps`, and others."""
+        """Counts by name: `running` and `waiting` requests, `tokens` sampled so far, `decode_steps`, and more."""
         ...
 
 
@@ -116,7 +116,7 @@ class PinsVersions(Protocol):
     """An engine with several workers, of which one may be pinned."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Reserve a worker for requests of the pin. None: fewer than two workers have `version`, or it is not the newest."""
+        """Reserve a worker for requests of the pin. None: fewer than two workers have `version`, or `version` is not the newest."""
         ...
 
 
@@ -142,7 +142,7 @@ class Environment(Protocol):
     """Plays episodes. The trajectory has no reward unless the environment computes the reward itself."""
 
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
-        """Play member `member` of `group_size` for `prompt`. Call `generate` once for each round of the episode."""
+        """Play member `member` of `group_size` for `prompt`. Call `generate` once for each reply of the episode."""
         ...
 
 
@@ -212,7 +212,7 @@ class Ledger(Protocol):
 
     @property
     def turn(self) -> int:
-        """The turn of the open step: the number of steps that this rank has committed, also before a resume."""
+        """The turn of the open step: the number of steps that this rank has committed, steps before a resume included."""
         ...
 
     @property
@@ -237,7 +237,7 @@ class Ledger(Protocol):
         ...
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """The training rank that gets this scored group of this rank. `tokens`: of the group, in a forward pass."""
+        """The training rank that gets this scored group of this rank. `tokens`: the group's tokens in a forward pass."""
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
@@ -272,7 +272,7 @@ class Ledger(Protocol):
         ...
 
     def describe(self) -> str:
-        """A sentence for errors of a stalled run: the open step, and the groups that it waits for."""
+        """A sentence for errors of a stalled run: the open step, and the groups that the step waits for."""
         ...
 
     def remote_cause(self) -> str | None:

@@ -57,8 +57,8 @@ class SamplingParams:
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
-    OpenAI's API. bad_words: the token ids of each banned text; the last id is not sampled after the others. min_tokens: a shorter
-    completion is not ended by a stop token or stop string.
+    OpenAI's API. bad_words: the token ids of each banned text; the last id is not sampled after the ids before it. min_tokens: a
+    shorter completion is not ended by a stop token or stop string.
     """
 
     temperature: float = 1.0
@@ -91,7 +91,7 @@ class GenerationRequest:
     start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
 
     Requests of one `session` continue each other, or branch from a common beginning. The engine may keep the keys and values of a
-    finished request for the next one, until `Engine.end_session`. A session stays at one worker, unless that dies or is overloaded.
+    finished request for the next request, until `Engine.end_session`. A session stays at a worker that lives and is not overloaded.
     """
 
     prompt_ids: Int32Array  # [P]

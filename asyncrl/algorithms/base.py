@@ -70,7 +70,7 @@ class LossInputs:
 
 
 def old_logp(inputs: LossInputs) -> Tensor:
-    """[S] detached: the `old` column, or `logp_S` if there is no `old` column. Then the ratio is 1."""
+    """[S] detached: the `old` column. Without an `old` column it is `logp_S`, so every ratio is 1."""
     return (inputs.logp_S if inputs.old_logp_S is None else inputs.old_logp_S).detach()
 
 

@@ -9,8 +9,8 @@
     last_turn     only the last reply is trained, with the advantage of the episode's reward
 
 gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, which is that of the requests. The rewards r_k are
-`turn_rewards`. The difference of the episode's reward and their sum, such as a penalty for length, is added to the last r_k. So
-without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
+`turn_rewards`. The difference of the episode's reward and the sum of all r_k, such as a penalty for length, is added to the last
+r_k. So without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 
 Shapes: G members, t replies of a member.
 """
@@ -54,7 +54,7 @@ def turn_advantages(estimator: Estimator, trajectories: Sequence[Trajectory], ga
 
 
 def turn_of(trajectory: Trajectory, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The number of the reply that each of these sampled tokens belongs to."""
+    """The number of the reply that each token belongs to. `tokens`: indices of sampled tokens."""
     return (
         np.zeros(tokens.size, np.int64)
         if trajectory.turns is None

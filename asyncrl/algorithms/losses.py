@@ -186,7 +186,7 @@ class SequenceClipped(Clipped):
         if self.epsilon > 0.05:
             yield (
                 f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: ratios of sequences are means and stay near 1, so "
-                "this epsilon never clips; the paper of gspo uses epsilon 3e-4 and epsilon_high 4e-4"
+                "this epsilon hardly ever clips; the paper of gspo uses epsilon 3e-4 and epsilon_high 4e-4"
             )
 
 

@@ -86,7 +86,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Method:
-    """Base class of every loss, term and advantage with settings in the section `algorithm`."""
+    """Base class of losses and terms, and of the settings of an advantage. All settings are under `algorithm`."""
 
     section: ClassVar[str] = ""  # the settings are algorithm.SECTION.*
     switches: ClassVar[tuple[str, ...]] = ()  # settings that turn a term on

@@ -34,8 +34,8 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
     temperature.
 
     Mnih et al. (arXiv:1602.01783), section 4. The normaliser is TOKENS for every loss (as in TRL), so that the coefficient has the
-    same meaning with every loss. With a top-entropy mask, only the kept tokens count. The bonus is the mean over the step. (TRL
-    takes the mean over each microbatch.)
+    same meaning with every loss. With a top-entropy mask, the other tokens add 0. The bonus is the mean over the step. (TRL takes
+    the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
         raise ValueError(f"entropy_coef is {coefficient}, but `entropy_S` of the microbatch is None; compute it first")
@@ -66,7 +66,7 @@ class Entropy(Method):
     second_gradient_buffer: bool = setting(
         False,
         "For streamed steps with a bonus and a loss that are divided by different numbers: collect the gradient of the bonus in a "
-        "second buffer, with a second backward pass.",
+        "second buffer, with a second forward and backward pass.",
         flat="second_gradient_buffer",
     )
 
@@ -101,7 +101,7 @@ class Entropy(Method):
             yield (
                 f"algorithm.entropy.{value} with loss {context.loss.name} but steps are streamed: the bonus is divided by "
                 f"tokens, the loss by {context.loss.normaliser.value}, and neither number is known while gradients add up; use "
-                "entropy.second_gradient_buffer=true (a second buffer of the gradient's size, and a second backward pass), a "
+                "entropy.second_gradient_buffer=true (a second buffer of the gradient's size, a second forward and backward), a "
                 f"loss that is divided by tokens ({', '.join(context.by_tokens)}), or rollout.streaming=false"
             )
 
@@ -259,7 +259,7 @@ def _per_token(
 ) -> Tensor:
     surrogate = method.surrogate(inputs)
     metrics.update(surrogate.metrics)
-    loss_S, scale, share = surrogate.loss_S, terms.scale, terms.top_entropy.quantile
+    loss_S, scale, quantile = surrogate.loss_S, terms.scale, terms.top_entropy.quantile
     if scale.on:
         good_S, bad_S = inputs.advantage_S > 0, inputs.advantage_S < 0
         ones_S = loss_S.new_ones(loss_S.shape)
@@ -268,10 +268,10 @@ def _per_token(
         keep_S, mask_metrics = off_policy_keep(inputs, terms.off_policy_mask.threshold)
         metrics.update(mask_metrics)
         loss_S = loss_S * keep_S
-    if share < 1:
+    if quantile < 1:
         if inputs.keep_S is None:
             raise ValueError(
-                f"top_entropy_quantile is {share}, but `keep_S` of the microbatch is None; compute it first"
+                f"top_entropy_quantile is {quantile}, but `keep_S` of the microbatch is None; compute it first"
             )
         loss_S = loss_S * inputs.keep_S
     if weight_S is not None:

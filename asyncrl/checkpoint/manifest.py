@@ -65,8 +65,8 @@ class HashedFile(io.BufferedWriter):
         return self._hash.hexdigest()
 
 
-def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> int:
-    """Write the manifest, fsync it, and return its size in bytes. `sizes`: of all files, by relative path.
+def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> None:
+    """Write the manifest and fsync it. `sizes`: of all files, by relative path.
     `digests`: the SHA-256 values that the writers computed. Files without an entry are read and hashed here."""
     files = {
         name: {"bytes": size, "sha256": digests.get(name) or _digest(directory / name)} for name, size in sizes.items()
@@ -75,10 +75,9 @@ def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[s
     path = directory / MANIFEST
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
-        size = file.write(body + _DIGEST_START + hashlib.sha256(body).hexdigest().encode() + _DIGEST_END)
+        file.write(body + _DIGEST_START + hashlib.sha256(body).hexdigest().encode() + _DIGEST_END)
         file.flush()
         os.fsync(file.fileno())
-    return size
 
 
 def compare(directory: Path, *, state: bool = True) -> Comparison:

@@ -5,8 +5,8 @@ into the checkpoint.
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
     checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-No collective is used: while a run stops, some ranks may never join one. All ranks of the replica must share the run directory.
-A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
+No collective is used, since some ranks of a run that stops may never join a collective. All ranks of the replica must share the run
+directory. A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
 """
 
 from __future__ import annotations

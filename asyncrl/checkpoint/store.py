@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of one directory. `keep`: how many of the newest to keep; 0 keeps all."""
+    """Saves and loads the checkpoints of one directory. `keep`: how many of the newest checkpoints stay; 0: all."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         if keep < 0:
@@ -155,7 +155,7 @@ class CheckpointStore:
         return None if version is None else self.load(version)
 
     def resume_advice(self, intact: int | None) -> str:
-        """Tells a user how to resume if `latest` names a damaged checkpoint, or still names the one before the newest.
+        """Tells a user how to resume if `latest` names a damaged checkpoint, or still names the checkpoint before the newest.
         `intact`: the version of the checkpoint to resume from; None if there is none."""
         if intact is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
@@ -195,7 +195,7 @@ class CheckpointStore:
             logger.warning("old checkpoints stay: %s", error)
             return
         outdated = [v for v in candidates[: -self._keep] if v != version] if self._keep else []
-        # A user may have created a step_N without a manifest. It is not ours to remove.
+        # A user may have created a step_N without a manifest. Only asyncrl's checkpoints are removed.
         outdated = [v for v in outdated if (self.path(v) / MANIFEST).exists()]
         # None stands for the replaced directory, which has a temporary name already.
         for number in [None, *outdated]:
@@ -236,10 +236,8 @@ def require_intact_model(directory: Path, setting: str) -> None:
         )
 
 
-def _make_durable(directory: Path, digests: Mapping[str, str]) -> dict[str, int]:
-    """Make all files durable and write the manifest. Returns the sizes of all files, the manifest included."""
-    sizes = sync_tree(directory)
-    manifest = write_manifest(directory, sizes, digests)
+def _make_durable(directory: Path, digests: Mapping[str, str]) -> None:
+    """Make all files durable and write the manifest."""
+    write_manifest(directory, sync_tree(directory), digests)
     sync_directory(directory / STATE)
     sync_directory(directory)
-    return {**sizes, MANIFEST: manifest}

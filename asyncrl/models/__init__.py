@@ -9,6 +9,6 @@ Start reading in `policy.py` and `paths.py`.
     head/                   from hidden states to log-probs, without the logits of all tokens at once
     routing, routes         the experts of each token: recorded, and replayed
     rotary                  rotary frequencies that depend on the length of a row
-    probe, copying          a small copy of a model, which the gate (runtime/gate.py) compares
+    probe                   a small copy of a model, which the gate (runtime/gate.py) compares
     native/                 optional CPU kernels in C++
 """

@@ -1,7 +1,7 @@
 """The input embedding of a training forward. Its backward adds the T gradient rows directly to the flat gradient buffer.
 
 The backward of `nn.Embedding` makes a dense [V, E] tensor for every microbatch. For a small model with tied embeddings this
-costs more memory traffic than a layer. In bfloat16 it also sums the rows of repeated tokens in bfloat16.
+costs more memory traffic than a layer. In bfloat16 that backward also sums the rows of repeated tokens in bfloat16.
 
 Shape legend: T tokens, E hidden size, V vocabulary.
 """

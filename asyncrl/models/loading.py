@@ -350,7 +350,7 @@ def _master_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def _dtype_in_files(path: str) -> torch.dtype | None:
-    """The dtype of the floating-point tensors in the safetensors files, if all have the same one and it is narrower than float32.
+    """The dtype of the floating-point tensors in the safetensors files, if they share one dtype narrower than float32.
     Files that the hub's cache lacks are downloaded."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     found = [cached_file(path, "model.safetensors", **quiet)]
@@ -371,7 +371,7 @@ def _dtype_in_files(path: str) -> torch.dtype | None:
 
 
 def _complete_float32(module: PreTrainedModel) -> str | None:
-    """Makes all except the weights as in a model that was loaded as float32. Returns the reason if that is not possible."""
+    """Makes all but the weights equal to those of a model that was loaded as float32. Returns the reason if that is impossible."""
     if module._keys_to_ignore_on_load_missing:
         return "may have weights that are not in the files"
     if any(map(_is_narrow, (value for part in module.modules() for value in vars(part).values()))):

@@ -20,12 +20,12 @@ from .policy import PolicyModel
 TOKENS = 16
 # Number of last tokens that an engine computes one by one, if its decode steps use other kernels than its prefill.
 DECODED = 5
-IN_A_ROW = 3  # distances above `Bound.usual` that are an error
+IN_A_ROW = 3  # consecutive distances above `Bound.usual`: an error
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far rounding moves log-probs, in nats. One distance above `once` is an error, as are `IN_A_ROW` above `usual`.
+    """How far rounding moves log-probs, in nats. An error: a distance above `once`, or `IN_A_ROW` successive ones above `usual`.
 
     In a model with experts (`routed`) rounding may send a token to another expert if two experts have nearly equal scores. Such a
     token is far off, and tokens that attend to this token are a little off. So `distance` is a median if `routed`, else a mean.

@@ -101,7 +101,7 @@ def open_reader(
     try:
         policy = skeleton.complete(half, extras, path, longest)
     except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        # A foreign module may need more than parameters and buffers, and may then raise any of these.
+        # A foreign module may need more than parameters and buffers, and may then raise any of these errors.
         policy = None
         logger.warning("cannot build the model without its files, so the weights are loaded: %s", first_line(error))
     return policy or load_reader(skeleton.config, half.device, seed, path, longest)

@@ -3,7 +3,7 @@
     prompt, completion --chat template of the model--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
 
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
-  completion string an assistant message. Without one, prompt and completion are concatenated, with special tokens.
+  completion string an assistant message. Without a template, prompt and completion are concatenated, with special tokens.
 * A text that is longer than the model's context is never cut: the reward of half an answer is the reward of another answer.
 * Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
   long row, alone and together, and refuses a module that ignores its mask. A text is never padded beyond the length at which the
@@ -90,7 +90,7 @@ class RewardModel:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise RewardError(
                     f"reward model {self.name!r}: the prompt is a list of messages, but its tokenizer has no chat template to "
-                    "render them; use a tokenizer with one, or prompts that are strings"
+                    "render them; use a tokenizer with a template, or prompts that are strings"
                 )
             return list(self._tokenizer.encode(prompt + completion))
         try:

@@ -4,7 +4,7 @@ transformers chooses the frequencies in every forward, by the longest row. When 
 the row get other frequencies. Then earlier tokens were sampled by another model, cached keys are wrong, and a short row depends on
 the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows of the run:
 
-| `rope_type` | rows of the run stay within the original context | they may grow past it                                 |
+| `rope_type` | rows of the run stay within the original context | rows may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
 | `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
 | `dynamic`   | the base of the configuration                    | the base that transformers computes for that row      |
@@ -59,7 +59,7 @@ def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
 def frequencies_differ(config: PretrainedConfig, first: int, second: int) -> bool:
     """Whether a run with rows of up to `first` tokens and a run with rows of up to `second` use different frequencies."""
     for kind, context in _contexts(config):
-        # `longrope` has two sets of factors. The base of `dynamic` is another for each length past the context.
+        # `longrope` has two sets of factors. `dynamic` has another base for each length past the context.
         if (first > context) != (second > context) or (
             "dynamic" in kind and max(context, first) != max(context, second)
         ):

@@ -20,7 +20,7 @@ EVERY = 10
 
 
 def bit_sum(values: Tensor) -> Tensor:
-    """A sum of the memory of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes it."""
+    """A sum of the memory of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
     flat = values.detach().view(-1)
     if flat.dtype == torch.float64:
         return flat.view(torch.int64).sum()
@@ -36,7 +36,7 @@ def bit_sums(parameters: Parameters) -> Tensor:
     return torch.stack([bit_sum(master) for _, master in parameters.named_masters()])
 
 
-def exact(sums: Tensor) -> Tensor:
+def exact_halves(sums: Tensor) -> Tensor:
     """int64 [n] as float64 [2 n] on the CPU: the upper and the lower halves, which float64 holds exactly."""
     sums = sums.cpu()
     return torch.cat([sums >> 32, sums & 0xFFFFFFFF]).double()
@@ -62,7 +62,7 @@ def require_same_weights(
     if not (different := different_ranks(rows, shards)):
         return
     tensors = torch.zeros(reducer.world_size, 2 * len(sums), dtype=torch.float64)
-    tensors[reducer.rank] = exact(sums)
+    tensors[reducer.rank] = exact_halves(sums)
     by_tensor = sum_over_ranks(reducer, tensors, device).view(reducer.world_size, 2, len(sums))
     found = list[str]()
     for rank in different:

@@ -10,7 +10,7 @@ asks for it: `output_router_logits` with a `router_aux_loss_coef`.
 The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
 sequence does not depend on how a step is split into microbatches or ranks, and neither does its gradient. The weights of the
 mean add up to 1 under each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. Without weights, one coefficient
-would act stronger under `sequences` than under `tokens`: mean length times as strong. (`bnpo`, which divides
+would have mean length times the effect under `sequences` that it has under `tokens`. (`bnpo`, which divides
 inside a microbatch, takes the mean over the microbatch.) Sequences without a scored token are not run, and have a balance of 0.
 
 Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
@@ -49,8 +49,8 @@ class Balance:
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
-        """The settings of the model's configuration; None where it has none. Errors: ConfigError for a model or a setting that
-        excludes the loss."""
+        """The settings of the model's configuration; None if it asks for no balance. Errors: ConfigError for a model or a
+        setting that excludes the loss."""
         text = policy.config.get_text_config()
         coefficient = getattr(text, "router_aux_loss_coef", None)
         if not getattr(text, "output_router_logits", False) or not coefficient:

@@ -1,11 +1,11 @@
 """How siblings share a microbatch (`distributed.context`). All of them have the whole microbatch.
 
-Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of them. A
-differentiable all-gather then gives every sibling all S log-probs and entropies, and each evaluates the whole loss. Backward keeps
-the own part of their gradient, so the gradients of the parameters are those of the own tokens, and the sum over ranks is exact.
-Counts, losses and metrics are the same on all siblings: the leader, sibling 0, alone adds them to the step.
+Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of these tokens. A
+differentiable all-gather then gives every sibling all S log-probs and entropies, and each sibling evaluates the whole loss. In
+backward a sibling keeps the gradient of its own log-probs and entropies. So its gradients of the parameters are those of its own
+tokens, and the sum over ranks is exact. Siblings have the same counts, losses and metrics, so only the leader (0) adds them.
 
-Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s own ones, filled up to those of the sibling with most.
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s most scored tokens of a sibling (others are padded).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer without a model: it has the states of the real one, occupies the lane, and counts the tokens that it gets."""
+"""A trainer without a model: it has the states of a real trainer, occupies the lane, and counts the tokens of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer port over a lane: every call is one closure on the lane that owns the device.
+"""The trainer port over a lane: a call is one closure on the lane that owns the device, or several (`survey`, `train_round`).
 
 Training goes before decoding (priority 1 against 0), in the order of the calls. A cancelled caller waits for its closure if the
 closure has started; otherwise the closure never runs. So no closure runs halfway when `abort_train_step` begins.

@@ -33,7 +33,7 @@ class Parameters(Protocol):
         """Names of parameters that are not trained (models/parameters/frozen.py)."""
 
     def zero_grad(self) -> None:
-        """Zeros the gradients. Called before a step and after an aborted step."""
+        """Zeros the gradients. Called before the first backward of a step, and when a step is aborted."""
 
     def zero_frozen(self) -> None:
         """Zeros the gradients of frozen parameters, which fused layers may write. Called before norm and reduction."""

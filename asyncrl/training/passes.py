@@ -28,7 +28,7 @@ UNREPLAYED = "moe/unreplayed_tokens"
 
 
 class PolicyForward:
-    """The forward of the trainer. Each call sets checkpointing itself, since other users share the modules."""
+    """The forward of the trainer. Each call turns checkpointing on or off, since other users share the modules."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataErro
 def forward_routes(
     batch: Microbatch, routing: Routing | None, siblings: Collectives | None = None, *, keep_logits: bool = False
 ) -> Routes | None:
-    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits if asked to. With
-    `siblings` they are those of this rank's tokens.
+    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits with
+    `keep_logits`. With `siblings`, the routes are for this rank's tokens.
 
     None if there is nothing to do. `routing`: of the model. Errors: ValueError if the model has no supported routers."""
     if batch.routes is None and not keep_logits:

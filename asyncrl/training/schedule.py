@@ -14,11 +14,11 @@ class Schedule:
         lr(k) = peak * k / warmup, then peak * decay((k - warmup) / (total - warmup))      k = 0, 1, ..., total - 1
 
     decay(x) is 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with x
-    clamped to [0, 1] and r = `min_lr_ratio`. The rates equal those of `transformers.get_scheduler`.
+    clamped to [0, 1] and r = `min_lr_ratio`. With r = 0 the rates equal those of `transformers.get_scheduler`.
     """
 
     def __init__(self, config: TrainConfig, total_steps: int | None = None) -> None:
-        """`total_steps`: optimizer steps of the run. Errors: ConfigError if it is None and the schedule is not constant."""
+        """`total_steps`: optimizer steps of the run. Errors: ConfigError if None is given and the schedule is not constant."""
         if config.schedule != "constant" and total_steps is None:
             raise ConfigError(
                 f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or use constant"

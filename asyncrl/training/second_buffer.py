@@ -29,7 +29,7 @@ class SecondBuffer:
         self._buffer = torch.zeros_like(flat.grad)
 
     def zero_(self) -> None:
-        """Zero the gradients. To be called before a step, and after an aborted one."""
+        """Zero the gradients. To be called before a step, and after an aborted step."""
         self._buffer.zero_()
 
     @contextmanager

@@ -15,8 +15,8 @@ So collectives of different ranks always match, however many rounds a rank asks 
 
 Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. After the optimizer
 step the same closure gathers all weights in the matmul dtype into the policy that the engine reads, and raises the policy's
-version. So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so they
-need no collective.
+version. So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so no
+shard is gathered for them.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -273,8 +273,8 @@ class ShardedTrainer(TorchTrainer):
                 self.sharded.run_empty(step.loss.needs_entropy_grad)
         self._broken = False
 
-    def train_round(self) -> None:
-        for _ in range(self.agree_on_round(finishing=False)):
+    def train_round(self, *, finishing: bool = False) -> None:
+        for _ in range(self.agree_on_round(finishing=finishing)):
             self.run_agreed()
 
     @property
@@ -289,8 +289,7 @@ class ShardedTrainer(TorchTrainer):
             self._zero_once(step)
             self.sharded.parameters.reduce_()
         while not self.keep and not self.ready_to_finish:
-            for _ in range(self.agree_on_round(finishing=True)):
-                self.run_agreed()
+            self.train_round(finishing=True)
         result = super().finish_train_step()
         self._all_finishing = False
         return result
@@ -328,8 +327,8 @@ class ShardedTrainer(TorchTrainer):
         return self.policy.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of TorchTrainer with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0 has
-        the reference. `checkpoint/shards.py` joins the states of the ranks of one copy of the model."""
+        """The state of TorchTrainer with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0's
+        state has the reference. `checkpoint/shards.py` joins the states of the ranks of one copy of the model."""
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}

@@ -32,17 +32,17 @@ def survey(
     reducer: Reducer,
     device: torch.device,
     max_length: int,
-    counts: bool = True,
+    leads: bool = True,
 ) -> tuple[Loss, list[Microbatch]]:
     """A loss whose terms share one normaliser, and the microbatches with a `keep` column if the loss needs one. A collective.
 
-    `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1. `counts`: whether this rank
-    adds its microbatches to the sums; of siblings that share microbatches only one does.
+    `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1. `leads`: whether this rank
+    adds its microbatches to the sums; of siblings that share microbatches only the leader does.
     """
     selected = list(batches)
     if loss.top_entropy_quantile < 1:
         # The empty array is for a rank without microbatches.
-        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(entropies if counts else ())]))
+        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(entropies if leads else ())]))
         threshold = entropy_threshold(gather_over_ranks(own_entropies, reducer, device), loss.top_entropy_quantile)
         selected = [
             replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
@@ -56,7 +56,7 @@ def survey(
         microbatches=len(selected),
         extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
     )
-    totals = (own if counts else Counts()).over_ranks(reducer, device)
+    totals = (own if leads else Counts()).over_ranks(reducer, device)
     denominators = totals.denominators(max_length)
     extra_denominator = denominators[loss.extra_normaliser]
     # With TOKENS the extra term is a mean over its own tokens, which `keep` selects.

@@ -9,7 +9,7 @@
 
 A TrainStepError changes nothing. After any other exception in micro or finish (also a BaseException) the step stays open with
 unchanged weights, and the caller must abort the step. The commit point is the return of `optimizer.step`. If something fails after
-the commit point, the step is *committed*: the weights have changed, and abort is the only call that succeeds.
+the commit point, the step is *committed*: the weights have changed, and of the four calls only abort succeeds.
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
 ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip the
@@ -42,7 +42,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
-from .agreement import EVERY, bit_sums, exact, require_same_weights
+from .agreement import EVERY, bit_sums, exact_halves, require_same_weights
 from .balance import METRIC, Balance, balance_of
 from .context import Share
 from .optimizer import FlatAdamW, Parameters, require_names
@@ -210,7 +210,7 @@ class TorchTrainer:
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
     ) -> tuple[LossInputs, LossSums]:
-        """The inputs and sums of the loss. If the model has a loss that balances experts, it is added to the sums."""
+        """The inputs and sums of the loss. The sums include the loss that balances experts, if the model has such a loss."""
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
         share = Share(batch, self.siblings)
@@ -315,8 +315,8 @@ class TorchTrainer:
     ) -> tuple[Loss, list[Microbatch]]:
         """See survey.py. A collective, which every rank calls before `begin_train_step`."""
         loss = self._with_entropy_control(loss)
-        lengths = self.max_completion_length
-        return survey(loss, batches, entropies, self.reducer, self.policy.device, lengths, counts=self._leads)
+        longest = self.max_completion_length
+        return survey(loss, batches, entropies, self.reducer, self.policy.device, longest, leads=self._leads)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class TorchTrainer:
         due = self.reducer.world_size > self.shards and self.steps_done >= self._compare_at
         sums = bit_sums(self.parameters) if due else torch.zeros(0, dtype=torch.int64)
         metrics, checksums = step.metrics.reduce(
-            self.reducer, self.policy.device, denominators, exact(sums.sum().view(1))
+            self.reducer, self.policy.device, denominators, exact_halves(sums.sum().view(1))
         )
         if due:
             self._compare_at = self.steps_done + EVERY

@@ -131,7 +131,7 @@ def test_what_is_seldom_meant_is_warned_of() -> None:
     assert "only adds noise" not in found(
         "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.bias_correction=true"
     )
-    assert "never clips" in found("algorithm.loss=luspo")
+    assert "hardly ever clips" in found("algorithm.loss=luspo")
     by_tokens = ("algorithm.loss=dapo", "algorithm.entropy.coef=0.1")
     assert "no term needs a second buffer" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
     assert "nothing corrects" in found("algorithm.importance.cap=null")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.attention.ragged import RaggedWindow
-from asyncrl.models.attention.rows import NodeRow, fits, row_bytes, share_out
+from asyncrl.models.attention.rows import NodeRow, fits, group_into_bins, row_bytes
 from asyncrl.models.attention.tree import TreePlan
 
 PLAIN = AttentionTerms()
@@ -256,7 +256,7 @@ def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pyt
 
 def test_padding_of_rows_is_bounded() -> None:
     rows = [NodeRow(np.arange(6), 6 + 40 * i, 1 + (7 * i) % 40) for i in range(40)]
-    bins = share_out(rows, heads=4)
+    bins = group_into_bins(rows, heads=4)
     assert sorted(row[1:] for members in bins for row in members) == [row[1:] for row in rows]
     assert len(bins) < 16
     for members in bins:

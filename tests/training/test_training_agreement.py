@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.training.agreement import bit_sum, different_ranks, exact
+from asyncrl.training.agreement import bit_sum, different_ranks, exact_halves
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -25,7 +25,7 @@ def test_every_flipped_bit_changes_the_sum(dtype: torch.dtype, first: int, count
 
 def test_halves_of_a_sum_are_exact() -> None:
     sums = torch.tensor([-1, 2**63 - 1, -(2**63), (1 << 53) + 1])
-    upper, lower = exact(sums).view(2, -1).to(torch.int64)
+    upper, lower = exact_halves(sums).view(2, -1).to(torch.int64)
     assert torch.equal(upper * 2**32 + lower, sums)
 
 

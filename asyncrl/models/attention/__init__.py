@@ -1,1 +1,1 @@
-"""Attention over packed trees. Start in `interface.py`: it connects the model's attention layers with our plans."""
+"""Attention over packed trees. Start in `interface.py`: it connects the model's attention layers with asyncrl's plans."""

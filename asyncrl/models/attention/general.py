@@ -208,7 +208,7 @@ def cut(context: int, length: int, window: int | None, heads: int, row: int = 0)
 
 
 def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device) -> list[list[QueryBlock]]:
-    """Sorts blocks by size. A block starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
+    """Sorts blocks by size. A block starts a new bin if the last bin would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
     most_bytes, most_padded = (_BIN_BYTES, _MAX_PADDED_PER_REAL) if device.type == "cpu" else _DEVICE_BINS
     bins: list[list[QueryBlock]] = []
     bin_scores = bin_length = 0

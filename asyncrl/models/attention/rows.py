@@ -78,9 +78,9 @@ class RowAttention:
 
     def __init__(self, rows: list[NodeRow], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # Rows without a context share no bin with rows that have one, because their contexts would all be padding.
+        # A row without a context shares no bin with a row that has a context: its context would be padding alone.
         roots = [row for row in rows if not row.context.size]
-        groups = share_out(roots, heads) + share_out([row for row in rows if row.context.size], heads)
+        groups = group_into_bins(roots, heads) + group_into_bins([row for row in rows if row.context.size], heads)
         self._bins = [_make_bin(members, dtype) for members in groups]
         self._scores = sum(row_bin.scores for row_bin in self._bins)
 
@@ -142,8 +142,8 @@ def _weights(q: Tensor, k: Tensor, row_bin: _ScoreBin, scaling: float, out: Tens
     out.copy_(torch.softmax(scores, -1))
 
 
-def share_out(rows: list[NodeRow], heads: int) -> list[list[NodeRow]]:
-    """Sorts rows by length. A row starts a new bin if the old one would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
+def group_into_bins(rows: list[NodeRow], heads: int) -> list[list[NodeRow]]:
+    """Sorts rows by length. A row starts a new bin if the last bin would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
     bins: list[list[NodeRow]] = []
     bin_scores = context = 0
     for row in sorted(rows, key=lambda row: (-row.length, -row.context.size)):

@@ -1,6 +1,6 @@
 """Log-probs and entropies of scored tokens without the logits of all tokens at once.
 
-Forward computes the logits in chunks of rows and saves log-prob, log-sum-exp and entropy of each row. Backward overwrites the
+Forward computes the logits in chunks of rows, and from them log-prob, log-sum-exp and entropy of each row. Backward overwrites the
 logits of a chunk with their gradient. If the batch has at most `KEEP_LOGITS` logits, forward keeps them for backward. Otherwise
 backward computes them again, so memory is bounded by one chunk of [chunk, V] for every S.
 

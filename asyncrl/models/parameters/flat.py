@@ -4,10 +4,10 @@ The master dtype is float32, or float64 if the matmul dtype is float64. The matm
 * Equal to the master dtype: parameters are views of the masters, and each `.grad` is a view of the gradient buffer, so autograd
   accumulates in place.
 * Narrower (bfloat16): parameters are views of a working copy, which `refresh` writes once per version. A hook adds each gradient
-  to the float32 buffer as soon as autograd has computed it, and frees it. If other processes read the working copy, `target` can
-  move each refresh to another buffer.
+  to the float32 buffer as soon as autograd has computed the gradient, and frees the gradient. If other processes read the working
+  copy, `target` can move each refresh to another buffer.
 
-Parameters are stored in registration order. So q, k and v are adjacent and can be used as one matrix, as can gate and up.
+Parameters are stored in registration order. So q, k and v, and gate and up, are one matrix if there is no padding between them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class FlatWeights:
         Errors: ValueError for a buffer of another size, dtype or device."""
         if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
             raise ValueError(
-                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; the new buffer must be equal, but "
+                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; the new buffer must match, but "
                 f"is {tuple(buffer.shape)} x {buffer.dtype} on {buffer.device}"
             )
         self.working = buffer
@@ -118,7 +118,7 @@ class FlatWeights:
         return self.layout().digest(self.working.dtype)
 
     def misplaced_parameters(self) -> list[str]:
-        """Names of parameters that are not the right view of `working`. While another buffer is bound these are all names."""
+        """Names of parameters that are not the right view of `working`: all names while another buffer is bound."""
         if self.bound is not self.working:
             return list(self.names)
         misplaced = []

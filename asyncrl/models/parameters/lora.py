@@ -181,7 +181,7 @@ class LoraParameters(FlatParameters):
         """Writes `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`, on any thread."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # all-linear of peft also chooses stacks of experts, and ours does not. So the names of the layers are written.
+        # all-linear of peft also chooses stacks of experts, unlike asyncrl's. So the names of the layers are written.
         leaves = sorted({target.name.rpartition(".")[2] for target in self.targets if target.layer is not None})
         _peft_config(self.config, base, leaves if self._has_stacks else None).save_pretrained(str(directory))
         save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})

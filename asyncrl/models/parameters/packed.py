@@ -5,7 +5,7 @@ reorder a weight once (`mkldnn._reorder_linear_weight`, which torch's freezing u
 with new weights, which makes that product slower. Backward products read the plain weights, whose layout suits them.
 
 Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
-used if oneDNN is missing or does not pack the dtype. It is also used while the modules read another buffer than `flat.working`.
+used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `flat.working`.
 
 Shape legend: N rows, I input features, O output features of all members together.
 """

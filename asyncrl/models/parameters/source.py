@@ -1,4 +1,4 @@
-"""Checks `model.path` and `model.tokenizer` without loading the model: this module needs no torch, transformers or network."""
+"""Checks `model.path` and `model.tokenizer`, and calls a function in `model.path`. Needs no torch, transformers or network."""
 
 from __future__ import annotations
 
