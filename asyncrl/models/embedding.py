@@ -29,7 +29,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Tensor:
-    """[T] -> [T, E]. Backward adds to `grad_buffer_VE`, in the buffer's dtype. `module.weight.grad` stays unset.
+    """[T] -> [T, E]. Backward adds to `grad_buffer_VE`, in the buffer's dtype. Autograd adds nothing to `module.weight.grad`.
 
     As in `nn.Embedding`, the row `padding_idx` gets no gradient.
     """
