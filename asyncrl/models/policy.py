@@ -165,7 +165,7 @@ class PolicyModel:
         else:
             rows_TE = self._embedding(tokens_T) if self.fused is not None else None
             if rows_TE is not None and gradient is None and torch.is_grad_enabled():
-                # The fused layers add adapter gradients in their backward, which autograd runs only if the input needs one.
+                # The fused layers add adapter gradients in their backward, which autograd runs only if the input needs a gradient.
                 rows_TE.requires_grad_()
         if self.fused is not None and rows_TE is not None:
             return self.fused.hidden(rows_TE, positions_T, plan)

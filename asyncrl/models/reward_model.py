@@ -33,7 +33,7 @@ from asyncrl.types import Messages
 from .loading import LOADING_ERRORS, OWN_CODE, WITH_REPORT, require_all_weights
 from .parameters.source import call_builder, is_import_path, reward_model_name
 from .policy import DTYPES
-from .rotary import forget_lengths, frequencies_differ
+from .rotary import frequencies_differ, reset_dynamic_frequencies
 
 _UNLIMITED = 1 << 30  # tokenizers without a limit have 1e30
 _PROBE_LENGTHS = (3, 8)  # of the two rows that are scored alone and together
@@ -124,7 +124,7 @@ class RewardModel:
         lengths_B1 = torch.tensor([[len(text)] for text in texts], device=self._device)
         mask_BL = (torch.arange(longest, device=self._device) < lengths_B1).long()
         with torch.no_grad():
-            forget_lengths(self.module)
+            reset_dynamic_frequencies(self.module)
             output = self.module(input_ids=ids_BL, attention_mask=mask_BL)
         return [float(score) for score in self._chosen_output(getattr(output, "logits", output), len(texts))]
 
@@ -181,7 +181,7 @@ def load_reward_model(
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
-    """Estimates the sizes on the meta device. A builder that fails on this device is called again on the real device, and that
+    """Estimates the sizes on the meta device. A builder that fails on this device is called again on the host, and that
     model is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_import_path(config.path):

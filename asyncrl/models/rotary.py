@@ -95,7 +95,7 @@ def require_frequencies(config: PretrainedConfig, *, before: int, now: int) -> N
     if frequencies_differ(config, before, now):
         raise ConfigError(
             f"resume=true: the longest row had {before} tokens and has {now} (rollout.max_tokens, rollout.max_context), and this "
-            "model's rotary frequencies follow the longest row of a run; put it back, or start a new run from the checkpoint"
+            "model's rotary frequencies follow the longest row of a run; restore both, or start a new run from the checkpoint"
         )
 
 
@@ -130,7 +130,7 @@ def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
     return (bool(fixed) and all(fixed)) or not is_past_context(module.config, longest)
 
 
-def forget_lengths(module: nn.Module) -> None:
+def reset_dynamic_frequencies(module: nn.Module) -> None:
     """Resets `dynamic` frequencies, so that the next row gets the frequencies of its own length. transformers keeps the base of the
     longest earlier row until a row fits into the original context."""
     for part in module.modules():
@@ -147,7 +147,7 @@ def _fix(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
     types. `kinds`: the new `rope_type` of `part`."""
     before: Any = part.rope_type
     try:
-        # A short row resets the state of earlier rows, see `forget_lengths`.
+        # A short row resets the state of earlier rows, see `reset_dynamic_frequencies`.
         _cos_and_sin(part, 0, layer)
         expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds

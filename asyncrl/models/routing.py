@@ -134,7 +134,7 @@ class Routing:
 
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
         """The routes of one forward, in which routers choose the given experts. The numbers of the experts are not checked here,
-        because that takes too long on the lane and `records/check.py` did. Errors: ValueError for routes of another model."""
+        because that takes too long on the lane: `records/check.py` checks them. Errors: ValueError for routes of another model."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "

@@ -34,7 +34,7 @@ def dealt(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int
 
 
 class Share:
-    """What this rank computes of a microbatch; all of it without siblings.
+    """The part of a microbatch that this rank computes: the whole microbatch without siblings.
 
     own: the microbatch with the columns of a forward (tokens, positions, source, target, temperature) cut to this share.
     """
@@ -71,7 +71,7 @@ class Share:
         return TreePlan.of(self._whole) if self._siblings is None else ContextPlan(self._whole, self._siblings)
 
     def joined(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies [s] of `own`, and whether it has unknown ids -> those of the whole microbatch. A collective."""
+        """Log-probs and entropies [s] of `own`, and whether it has unknown ids -> those of all siblings. A collective."""
         if self._siblings is None or self._place_S is None:
             return logp, entropy, unknown
         columns = torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)])

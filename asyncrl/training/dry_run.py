@@ -13,7 +13,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 TRACK = "trainer"
-PRIORITY = 1  # above that of decoding
+PRIORITY = 1  # decoding has 0
 
 
 class DryRunTrainer:

@@ -20,7 +20,7 @@ from .trainer import TorchTrainer
 
 T = TypeVar("T")
 TRACK = "trainer"
-PRIORITY = 1  # above that of decoding
+PRIORITY = 1  # decoding has 0
 
 
 class LaneTrainer:

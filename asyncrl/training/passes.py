@@ -110,7 +110,7 @@ def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataErro
         problem = "a route names an expert that the model lacks"
     else:
         problem = "another rank has a token or a route that the model lacks"
-    error = DataError(f"{problem}: a record changed after it was checked; a producer must not write to it after put")
+    error = DataError(f"{problem}: a record changed after it was checked; a producer must not change records after put")
     error.groups = tuple(unknown or dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
     return error
 

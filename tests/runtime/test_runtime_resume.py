@@ -177,7 +177,7 @@ async def test_a_resume_does_not_change_the_rotary_frequencies(tmp_path: Path) -
     await run(tmp_path, "rollout.max_tokens=4", "train.max_steps=1", base=base)
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"the longest row had \d+ tokens and has \d+ .* put it back, or start a new run"
+            ConfigError, match=r"the longest row had \d+ tokens and has \d+ .* restore both, or start a new run"
         ):
             await run(tmp_path, "rollout.max_tokens=5", "train.max_steps=2", "resume=true", base=base)
     summary = await run(tmp_path, "rollout.max_tokens=3", "train.max_steps=2", "resume=true", base=base)

@@ -151,7 +151,7 @@ def _mask(*args: Any, **kwargs: Any) -> SeenTokens:
 
 
 def register() -> None:
-    """Registers our attention and mask with transformers, and turns cuDNN's attention off. Idempotent.
+    """Registers asyncrl's attention and mask with transformers, and turns cuDNN's attention off. Idempotent.
 
     torch prefers cuDNN's attention on Hopper cards. Its masked backward gives NaN if the key length is 64 mod 128 and activations
     are large (pytorch#196678). cuDNN also builds a plan for each new shape, and every decode step has a new shape. A new plan took

@@ -5,9 +5,9 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
 
 A layer without a window takes one call more than the trees have levels below their roots. In the first call each token attends to
-its own node. In one more call for each level, all descendants of each node of that level attend to the node; they are adjacent, and
-those of different nodes are disjoint. The log-sum-exp merges the results. Backward gives the merged output and log-sum-exp to all
-calls, which makes all gradients exact (Liu et al., arXiv:2310.01889).
+its own node. In one more call for each level, all descendants of each node of that level attend to the node. The descendants of a
+node are adjacent, and nodes of a level share none. The log-sum-exp merges the results. Backward gives the merged output and
+log-sum-exp to all calls, which makes all gradients exact (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
@@ -58,7 +58,7 @@ class RaggedRows(NamedTuple):
 
 
 class Kernel(Protocol):
-    """The kernel that the module describes. `qkv` are packed queries, keys and values."""
+    """The kernel that the top of this file describes. `qkv` are packed queries, keys and values."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
@@ -229,7 +229,7 @@ class RaggedTree:
             qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()
             parts = self.kernel.backward(grad[below], qkv, out[below], part_lse, rows, scaling)
             for target, part, index in zip((query_sum, *gradients[1:]), parts, (below, nodes, nodes), strict=True):
-                # For 16-bit tensors torch adds in float32, and rounds once. No index is there twice, so the order cannot matter.
+                # For 16-bit tensors torch adds in float32, and rounds once. No index occurs twice, so no order matters.
                 if isinstance(index, slice):
                     target[index].add_(part)
                 else:

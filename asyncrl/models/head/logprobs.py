@@ -76,7 +76,7 @@ class Columns:
 
 
 class HeadPasses(Protocol):
-    """Elementwise passes over logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
+    """Passes over logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         """Writes logp [S], `columns.lse` and `columns.entropy` of these rows. Does not change the logits."""

@@ -1,1 +1,1 @@
-"""Optional CPU kernels that compute elementwise parts of a layer in one pass over memory. Torch is the fallback."""
+"""Optional CPU kernels for norms, activations, softmax and decode attention. Torch is the fallback."""
