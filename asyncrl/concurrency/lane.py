@@ -18,7 +18,6 @@ import contextlib
 import heapq
 import threading
 from collections.abc import Callable
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError, name_shortage
@@ -45,15 +44,6 @@ class Lane(Protocol):
         ...
 
 
-class LaneState(Enum):
-    """A lane is NEW, OPEN, CLOSING, CLOSED in this order. While CLOSING it runs queued closures and refuses new ones."""
-
-    NEW = "new"
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
 class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
@@ -71,7 +61,7 @@ class ThreadLane:
         close_timeout_s: float = 30.0,
     ) -> None:
         self.name = name
-        self.state = LaneState.NEW
+        self.open = False
         self._recorder = recorder
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
@@ -84,9 +74,7 @@ class ThreadLane:
         self._end_callbacks: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> ThreadLane:
-        if self.state is not LaneState.NEW:
-            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value}); create a new one")
-        self.state = LaneState.OPEN
+        self.open = True
         if self._recorder is not None:
             self._recorder.register_lane(self.name)
         self._thread = threading.Thread(target=self._main, name=f"lane:{self.name}", daemon=True)
@@ -105,10 +93,9 @@ class ThreadLane:
     async def aclose(self) -> None:
         """Refuse new closures, run the queued ones and end the thread. A second call does nothing."""
         with self._wakeup:
-            if self.state in (LaneState.NEW, LaneState.CLOSED):
-                self.state = LaneState.CLOSED
+            if not self.open:
                 return
-            self.state = LaneState.CLOSING
+            self.open = False
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[bool] = loop.create_future()
             self._end_callbacks.append(lambda: call_soon(loop, _resolve, ended, True))
@@ -119,7 +106,6 @@ class ThreadLane:
         cancel_timer = awake.call_later(loop, self._close_timeout_s, lambda: _resolve(ended, False))
         cancelled = await wait_shielded(ended)
         cancel_timer()
-        self.state = LaneState.CLOSED
         atexit.unregister(self._end_with_interpreter)
         if not ended.result():
             name, since = self._current or ("(between two closures)", awake.now())
@@ -135,7 +121,7 @@ class ThreadLane:
     def _end_with_interpreter(self) -> None:
         """Exit handler for a lane that nobody closed. A thread that returns from C++ after Python's end aborts the process."""
         with self._wakeup:
-            self.state = LaneState.CLOSED
+            self.open = False
             # No event loop runs any more, so no caller waits for these closures.
             self._queue.clear()
             self._wakeup.notify()
@@ -178,8 +164,8 @@ class ThreadLane:
     def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> LaneJob:
         loop = asyncio.get_running_loop()
         with self._wakeup:
-            if self.state is not LaneState.OPEN:
-                raise LifecycleError(f"lane {self.name!r} is {self.state.value}, not open: it cannot run {name!r}")
+            if not self.open:
+                raise LifecycleError(f"lane {self.name!r} is not open: it cannot run {name!r}")
             if threading.current_thread() is self._thread:
                 raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: call it directly")
             job = LaneJob(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
@@ -212,7 +198,7 @@ class ThreadLane:
     def _next(self) -> LaneJob | None:
         with self._wakeup:
             while not self._queue:
-                if self.state is not LaneState.OPEN:
+                if not self.open:
                     return None
                 self._wakeup.wait()
             job = heapq.heappop(self._queue)[2]
@@ -249,7 +235,7 @@ class SimulatedLane:
 
     def __init__(self, name: str, recorder: Recorder | None = None) -> None:
         self.name = name
-        self.state = LaneState.NEW
+        self.open = False
         self._recorder = recorder
         self._queue: list[tuple[int, int, asyncio.Future[None]]] = []  # heap of (-priority, number, future)
         self._submitted = 0
@@ -258,9 +244,7 @@ class SimulatedLane:
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     async def __aenter__(self) -> SimulatedLane:
-        if self.state is not LaneState.NEW:
-            raise LifecycleError(f"lane {self.name!r} was opened twice (it is {self.state.value}); create a new one")
-        self.state = LaneState.OPEN
+        self.open = True
         if self._recorder is not None:
             self._recorder.register_lane(self.name)
         return self
@@ -269,14 +253,12 @@ class SimulatedLane:
         await self.aclose()
 
     async def aclose(self) -> None:
+        self.open = False
         cancelled = None
-        if self.state is LaneState.OPEN:
-            self.state = LaneState.CLOSING
         if self._busy:
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(idle)
             cancelled = await wait_shielded(idle)
-        self.state = LaneState.CLOSED
         if cancelled is not None:
             raise cancelled
 
@@ -284,8 +266,8 @@ class SimulatedLane:
         return self._current
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        if self.state is not LaneState.OPEN:
-            raise LifecycleError(f"lane {self.name!r} is {self.state.value}, not open: it cannot run {name!r}")
+        if not self.open:
+            raise LifecycleError(f"lane {self.name!r} is not open: it cannot run {name!r}")
         loop = asyncio.get_running_loop()
         self._submitted += 1
         submitted_at = 0.0 if self._recorder is None else self._recorder.clock()

@@ -17,7 +17,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from enum import Enum
 from typing import TypeVarTuple, Unpack
 
 import anyio
@@ -28,38 +27,21 @@ from ..errors import LifecycleError
 Args = TypeVarTuple("Args")
 
 
-class SupervisorState(Enum):
-    """The life of a supervisor: tasks may be started while it is open."""
-
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
-
-
 class Supervisor:
     """See the module docstring. Opened and closed in the same task."""
 
     def __init__(self) -> None:
-        self.state = SupervisorState.NEW
-        self._group: TaskGroup | None = None
+        self._group: TaskGroup | None = None  # while the supervisor is open
         self._owner: asyncio.Task[object] | None = None
         self._failures: list[BaseException] = []  # in the order in which they happened
 
     async def __aenter__(self) -> Supervisor:
-        if self.state is not SupervisorState.NEW:
-            raise LifecycleError(f"the supervisor was opened twice (it is {self.state.value})")
         self._owner = asyncio.current_task()
-        self._group = anyio.create_task_group()
-        await self._group.__aenter__()
-        self.state = SupervisorState.OPEN
+        self._group = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if self.state is not SupervisorState.OPEN or self._group is None:
-            raise LifecycleError(f"the supervisor was closed while it is {self.state.value}")
-        if asyncio.current_task() is not self._owner:
-            self._group.cancel_scope.cancel()
-            raise LifecycleError("the supervisor was closed in another task than the one that opened it")
+        assert self._group is not None
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self._note_failure(error)
         suppressed: bool | None = None
@@ -69,7 +51,7 @@ class Supervisor:
         except BaseException as exc:
             group_error = exc
         finally:
-            self.state = SupervisorState.CLOSED
+            self._group = None
         # Raised outside of the handler: inside, the exception would get the group that contains it as its context.
         if self._failures:
             raise self._first_failure()
@@ -79,14 +61,15 @@ class Supervisor:
 
     def start(self, name: str, pump: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
         """Run `pump(*args)` until it ends, under this name."""
-        if self.state is not SupervisorState.OPEN or self._group is None:
-            raise LifecycleError(f"the supervisor is {self.state.value}: it cannot start {name!r}")
+        if self._group is None:
+            raise LifecycleError(f"the supervisor is not open: it cannot start {name!r}")
         self._group.start_soon(self._run, name, pump, args, name=name)
 
     @property
     def ending(self) -> bool:
         """Whether all tasks were cancelled and some still run. Callable from any thread."""
-        return self.state is SupervisorState.OPEN and self._group is not None and self._group.cancel_scope.cancel_called
+        group = self._group
+        return group is not None and group.cancel_scope.cancel_called
 
     @property
     def failure(self) -> BaseException | None:

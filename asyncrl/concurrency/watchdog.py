@@ -33,7 +33,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..config.schema import WatchdogConfig
-from ..errors import LifecycleError, RankLost, StallError
+from ..errors import RankLost, StallError
 from ..telemetry.lag import top_user_frame
 from . import awake, sentry
 from .describe import culprit
@@ -64,9 +64,8 @@ class ProgressLimit:
 
 
 class WatchdogState(Enum):
-    """The life of a watchdog: NEW, WATCHING, ENDING, CLOSED. While ENDING only the deadline is checked."""
+    """The life of a watchdog: WATCHING, ENDING, CLOSED. While ENDING only the deadline is checked."""
 
-    NEW = "new"
     WATCHING = "watching"
     ENDING = "ending"
     CLOSED = "closed"
@@ -114,7 +113,7 @@ class Watchdog:
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
-        self.state = WatchdogState.NEW
+        self.state = WatchdogState.WATCHING
         self._config = config
         self._recorder = recorder
         self._progress_limit = progress_limit
@@ -144,9 +143,6 @@ class Watchdog:
         self._resources = contextlib.ExitStack()
 
     async def __aenter__(self) -> Watchdog:
-        if self.state is not WatchdogState.NEW:
-            raise LifecycleError(f"the watchdog was opened twice (it is {self.state.value}); create a new one")
-        self.state = WatchdogState.WATCHING
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
@@ -157,9 +153,10 @@ class Watchdog:
             self._resources.callback(self._writer.end, 1.0)
             if self._hard_exit:
                 self._start_sentry()
-            self._start_thread()
+            self._last_check = awake.now()
+            self._thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
+            self._thread.start()
             stack.pop_all()
-        self._keep_thread_alive()
         return self
 
     def _start_sentry(self) -> None:
@@ -201,22 +198,6 @@ class Watchdog:
         self._ending_reason = reason
         self._deadline = awake.now() + self._config.abort_grace_s
 
-    def _start_thread(self) -> None:
-        self._last_check = awake.now()
-        thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def _keep_thread_alive(self) -> None:
-        assert self._loop is not None and self._thread is not None
-        if self._stop.is_set():
-            return
-        if not self._thread.is_alive():
-            # If the system refuses a thread, the next call tries again.
-            with contextlib.suppress(RuntimeError):
-                self._start_thread()
-        self._loop.call_later(self._period, self._keep_thread_alive)
-
     def _main(self) -> None:
         while not self._stop.wait(min(_TICK_S, self._period)):
             if awake.now() - self._last_check < self._period:
@@ -225,7 +206,7 @@ class Watchdog:
             self._feed_sentry()
             try:
                 problem = self._find_problem()
-            except Exception as exc:
+            except BaseException as exc:
                 # Without this a broken counter would end the thread, and nothing would watch the run.
                 problem = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}")
             if problem is not None:

@@ -251,7 +251,7 @@ class LocalLedger:
         if self.on_change is not None:
             self.on_change()
         if self._recorder is not None:
-            self._recorder.gauge("queue/slots/depth", self.books.slots.held)
+            self._recorder.gauge("queue/slots/depth", self.books.slots_held)
 
     def _serve_applicants(self) -> None:
         for queue in self._queues.values():

@@ -62,7 +62,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..concurrency.slots import Slots
 from ..errors import LedgerError, VersionAhead
 from ..types import LedgerStatistics, Ticket
 
@@ -114,7 +113,6 @@ class Reservation:
     trained: int = 0
     dropped: int = 0
     failed: int = 0
-    slots: Slots = field(init=False)
     # The last result of `open_turn`, and the last rank with that turn: most calls look only at this rank.
     _open_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
@@ -136,8 +134,6 @@ class Reservation:
             )
         self.acknowledged = self.acknowledged or [self.turn] * self.ranks
         self.exhausted = self.exhausted or [False] * self.ranks
-        total = (self.max_staleness + 1) * self.groups_per_step
-        self.slots = Slots(total, len(self.entries) + sum(self.held.values()))
         self._arrived = {rank: {} for rank in self.trainers}
         for entry in self.entries.values():
             self._count(entry, 1)
@@ -195,6 +191,16 @@ class Reservation:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
+    @property
+    def slots(self) -> int:
+        """The number of slots of all ranks together."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def slots_held(self) -> int:
+        """Slots of live and claimed groups, and of committed steps that are not released."""
+        return len(self.entries) + sum(self.held.values())
+
     def open_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
         if self.acknowledged[self._slowest] != self._open_turn:
@@ -245,7 +251,7 @@ class Reservation:
             trained=self.trained,
             dropped=self.dropped,
             failed=self.failed,
-            slots=self.slots.total,
+            slots=self.slots,
         )
 
     def first_live(self) -> ReservedGroup | None:
@@ -269,7 +275,7 @@ class Reservation:
             waits = f"the earliest deadline is {t.deadline} (group {t.group_id} of rank {first.rank})"
         return (
             f"turn {self.turn}: {self.claimed} of {self.groups_per_step} places claimed, {self._live_count()} live, "
-            f"{sum(self.held.values())} held for publish, {self.slots.free} of {self.slots.total} slots free; {waits}"
+            f"{sum(self.held.values())} held for publish, {self.slots - self.slots_held} of {self.slots} slots free; {waits}"
         )
 
     # -- transitions -----------------------------------------------------------------------------------------------
@@ -283,8 +289,8 @@ class Reservation:
         if oldest is not None:
             if oldest > self.turn:
                 raise VersionAhead(
-                    f"group {group_id} claims to be sampled by version {oldest}, but this run is at {self.turn}: left by an "
-                    "earlier run, or stamped with another policy's version"
+                    f"group {group_id} claims to be sampled by the weights of turn {oldest}, but this run is at turn {self.turn}: "
+                    "submit groups that this run's weights sampled, not those of an earlier run or of another policy"
                 )
             admitted = oldest
             deadline = oldest + self.max_staleness
@@ -292,14 +298,13 @@ class Reservation:
                 return True, None
         if oldest is None and self.due(rank) == 0:
             return False, None
-        if self.open_turn() < self.warmup and self.slots.held >= self.groups_per_step:
+        if self.open_turn() < self.warmup and self.slots_held >= self.groups_per_step:
             return False, None
         deadline = admitted + self.max_staleness
-        if not self.slots.free or deadline < self.turn:
+        if self.slots_held >= self.slots or deadline < self.turn:
             return False, None
         if self.late == "wait" and not self.fits(deadline, claim=False):
             return False, None
-        self.slots.take()
         ticket = Ticket(group_id, admitted, deadline)
         self.entries[group_id] = ReservedGroup(ticket, rank)
         self._count(self.entries[group_id], 1)
@@ -309,7 +314,6 @@ class Reservation:
     def withdraw(self, ticket: Ticket) -> None:
         """Undo an admission whose caller was cancelled."""
         self._remove(self._live_entry(ticket))
-        self.slots.give()
         self.admitted -= 1
 
     def assign(self, ticket: Ticket, tokens: int) -> int:
@@ -370,7 +374,6 @@ class Reservation:
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
         """Remove a live group and free its slot. Errors: LedgerError for a group without a slot, or with a place."""
         self._remove(self._live_entry(ticket))
-        self.slots.give()
         self.dropped += outcome == "dropped"
         self.failed += outcome == "failed"
 
@@ -428,9 +431,7 @@ class Reservation:
     def _free_slots(self) -> bool:
         released = [t for t in self.held if t < self.open_turn()]
         for t in released:
-            count = self.held.pop(t)
-            self.slots.give(count)
-            self.trained += count
+            self.trained += self.held.pop(t)
         return bool(released)
 
     def lose_generator(self, rank: int) -> list[int]:

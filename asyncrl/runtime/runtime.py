@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
 from asyncrl.concurrency.ending import exit_blockers
-from asyncrl.concurrency.offload import offload, standby_threads
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import Config, WatchdogConfig
@@ -131,7 +131,6 @@ class Runtime:
             self._stack.callback(_warn_of_exit_blockers, exit_blockers())
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so it is closed last
-            self._stack.enter_context(standby_threads())
             try:
                 await offload(_OPENING.acquire, "the opening of another Runtime")
                 decided = await self._decide(self._stages)

@@ -16,8 +16,8 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 from .device_time import DeviceEvent, DeviceTimes
@@ -66,9 +66,7 @@ class Span:
             recorder._open_interval(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         recorder = self._recorder
         self.ended = recorder.clock()
         recorder._ranges.close(self._range)
@@ -89,9 +87,7 @@ class DeviceSpan(Span):
         self._device.begin(self._name, self.started)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         recorder = self._recorder
         is_timed = self._device.end()
         self.ended = recorder.clock()
@@ -114,12 +110,11 @@ class WaitSpan:
 
     def __enter__(self) -> Self:
         self.since = self._recorder.clock()
-        self._recorder._open_wait(self)
+        with self._recorder._lock:
+            self._recorder._waits[id(self)] = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._recorder._close_wait(self)
 
 
@@ -141,31 +136,10 @@ class WatchSpan(WaitSpan):
         self._recorder.change_actor(self.on, on)
         self.on, self.since = on, self._recorder.clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._recorder.change_actor(self.on, "")
-        self._recorder._remove_wait(self)
-
-
-class Timer:
-    """Context manager of `Recorder.timed`."""
-
-    __slots__ = ("_metric", "_recorder", "_started")
-
-    def __init__(self, recorder: Recorder, metric: str) -> None:
-        self._recorder = recorder
-        self._metric = metric
-        self._started = 0.0
-
-    def __enter__(self) -> Timer:
-        self._started = self._recorder.clock()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._recorder.count(self._metric, self._recorder.clock() - self._started)
+        with self._recorder._lock:
+            self._recorder._waits.pop(id(self), None)
 
 
 class Recorder:
@@ -311,9 +285,14 @@ class Recorder:
             self.count(name, value)
             self.count(f"{name}#")
 
-    def timed(self, metric: str) -> Timer:
+    @contextmanager
+    def timed(self, metric: str) -> Iterator[None]:
         """A context manager that adds the seconds inside the block to the count `metric`, whose name begins with `time/`."""
-        return Timer(self, metric)
+        started = self.clock()
+        try:
+            yield
+        finally:
+            self.count(metric, self.clock() - started)
 
     def drain(self, kept: tuple[str, ...] = ()) -> dict[str, float]:
         """Take the metrics since the last drain, by name: reduced samples, counts, and gauges. Counts whose names begin with one of
@@ -444,42 +423,27 @@ class Recorder:
     def _close_span(self, span: Span, is_stored: bool = True) -> None:
         """`is_stored`: False if a device's interval takes the place of this one."""
         with self._lock:
+            self._open_spans.pop(id(span), None)
             if span._lane is not None:
-                self._open_spans.pop(id(span), None)
                 self._lane_end[span._lane] = span.ended
                 if not is_stored:
                     return
                 self._store(self._busy, Interval(span._name, span._lane, span.started, span.ended))
             elif span._cause is not None:
-                self._open_spans.pop(id(span), None)
                 self._store(self._idle, Interval(span._cause, None, span.started, span.ended))
-            if len(self._events) < self.max_events:
-                duration = span.ended - span.started
-                self._events.append(("X", span._name, span._track, span.started, duration, _items(span._args)))
-            else:
-                self.dropped_events += 1
-
-    def _open_wait(self, wait: WaitSpan) -> None:
-        with self._lock:
-            self._waits[id(wait)] = wait
-
-    def _remove_wait(self, wait: WaitSpan) -> None:
-        with self._lock:
-            self._waits.pop(id(wait), None)
+            duration = span.ended - span.started
+            self._add_event("X", span._name, span._track, span.started, duration, _items(span._args))
 
     def _close_wait(self, wait: WaitSpan) -> None:
         with self._lock:
             end = self.clock()
             self._waits.pop(id(wait), None)
             self._store(self._idle, Interval(wait.cause, None, wait.since, end))
-            if len(self._events) < self.max_events:
-                args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
-                name, track = f"wait: {wait.what}", _GROUP_NAME.sub("groups", wait.who)
-                if track != wait.who:
-                    args["who"] = wait.who
-                self._events.append(("X", name, track, wait.since, end - wait.since, _items(args)))
-            else:
-                self.dropped_events += 1
+            args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
+            track = _GROUP_NAME.sub("groups", wait.who)
+            if track != wait.who:
+                args["who"] = wait.who
+            self._add_event("X", f"wait: {wait.what}", track, wait.since, end - wait.since, _items(args))
 
 
 def _items(args: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import subprocess
 import sys
@@ -18,10 +17,10 @@ import pytest
 import uvloop
 
 from asyncrl.concurrency import awake
-from asyncrl.concurrency.offload import offload, standby_threads
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
-from asyncrl.errors import LifecycleError, StallError
+from asyncrl.errors import StallError
 from asyncrl.telemetry.recorder import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ import asyncio, os, re, sys, threading, time
 import anyio
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.concurrency.offload import offload, standby_threads
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
@@ -300,17 +299,14 @@ async def test_a_gap_in_which_the_process_computed_is_not_lost(monkeypatch: pyte
     assert found == pytest.approx([0.0, 8.75, 8.75, 8.75]) and awake.now() == pytest.approx(at - 8.75)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that one is what is looked at
-@pytest.mark.parametrize("trouble", ["a broken counter", "no thread can be had", "its own thread ends"])
+@pytest.mark.parametrize("trouble", ["a broken counter", "no thread can be had"])
 async def test_what_befalls_the_watchdog_ends_no_watch(
     trouble: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[StallError] = []
-    done, looks = anyio.Event(), itertools.count()
+    done = anyio.Event()
 
     def limit() -> ProgressLimit:
-        if trouble == "its own thread ends" and next(looks) == 0:
-            raise SystemExit
         if trouble == "a broken counter":
             raise ZeroDivisionError("oops")
         return ProgressLimit((1, 2), 0.1, "nothing moved")
@@ -350,33 +346,14 @@ def test_a_timer_does_not_count_time_in_which_the_job_was_suspended() -> None:
 
 async def test_work_that_may_never_end_is_left_by_who_is_cancelled() -> None:
     before, go_on = threading.active_count(), threading.Event()
-    with standby_threads():
-        with anyio.move_on_after(0.01) as scope:
-            await offload(go_on.wait, "work", abandon=True)
-        assert scope.cancelled_caught and threading.active_count() == before + 3
-        assert await offload(lambda: 5, "work", abandon=True) == 5
-        [left] = [each for each in threading.enumerate() if each.name == "asyncrl-work"]
-        go_on.set()
-        left.join(10)
-        assert not left.is_alive()
-
-
-async def test_work_waits_for_the_threads_that_stand_by_where_no_other_can_be_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, results = threading.active_count(), list[int]()
-
-    async def work(number: int) -> None:
-        results.append(await offload(lambda: number, "work"))
-
-    with standby_threads():
-        monkeypatch.setattr(threading.Thread, "start", no_thread)
-        async with anyio.create_task_group() as group:
-            for number in range(5):
-                group.start_soon(work, number)
-    assert sorted(results) == [*range(5)] and threading.active_count() == before
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        await offload(lambda: 5, "work")
+    with anyio.move_on_after(0.01) as scope:
+        await offload(go_on.wait, "work", abandon=True)
+    assert scope.cancelled_caught and threading.active_count() == before + 1
+    assert await offload(lambda: 5, "work", abandon=True) == 5
+    [left] = [each for each in threading.enumerate() if each.name == "asyncrl-work"]
+    go_on.set()
+    left.join(10)
+    assert not left.is_alive()
 
 
 async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,8 +370,6 @@ async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.Monke
     )
     async with watchdog:
         watchdog.shutdown_deadline("test")
-        with pytest.raises(LifecycleError, match="twice"):
-            await watchdog.__aenter__()
     watchdog.close()
     for _ in range(20):  # a jump would not count: it is taken for a process that was stopped
         now[0] += 0.04
