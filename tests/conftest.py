@@ -41,7 +41,6 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",
     ("asyncrl/environments/sandbox.py", ("_start", "_end")): "in a thread, a cancellation could lose the process",
-    ("asyncrl/concurrency/leftovers.py", ("mark_of",)): "/proc, which the kernel writes from memory",
     ("asyncrl/rewards/pool.py", ("__aenter__",)): "os.getcwd: no disk",
     ("asyncrl/config/imports.py", ("_load_file",)): "the user's code is imported before the first step",
     ("asyncrl/models/policy.py", ("set_attention",)): "transformers looks at its own files, before the first step",

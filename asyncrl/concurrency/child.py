@@ -56,7 +56,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         output: IO[bytes] | None = None,
         folder: str | None = None,
-        mark: str | None = None,
+        guarded: bool = False,
         notify: Callable[[], None] | None = None,
     ) -> None:
         """Errors: OSError. Call it from a thread that lives as long as the child: to the kernel that thread is the parent.
@@ -66,14 +66,14 @@ class ChildProcess:
         environment: all environment variables of the child.
         output: the file for the child's standard output and error, which this object closes; None: our standard error.
         folder: the child's working directory; None: ours.
-        mark: start the child under a guard; processes of the child have this mark in their environment (`leftovers.py`).
+        guarded: start the child under a guard.
         notify: see `Channel`.
         """
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._output = output
         self._output_begin = 0 if output is None else os.fstat(output.fileno()).st_size
         self._output_tail = b""
-        self._guarded, self._killed = mark is not None, False
+        self._guarded, self._killed = guarded, False
         self._cancel_timer: Callable[[], None] | None = None
         with contextlib.ExitStack() as undo:
             if output is not None:
@@ -84,11 +84,11 @@ class ChildProcess:
                 channel, parent = str(theirs.fileno()), str(os.getpid())
                 # -P: no working directory in front of sys.path, where the user's files could shadow the standard library.
                 command = [sys.executable, "-P", "-m", module, channel]
-                if mark is None:
-                    command.append(parent)
-                else:
+                if guarded:
                     # The guard is the child's parent, and makes the kernel kill the child when the guard dies.
-                    command = [sys.executable, "-I", "-S", guard.__file__, parent, mark, *command]
+                    command = [sys.executable, "-I", "-S", guard.__file__, parent, *command]
+                else:
+                    command.append(parent)
                 self._popen = _start(command, (theirs.fileno(), *fds), environment, output or 2, folder)
             undo.callback(self._popen.wait)
             undo.callback(self._popen.kill)

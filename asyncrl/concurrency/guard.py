@@ -2,15 +2,14 @@
 
     run ── guard ── child ── processes that the user's functions start
 
-The run starts `guard.py RUN MARK COMMAND...` without importing the package. RUN is the run's process number. The last word of
+The run starts `guard.py RUN COMMAND...` without importing the package. RUN is the run's process number. The last word of
 COMMAND is the descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
 
 Guarantees
 * The guard kills all processes below it when the child ends, when the run ends in any way, and on SIGTERM. Process groups,
   sessions and daemons do not escape: on Linux the guard is the subreaper, which adopts orphans.
 * Afterwards the guard ends like the child: with the same exit code, or by the same signal.
-* If the guard is killed, the child dies too. Other processes of the child carry `MARK` in their environment; the next run kills
-  them (`leftovers.py`).
+* If the guard is killed, the child dies too. Other processes of the child go on.
 
 The guard signals only its own children and their groups. The number of such a process cannot be reused before the guard has reaped
 it. When a child dies, its children become children of the guard, and are killed in turn.
@@ -25,14 +24,13 @@ import select
 import signal
 import sys
 
-MARK = "ASYNCRL_CHILD"
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 # Kills are repeated, because a process may fork while its group is killed.
 _KILL_INTERVAL_S = 0.05
 _PARENT_CHECK_S = 1.0  # interval of checks that the run still lives
 
 
-def main(run_pid: int, mark: str, command: list[str]) -> None:
+def main(run_pid: int, command: list[str]) -> None:
     """Start `command`. When the child or the run ends, or at SIGTERM, kill everything and end like the child. Never returns."""
     # Each signal writes a byte into the pipe, so that `select` notices the signal.
     signals, writable = os.pipe()
@@ -41,7 +39,7 @@ def main(run_pid: int, mark: str, command: list[str]) -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    child = _start(mark, command)
+    child = _start(command)
     # A copy in the guard would keep the child's end of the channel open after the child's death.
     os.close(int(command[-1]))
     status, ending = None, False
@@ -55,7 +53,7 @@ def main(run_pid: int, mark: str, command: list[str]) -> None:
             ending = signal.SIGTERM in os.read(signals, 4096) or ending
 
 
-def _start(mark: str, command: list[str]) -> int:
+def _start(command: list[str]) -> int:
     """Process number of the new child. It gets its own session, so that signals to its process group do not reach the guard."""
     guard = os.getpid()
     child = os.fork()
@@ -66,9 +64,9 @@ def _start(mark: str, command: list[str]) -> int:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # If the guard died before PDEATHSIG was set, no signal would ever end the child.
         if os.getppid() == guard:
-            os.execve(command[0], command, {**os.environ, MARK: mark})
+            os.execv(command[0], command)
     finally:
-        # If execve failed, the fork must not go on as a second guard.
+        # If execv failed, the fork must not go on as a second guard.
         os._exit(127)
 
 
@@ -92,7 +90,7 @@ def _kill_children() -> bool:
         with open("/proc/thread-self/children", encoding="utf-8") as file:
             children = [int(number) for number in file.read().split()]
     except OSError:
-        # The kernel has no such file. PDEATHSIG kills the child when the guard ends; the next run finds the others by MARK.
+        # The kernel has no such file. PDEATHSIG kills the child when the guard ends; its other processes go on.
         return False
     killed = False
     for pid in children:
@@ -129,4 +127,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -30,7 +30,7 @@ Guarantees
 * A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
   functions, and ends after its last call. One successor starts at a time.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
-  process is killed (concurrency/guard.py). Opening the pool kills reward processes that dead runs left (concurrency/leftovers.py).
+  process is killed (concurrency/guard.py).
 
 The task that opens the pool must also close it, on the loop's thread.
 """
@@ -46,15 +46,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from asyncrl.concurrency.leftovers import kill_leftovers, mark_of
-from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import RewardConfig
@@ -149,7 +146,6 @@ class RewardPool:
         self._broken: AsyncrlError | None = None  # why dead workers cannot be replaced
         self._tasks: TaskGroup | None = None
         self._renewal = anyio.Lock()
-        self._started = 0  # number of started workers: the mark of the next one
         self._load_s = LOAD_S  # time limit of the next worker for its imports
 
     @classmethod
@@ -188,9 +184,6 @@ class RewardPool:
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
             if self._specs:
-                killed = await offload(kill_leftovers, "leftovers")
-                if killed:
-                    logger.warning("killed processes that rewards of dead runs had left: %s", ", ".join(killed))
                 await self._start_all()
         except BaseException:
             await self._close()
@@ -308,15 +301,9 @@ class RewardPool:
         return None
 
     async def _wait_ended(self, process: RewardWorker) -> None:
-        """Wait until the worker has ended by itself. If its guard was killed, kill the processes that the worker left."""
+        """Wait until the worker has ended by itself."""
         await asyncio.wait([process.ended])
         await self._end(process)
-        if process.guard_was_killed and (killed := await offload(partial(kill_leftovers, process.mark), "leftovers")):
-            logger.warning(
-                "the guard of reward worker %d was killed; killed the processes that it left: %s",
-                process.pid,
-                ", ".join(killed),
-            )
 
     def _check_wear(self, process: RewardWorker) -> None:
         calls, grown = process.wear
@@ -333,9 +320,8 @@ class RewardPool:
 
     async def _start(self) -> tuple[RewardWorker, list[LoadedFunction]]:
         """Start one worker, add it to `_alive`, and load the functions in it."""
-        self._started += 1
         try:
-            process = RewardWorker(self._folder, mark_of(self._started))
+            process = RewardWorker(self._folder)
         except OSError as error:
             if self._tasks is None:  # the pool is being opened
                 raise

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +60,7 @@ class RewardCall:
 class RewardWorker:
     """States: running, leaving (`hang_up`, `kill`), ended. The pool must call `hang_up` or `kill`, and then await `ended`."""
 
-    def __init__(self, folder: str, mark: str) -> None:
+    def __init__(self, folder: str) -> None:
         """Starts the process in `folder`. The first request must be `load`. Errors: OSError."""
         self._loop = asyncio.get_running_loop()
         self._last_id = 0
@@ -71,7 +70,6 @@ class RewardWorker:
         self._status = ""
         self._grown = 0
         self._wear_start = (0, 0)
-        self.mark = mark
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.place = 0
         # Whether the worker may take another request.
@@ -90,17 +88,12 @@ class RewardWorker:
         self.needs_successor = asyncio.Event()
         environment = os.environ | _THREADS
         self._child = ChildProcess(
-            "reward worker", MODULE, environment=environment, folder=folder, mark=mark, notify=self._on_readable
+            "reward worker", MODULE, environment=environment, folder=folder, guarded=True, notify=self._on_readable
         )
         # The process id of the guard. `load` replaces it by the worker's.
         self.pid = self._child.pid
         self.ended = self._child.ended
         self.ended.add_done_callback(lambda _: self._on_end())
-
-    @property
-    def guard_was_killed(self) -> bool:
-        """Whether the guard was killed, so that processes of the worker may be left. Also True if only the worker was killed."""
-        return self._child.exit_code == -signal.SIGKILL
 
     @property
     def wear(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ Each block has a connection of its own, and a process of its own. The process en
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shlex
 import sys
@@ -24,9 +23,6 @@ from mcp import Client, StdioServerParameters
 
 from asyncrl import Tool
 from asyncrl.concurrency import guard
-from asyncrl.concurrency.leftovers import mark_of
-
-_numbers = itertools.count(1_000_000)
 
 
 @asynccontextmanager
@@ -74,5 +70,5 @@ def _guarded(command: list[str], env: dict[str, str]) -> StdioServerParameters:
     """The command under a guard, which ends the server and all its processes when the connection or the run ends."""
     # The guard closes its copy of the descriptor that its last argument names: standard input, which tells the server to end.
     shell = ["/bin/sh", "-c", f"exec {shlex.join(command)}", "0"]
-    arguments = ["-I", "-S", guard.__file__, str(os.getpid()), mark_of(next(_numbers)), *shell]
+    arguments = ["-I", "-S", guard.__file__, str(os.getpid()), *shell]
     return StdioServerParameters(command=sys.executable, args=arguments, env=env)

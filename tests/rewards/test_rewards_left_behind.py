@@ -1,8 +1,6 @@
 """Nothing that a reward function starts outlives its worker: every end, in the short form of `tools/chaos rewards`."""
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import pytest
 from rewards_helpers import only_worker, pool, score, until
 from warm import children
 
-from asyncrl.concurrency import leftovers
 from asyncrl.errors import RewardCrash
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "chaos"
@@ -35,8 +32,6 @@ ENDS = {
     "pool closed": ENDED,
     "pool closed at work": ENDED,
     "watchdog's hard exit": [4],
-    "guard killed": GOES_ON,
-    "guard and run killed": KILLED,
 }
 
 
@@ -47,94 +42,6 @@ def test_nothing_outlives_its_worker(end):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)[end]
     assert (result["left"], result["run ended with"]) == ([], ENDS[end])
-
-
-# ---- whose process is whose
-
-
-@pytest.fixture
-def own_mark(monkeypatch):
-    """Every pool that opens on this machine looks for the usual name and ends what it finds: another test's would be first."""
-    monkeypatch.setattr(leftovers, "MARK", f"ASYNCRL_CHILD_OF_{os.getpid()}")
-
-
-def ended_number():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-@contextlib.contextmanager
-def marked(mark):
-    """A process in a session of its own with this mark in its environment."""
-    process = subprocess.Popen(["sleep", "600"], env={**os.environ, leftovers.MARK: mark}, start_new_session=True)
-    try:
-        # Popen returns before the kernel has given the new program its environment.
-        while not Path(f"/proc/{process.pid}/environ").read_bytes():
-            os.sched_yield()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def changed(field, value):
-    """The mark of a worker of this process, and so of a living run, with another number, start or namespaces."""
-    fields = leftovers.mark_of(1).split(":")
-    fields[field] = str(value(fields[field]))
-    return ":".join(fields)
-
-
-LEFT = {
-    "its run has ended": lambda: changed(0, lambda pid: ended_number()),
-    "another process has the number by now": lambda: changed(1, lambda start: int(start) - 1),
-}
-SPARED = {
-    "its run lives": lambda: changed(3, lambda number: number),
-    "another process namespace": lambda: changed(2, lambda spaces: f"1{spaces}").replace(str(os.getpid()), "1", 1),
-    "somebody else's variable": lambda: "yes",
-    "empty": lambda: "",
-}
-
-
-@pytest.mark.parametrize("case", LEFT)
-def test_what_a_dead_run_left_is_killed_by_the_next(own_mark, case):
-    with marked(LEFT[case]()) as process:
-        assert f"{process.pid} (sleep)" in leftovers.kill_leftovers()
-        assert process.wait() == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("case", SPARED)
-def test_what_belongs_to_others_is_left_alone(own_mark, case):
-    with marked(SPARED[case]()) as process:
-        assert not any(text.startswith(f"{process.pid} ") for text in leftovers.kill_leftovers())
-        assert process.poll() is None
-
-
-def test_a_run_that_a_reward_function_started_does_not_end_itself(own_mark):
-    """It carries the mark of a run that is dead by now, and so do its own processes."""
-    program = "import os, subprocess, sys; from asyncrl.concurrency import leftovers\n"
-    program += f"leftovers.MARK = {leftovers.MARK!r}\n"
-    program += "child = subprocess.Popen(['sleep', '600'])\n"
-    program += "print(any(text.startswith(f'{child.pid} ') for text in leftovers.kill_leftovers())); child.kill()"
-    environment = {**os.environ, leftovers.MARK: LEFT["its run has ended"](), "PYTHONPATH": str(TOOL.parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-@pytest.fixture
-def leftover(own_mark):
-    with marked(LEFT["its run has ended"]()) as process:
-        yield process
-
-
-async def test_the_line_of_the_next_run_names_who_was_killed(leftover, caplog):
-    process = leftover
-    async with pool("length"):
-        pass
-    assert process.wait() == -signal.SIGKILL
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("killed processes that rewards of dead runs had left: ") and f"{process.pid} (sleep)" in line
 
 
 # ---- the guard itself

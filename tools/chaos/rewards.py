@@ -5,7 +5,7 @@
 
 A reward function starts a brood: a child, a grandchild, a fork that ignores SIGTERM, a stopped one, a session, a daemon (two
 forks and a session), one with an empty environment, and one that is never the same process for longer than two milliseconds.
-Then its worker, its guard, its run or several of them end. Whatever of the brood lives after `--bound` seconds counts as left
+Then its worker or its run ends. Whatever of the brood lives after `--bound` seconds counts as left
 behind, and is killed by this program. The last line is JSON; the exit code is 1 where anything was left.
 """
 
@@ -31,8 +31,7 @@ from commands import is_alive, start, wait_for
 
 FILE = Path(__file__).resolve()
 BROOD = ("child", "grandchild", "fork", "stopped", "session", "daemon", "bare daemon", "restless")
-# How it ends -> what the function does once its brood is there: `wait`, `exit` (the worker), `go` (return), or `marked`: it
-# waits, without those that nobody but the guard can find.
+# How it ends -> what the function does once its brood is there: `wait`, `exit` (the worker), or `go` (return).
 ENDS = {
     "run killed at work": "wait",
     "run killed while idle": "go",
@@ -44,11 +43,8 @@ ENDS = {
     "pool closed": "go",
     "pool closed at work": "wait",
     "watchdog's hard exit": "go",
-    "guard killed": "marked",
-    "guard and run killed": "marked",
 }
-GOES_ON = ("worker killed", "worker crashes", "call times out", "call cancelled", "worker replaced", "guard killed")
-MARKED = BROOD[:6]  # what can be found once the guard is dead, too: it has an environment, and stays one process
+GOES_ON = ("worker killed", "worker crashes", "call times out", "call cancelled", "worker replaced")
 PATIENCE_S = 60.0  # for whatever must happen before the attack, on a machine that does other things too
 
 
@@ -67,9 +63,6 @@ def breeds(completions: list[str]) -> list[float]:
     os.kill(subprocess.Popen(["sleep", forever[3]]).pid, signal.SIGSTOP)
     subprocess.Popen(["sleep", forever[4]], start_new_session=True)
     _fork(token, 5, lambda: _daemon(lambda: os.execvp("sleep", ["sleep", forever[5]])))
-    if then == "marked":
-        _note(notes)
-        time.sleep(86400)
     _fork(token, 6, lambda: _daemon(lambda: os.execvpe("sleep", ["sleep", forever[6]], {})))
     _fork(token, 7, lambda: _daemon(lambda: _restless(Path(f"{notes}.pulse"))))
     _note(notes)
@@ -201,21 +194,15 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
     token = str(random.SystemRandom().randrange(10**8, 10**9))
     notes = folder / token
     process = _child(end, token, notes)
-    others = [process]
     try:
         if end not in ("worker crashes", "watchdog's hard exit", "worker replaced"):
-            expected = set(MARKED if ENDS[end] == "marked" else BROOD)
-            assert wait_for(lambda: notes.exists() and brood(token, notes) == expected, PATIENCE_S), (
+            assert wait_for(lambda: notes.exists() and brood(token, notes) == set(BROOD), PATIENCE_S), (
                 f"{end}: {brood(token, notes)} only"
             )
         assert wait_for(notes.exists, PATIENCE_S), f"{end}: no worker"
         worker, guard = (int(each) for each in notes.read_text(encoding="utf-8").split())
         guarded = guard != process.pid
-        _strike(end, process, worker, guard if guarded else None)
-        if end == "guard and run killed":  # the next owner
-            process.wait()
-            others.append(_child("pool closed", str(int(token) + 1), folder / "next"))
-            wait_for((folder / "next").exists, PATIENCE_S)
+        _strike(end, process, worker)
         if end in GOES_ON:
             assert process.stdout is not None and process.stdout.readline() == "scored again\n", f"{end}: no other call"
         elif process.poll() is None:
@@ -228,17 +215,12 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
         ]
         return {"left": left, "seconds": time.monotonic() - began, "code": process.poll()}
     finally:
-        for name in ("next", "next.pulse"):
-            (folder / name).unlink(missing_ok=True)
-        end_all(others)
+        end_all([process])
         _clean(token, notes)
-        _clean(str(int(token) + 1), folder / "next")
 
 
-def _strike(end: str, process: subprocess.Popen[str], worker: int, guard: int | None) -> None:
-    if guard is not None and end.startswith("guard"):
-        os.kill(guard, signal.SIGKILL)
-    if end in ("run killed at work", "run killed while idle", "guard and run killed"):
+def _strike(end: str, process: subprocess.Popen[str], worker: int) -> None:
+    if end in ("run killed at work", "run killed while idle"):
         process.kill()
     elif end == "worker killed":
         os.kill(worker, signal.SIGKILL)
