@@ -14,6 +14,7 @@ import logging
 import resource
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from .directory import RunDirectory, unusable_message
 
 logger = logging.getLogger("asyncrl.runtime")
 
-HISTORY = 2_000  # most lines in Journal.history
+HISTORY = 2_000  # lines in Journal.history
 # Metrics that every line has. They are 0 in a step that measured no such time.
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")
 
@@ -80,9 +81,8 @@ class Journal:
         )
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
-        # (version, metrics) of every `_every`-th line and of the last line.
-        self.history: list[tuple[int, dict[str, float]]] = []
-        self._added, self._every = 0, 1  # lines added; distance of the kept lines
+        # (version, metrics) of the newest lines.
+        self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=HISTORY)
         start = max(0, since or 0)
         live = "plain" if lines else config.telemetry.live if directory else "off"
         self.live = LiveView(live, last_version(config, base), start=start)
@@ -201,22 +201,12 @@ class Journal:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
     def _remember(self, version: int, line: dict[str, float]) -> None:
-        """Add a line to the history. Beyond `HISTORY` lines, every second line is removed, so memory stays bounded."""
+        """Add a line to the history, or further metrics to its last line."""
         # Each step makes new strings for the same names. Interned names share memory.
         line = {sys.intern(name): value for name, value in line.items()}
         if self.history and self.history[-1][0] == version:
-            self.history[-1] = (version, self.history[-1][1] | line)
-            return
-        # The last entry stays only if its number is a multiple of `_every`.
-        if self._added and (self._added - 1) % self._every:
-            self.history.pop()
+            line = self.history.pop()[1] | line
         self.history.append((version, line))
-        self._added += 1
-        if len(self.history) > HISTORY:
-            # `[::2]` drops the last line if the number of lines is even.
-            last = [] if len(self.history) % 2 else self.history[-1:]
-            self.history = self.history[::2] + last
-            self._every *= 2
 
     def warn(self, text: str | None) -> None:
         """Print a warning in the live view, or log it if the view is off. Ranks that write no files print nothing."""

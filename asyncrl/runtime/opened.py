@@ -78,7 +78,7 @@ _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: reason of a dropped or failed group -> count.
-    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of all lines; if over 2,000, of every n-th line."""
+    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of the newest 2,000 lines."""
 
     version: int
     books: LedgerStatistics
@@ -124,7 +124,6 @@ class OpenRun:
     profiler: StepProfiler
     prompts: PromptSource | None = None  # None if groups are submitted
     graph: Graph
-    collect_garbage: Callable[[], None]
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class OpenRun:
             reasons=dict(self.ports.book.reasons + (self.dispatch.reasons if self.dispatch else Counter())),
             seconds=time.perf_counter() - self._began,
             shares=self.journal.shares(),
-            history=self.journal.history[:],
+            history=[*self.journal.history],
         )
 
     def progress_limit(self) -> ProgressLimit | None:
@@ -257,7 +256,6 @@ class OpenRun:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
         self.listeners.push(self.journal.on_commit(report, extra))
-        self.collect_garbage()
 
     async def _at_version(self, version: int, first: bool = False) -> None:
         """Evaluate if due, write the line of metrics, and save a checkpoint if due. The slots of the step are released afterwards.

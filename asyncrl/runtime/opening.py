@@ -24,7 +24,7 @@ from .meeting import let_join, meet_ranks
 from .nodes import Nodes
 from .opened import OpenRun
 from .performance import StepProfiler
-from .progress import Listeners, Stages, collections_between_steps
+from .progress import Listeners, Stages, rare_collections
 from .saving import Checkpointer, SavedRun
 
 
@@ -57,7 +57,7 @@ async def open_run(
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
     run.wire(held_out)
-    run.collect_garbage = stack.enter_context(collections_between_steps(recorder))
+    stack.enter_context(rare_collections())
     nodes = Nodes(run, run.line) if isinstance(run.line, LineServer) else None
     if nodes is not None:
         stack.push_async_exit(nodes.close)

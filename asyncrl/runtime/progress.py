@@ -1,12 +1,10 @@
-"""The progress of a run: stages of start and end (for watchdog and live view), committed steps (for listeners), and garbage
-collection between two steps."""
+"""The progress of a run: stages of start and end (for watchdog and live view), and committed steps (for listeners)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -15,7 +13,6 @@ from asyncrl.concurrency.offload import offloaded_work
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import RankLost
-from asyncrl.telemetry.recorder import Recorder
 
 T = TypeVar("T")
 T_in = TypeVar("T_in", contravariant=True)
@@ -131,31 +128,20 @@ class StepStream(Generic[T]):
 
 
 @contextlib.contextmanager
-def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Freeze the objects of the start, and yield a function to call between two steps, which makes a full collection if it is due.
-    A full collection holds the GIL for 0.2 to 0.4 s once transformers is loaded, and Python would start one during any allocation.
-    The yielded function uses at most 1 % of the time. If the program has disabled the collector or frozen objects, nothing is
-    changed."""
-    thresholds, next_allowed = gc.get_threshold(), 0.0
+def rare_collections() -> Iterator[None]:
+    """Leave the objects of the start out of garbage collections, because with those of transformers a full collection holds the GIL
+    for 0.2 s. Make full collections of later objects, which take up to 20 ms, a hundredth as often. If the program has disabled the
+    collector or frozen objects, nothing is changed."""
+    thresholds = gc.get_threshold()
     if not gc.isenabled() or gc.get_freeze_count():
-        yield lambda: None
+        yield
         return
-
-    def collect() -> None:
-        nonlocal next_allowed
-        began = time.perf_counter()
-        if gc.isenabled() and gc.get_count()[2] > thresholds[2] and began > next_allowed:
-            with recorder.work("event loop", "collect garbage"):
-                gc.collect()
-            next_allowed = time.perf_counter() + 100 * (time.perf_counter() - began)
-
     # Frozen garbage would never be freed.
     gc.collect()
     gc.freeze()
-    # `collect` is never called in a program that generates without training. There Python collects, but 100 times as rarely.
     gc.set_threshold(thresholds[0], thresholds[1], 100 * thresholds[2])
     try:
-        yield collect
+        yield
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()

@@ -10,9 +10,8 @@ import tracemalloc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runtime_helpers import DRY, config_of
@@ -24,7 +23,7 @@ from asyncrl.pumps.metrics import COUNTED
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime import journal as runtime_journal
 from asyncrl.runtime.journal import Journal
-from asyncrl.runtime.progress import collections_between_steps
+from asyncrl.runtime.progress import rare_collections
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.rollouts import RolloutWriter
 from asyncrl.types import StepResult
@@ -79,50 +78,30 @@ def many_young_collections(count: int) -> None:
 
 
 @pytest.mark.usefixtures("usual")
-def test_a_step_collects_what_came_after_the_start_once_that_is_due(full: list[str]) -> None:
-    with collections_between_steps(Recorder()) as collect:
-        assert gc.get_freeze_count() > 10_000
-        old = Knot()
-        lost = weakref.ref(old)
-        # It is in the oldest generation then.
-        many_young_collections(2)
-        del old
+def test_old_objects_are_frozen_and_full_collections_are_rare(full: list[str]) -> None:
+    threshold = gc.get_threshold()[2]
+    with rare_collections():
+        assert gc.get_freeze_count() > 10_000 and gc.get_threshold()[2] == 100 * threshold
+        lost = weakref.ref(Knot())
         full.clear()
-        collect()
-        assert not full  # not due
-        many_young_collections(gc.get_threshold()[2] // 100 + 1)
-        assert not full and lost() is not None
-        collect()
-        assert full == ["progress.py:collect"] and lost() is None
-
-
-@pytest.mark.usefixtures("usual")
-def test_full_collections_take_at_most_a_hundredth_of_the_time(
-    full: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = count(1.0)  # so that a collection takes some seconds
-    monkeypatch.setattr("asyncrl.runtime.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    with collections_between_steps(Recorder()) as collect:
-        full.clear()
-        for _ in range(500):
-            many_young_collections(11)
-            collect()
-    assert 2 <= len(full) <= 4
+        many_young_collections(2 * threshold)
+        assert not full
+        gc.collect()
+        assert lost() is None
 
 
 def test_what_a_program_decided_itself_stays(usual: tuple[int, int, int], full: list[str]) -> None:
     gc.disable()
     try:
-        with collections_between_steps(Recorder()) as collect:
+        with rare_collections():
             assert gc.get_threshold() == usual and gc.get_freeze_count() == 0
-            collect()
         assert not gc.isenabled() and not full
     finally:
         gc.enable()
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with collections_between_steps(Recorder()):
+        with rare_collections():
             assert abs(gc.get_freeze_count() - frozen) < 1_000
         assert abs(gc.get_freeze_count() - frozen) < 1_000
     finally:
@@ -151,20 +130,6 @@ async def test_a_run_that_cannot_open_leaves_the_state(tmp_path: Path, usual: tu
         async with Runtime(config, rewards=share_of_nothing):
             pass
     assert gc.get_threshold() == usual
-
-
-async def test_a_run_collects_in_full_between_its_steps_alone(tmp_path: Path, full: list[str]) -> None:
-    config = config_of(tmp_path, "train.max_steps=60", base=DRY)
-    async with Runtime(config, rewards=share_of_nothing, write=False) as runtime:
-        full.clear()
-        # Far from a collection by Python's own count, also on a slow machine, where `collect` is called more rarely.
-        gc.set_threshold(100, 5, runtime_threshold := gc.get_threshold()[2])
-        assert runtime_threshold > 100
-        await runtime.run()
-        assert full and set(full) == {"progress.py:collect"}
-        spans = [event for event in runtime.recorder.events() if event.name == "collect garbage"]
-        assert len(spans) == len(full)
-        gc.set_threshold(700, 10, 10)
 
 
 def test_the_trace_is_nothing_for_the_collector_to_look_at() -> None:
@@ -230,14 +195,11 @@ def history_of(count: int) -> Iterator[list[tuple[int, dict[str, float]]]]:
         yield journal.history
 
 
-def test_the_history_of_a_long_run_is_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_of_a_long_run_has_its_newest_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_journal, "HISTORY", 8)
-    for last, history in enumerate(history_of(100)):
-        assert min(last + 1, 4) <= len(history) <= 8
-        assert history[0][0] == 0 and history[-1] == (last, {"a": float(last), f"groups/failed/{last}": 1.0})
-        versions = [version for version, _ in history]
-        steps = {after - before for before, after in pairwise(versions[:-1])}
-        assert len(steps) <= 1, versions  # evenly, but for the last one
+    for last, history in enumerate(history_of(20)):
+        assert [version for version, _ in history] == [*range(max(0, last - 7), last + 1)]
+        assert history[-1] == (last, {"a": float(last), f"groups/failed/{last}": 1.0})
 
 
 def test_counts_that_come_while_ranks_gather_a_step_are_in_the_next_step() -> None:

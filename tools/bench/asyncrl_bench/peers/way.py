@@ -36,7 +36,7 @@ from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.records.check import Limits
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.embedding import as_group
-from asyncrl.runtime.progress import collections_between_steps
+from asyncrl.runtime.progress import rare_collections
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Microbatch, StepResult, Trajectory
 
@@ -118,7 +118,7 @@ class Way:
             limits=self.limits,
         )
         self._graph = Graph(ports, None, [], self._at_version, self._on_step, self._at_version)
-        self._collect = self._stack.enter_context(collections_between_steps(self.recorder))
+        self._stack.enter_context(rare_collections())
         supervisor = await self._stack.enter_async_context(Supervisor())
         self._graph.start(supervisor)
         self._supervisor = supervisor
@@ -199,7 +199,6 @@ class Way:
     def _on_step(self, report: StepReport) -> None:
         for listener in self._listeners:
             listener.push(report)
-        self._collect()
         self.recorder.drain()
         self.recorder.take_window()
         for _ in report.groups:
