@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import enum
 import inspect
 import json
 import logging
-import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias
 
 import anyio
 from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
@@ -41,22 +38,6 @@ validate_call(lambda: None)
 MOST_THREADS = 256
 # The most characters of an error that the model reads.
 _ERROR_CHARACTERS = 300
-_SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-_BASIC: dict[Any, dict[str, Any]] = {
-    **{scalar: {"type": name} for scalar, name in _SCALARS.items()},
-    **{list: {"type": "array"}, tuple: {"type": "array"}, dict: {"type": "object"}, Any: {}},
-}
-# The sections of a docstring in Google's style, as transformers reads them.
-_DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
-_ARGUMENTS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
-_RETURNS = re.compile(r"\n\s*Returns:\n\s*(.*?)[\n\s]*(Raises:|\Z)", re.DOTALL)
-# An argument's name with its description, up to the next name that is not indented deeper.
-_ARGUMENT = re.compile(
-    r"(?:^|\n)([ \t]*)(\w+)(?:[ \t]*\([^()\n]*\))?:\s*(.*?)\s*"
-    r"(?=\n(?!\1[ \t])[ \t]*\w+(?:[ \t]*\([^()\n]*\))?:|\Z)",
-    re.DOTALL,
-)
-_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,93 +70,19 @@ def as_tool(tool: AnyTool) -> Tool:
 @lru_cache(maxsize=256)
 def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
     """(schema, the function with checked arguments). Errors: ConfigError."""
+    # Not at the top: this module is imported without torch, which these need.
+    from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
     try:
-        return json_schema(function), validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+        schema = get_json_schema(function)
+        return schema, validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"{getattr(function, '__qualname__', function)} cannot be a tool: {error} Give each argument a type, and describe the "
+            "tool and each argument in a docstring of Google's style; or give an asyncrl.Tool with a schema of your own"
+        ) from error
     except (ValueError, TypeError, NameError, PydanticUserError) as error:
         raise ConfigError(f"{getattr(function, '__qualname__', function)} cannot be a tool: {error}") from error
-
-
-def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a function, equal to that of `transformers.utils.get_json_schema`, which imports torch. Errors: ConfigError."""
-    name = getattr(function, "__name__", "operation")
-    documentation = inspect.getdoc(function) or ""
-    if not documentation:
-        raise ConfigError(f"the tool {name} has no docstring; describe there what the tool does, for the model")
-    described = _ARGUMENTS.search(documentation)
-    lines = "\n".join(line for line in (described[1] if described else "").split("\n") if line.strip())
-    texts = {match[1]: re.sub(r"\s*\n+\s*", " ", match[2].strip()) for match in _ARGUMENT.findall(lines)}
-    hints, required = get_type_hints(function), list[str]()
-    properties: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.annotation is parameter.empty:
-            if parameter.name in ("self", "cls") and not properties:
-                continue
-            raise ConfigError(
-                f"the argument {parameter.name} of the tool {name} has no type; write one, such as `: str`"
-            )
-        if parameter.name not in texts:
-            raise ConfigError(
-                f"the argument {parameter.name} of the tool {name} has no description; write a line `{parameter.name}: ...` "
-                "below `Args:` in its docstring"
-            )
-        text, choices = texts[parameter.name], _CHOICES.search(texts[parameter.name])
-        shape = _shape(hints[parameter.name], f"the argument {parameter.name} of the tool {name}")
-        if choices:
-            shape, text = {**shape, "enum": json.loads(choices[1])}, text[: choices.start()].strip()
-        properties[parameter.name] = {**shape, "description": text}
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
-    description = _DESCRIPTION.search(documentation)
-    summary = description[1].strip() if description else ""
-    result: dict[str, Any] = {"name": name, "description": summary, "parameters": parameters}
-    if "return" in hints:
-        returned = _RETURNS.search(documentation)
-        try:
-            result["return"] = _shape(hints["return"], "")
-        except ConfigError:
-            result["return"] = {}
-        if returned:
-            result["return"] = {**result["return"], "description": returned[1].strip()}
-    return {"type": "function", "function": result}
-
-
-def _shape(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint. `where`: the beginning of an error. Errors: ConfigError."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _choices([member.value for member in hint], where)
-    if origin is Literal:
-        return _choices([*inner], where)
-    if origin in (Union, types.UnionType):
-        shapes = [_shape(each, where) for each in inner if each is not type(None)]
-        if len(shapes) == 1:
-            [union] = shapes
-        elif all(shape.keys() == {"type"} and isinstance(shape["type"], str) for shape in shapes):
-            names = sorted({shape["type"] for shape in shapes})
-            union = {"type": names[0] if len(names) == 1 else names}
-        else:
-            union = {"anyOf": shapes}
-        return {**union, "nullable": True} if type(None) in inner else union
-    if origin is list:
-        return {"type": "array", "items": _shape(inner[0], where)}
-    if origin is tuple and len(inner) > 1 and ... not in inner:
-        return {"type": "array", "prefixItems": [_shape(each, where) for each in inner]}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _shape(inner[1], where)}
-    if origin is None and hint in _BASIC:
-        return dict(_BASIC[hint])
-    raise ConfigError(
-        f"{where} has the type {hint}, which has no JSON schema; use int, float, str, bool, an Enum, Literal, list[...], "
-        "dict[...] and unions of them, or give an asyncrl.Tool with a schema of your own"
-    )
-
-
-def _choices(values: list[Any], where: str) -> dict[str, Any]:
-    if not values or any(type(value) not in _SCALARS for value in values):
-        raise ConfigError(f"{where} has the choices {values}; expected numbers, texts, booleans or None")
-    names = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
-    return {"type": names[0] if len(names) == 1 else names, "enum": values}
 
 
 logger = logging.getLogger(__name__)

@@ -133,7 +133,7 @@ async def test_an_agent_without_a_reward_is_an_error_that_says_what_to_do(tmp_pa
 @pytest.mark.parametrize(
     ("name", "words", "line"),
     [
-        ("with_a_bare_tool", "the tool look has no docstring", "await policy.chat("),
+        ("with_a_bare_tool", "look because it has no docstring", "await policy.chat("),
         ("of_a_wrong_type", "the episode returned Reply(", "async def of_a_wrong_type("),
         ("without_a_template", "messages need a chat template, and the tokenizer has none", "await policy.chat([{"),
     ],
