@@ -12,19 +12,16 @@ import numpy as np
 from ..errors import DataError, RecordError
 from ..records.check import check_json, check_temperature
 from ..records.layout import Section
-from ..records.trajectories import component_sections, json_bytes, reward_number, tree_sections
+from ..records.trajectories import (
+    REASON_NUMBERS,
+    column_sections,
+    component_sections,
+    json_bytes,
+    reward_number,
+    tree_sections,
+)
 from ..records.write import Draft
-
-_FINISH_REASONS = {"stop": 1, "length": 2, "abort": 3}
-_COLUMNS = {
-    "mask": Section.MASK,
-    "logprobs": Section.LOGPROBS,
-    "sampled_logprobs": Section.SAMPLED_LOGPROBS,
-    "versions": Section.VERSIONS,
-    "advantages": Section.ADVANTAGES,
-    "reference_logprobs": Section.REFERENCE_LOGPROBS,
-    "routed_experts": Section.ROUTED_EXPERTS,
-}
+from ..types import FinishReason
 
 
 @dataclass(slots=True, eq=False)
@@ -102,15 +99,7 @@ def group_draft(
     }
     for position, row in enumerate(rows):
         _check(position, row)
-    for name, section in _COLUMNS.items():
-        column = [getattr(row, name) for row in rows]
-        missing = [position for position, values in enumerate(column) if values is None]
-        if missing and len(missing) < len(rows):
-            raise RecordError(
-                f"group {group}: {name} is missing for trajectories {missing}; give it for all or for none"
-            )
-        if not missing:
-            sections[section] = [np.asarray(values) for values in column]
+    sections |= column_sections(group, rows)
     if metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(metadata), "group metadata")
     size = len(rows) if group_size is None else group_size
@@ -157,6 +146,6 @@ def _check(position: int, row: Scored) -> None:
 
 
 def _reason_number(row: Scored) -> int:
-    if row.finish_reason not in _FINISH_REASONS:
-        raise RecordError(f"finish_reason is {row.finish_reason!r}; expected one of {', '.join(_FINISH_REASONS)}")
-    return _FINISH_REASONS[row.finish_reason]
+    if row.finish_reason not in REASON_NUMBERS:
+        raise RecordError(f"finish_reason is {row.finish_reason!r}; expected one of {', '.join(REASON_NUMBERS)}")
+    return REASON_NUMBERS[FinishReason(row.finish_reason)]

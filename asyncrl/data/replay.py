@@ -28,18 +28,14 @@ import numpy.typing as npt
 
 from asyncrl.errors import DataError
 from asyncrl.records.check import SILENT
-from asyncrl.types import FinishReason, Group, Prompt, RoutesArray, Ticket, Trajectory
+from asyncrl.records.read import read
+from asyncrl.records.trajectories import draft_of, group_metadata, trajectories_of
+from asyncrl.records.write import plan
+from asyncrl.types import Group, Prompt, Ticket
 
 from .store import copy_arrays
 
 MIN_WEIGHT = 1e-8  # of a group in a draw
-_COLUMNS: dict[str, npt.DTypeLike] = {
-    "tokens": "<i4",
-    "mask": "|b1",
-    "logprobs": "<f4",
-    "sampled_logprobs": "<f4",
-    "versions": "<i4",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,110 +127,45 @@ class ReplayBuffer:
 
 
 def encode(stored: Sequence[Stored]) -> dict[str, Any]:
-    """A JSON value. Per-token columns of all trajectories are concatenated, compressed by zlib and encoded in base64."""
-    rows = [t for s in stored for t in s.group.trajectories]
-    columns = {}
-    for name, dtype in _COLUMNS.items():
-        joined = np.concatenate([getattr(t, name) for t in rows]) if rows else np.zeros(0)
-        columns[name] = base64.b64encode(zlib.compress(joined.astype(dtype).tobytes(), 1)).decode()
-    return {
-        "groups": [
-            [s.group.group_id, s.group.ticket.admitted, s.group.ticket.deadline, s.group.prompt.epoch, s.priority]
-            for s in stored
-        ],
-        "sizes": [len(s.group.trajectories) for s in stored],
-        "lengths": [int(t.tokens.size) for t in rows],
-        "members": [
-            [t.prompt_length, t.temperature, str(t.finish_reason), t.reward, dict(t.components), _is_silent(t)]
-            for t in rows
-        ],
-        "columns": columns,
-        "trees": [_pack_tree(t) for t in rows],
-        "routes": [None if t.routed_experts is None else _pack(t.routed_experts) for t in rows],
-    }
+    """A JSON value: for each group a record (records/layout.py), compressed by zlib and encoded in base64."""
+    return {"groups": [_encode_group(s) for s in stored]}
 
 
 def decode(state: Mapping[str, Any]) -> list[Stored]:
-    """The inverse of `encode`. Errors: DataError for a damaged or incomplete value."""
+    """The inverse of `encode`. Errors: DataError for a damaged value."""
     try:
-        lengths = np.array(state["lengths"], dtype=np.int64)
-        columns = {
-            name: np.frombuffer(zlib.decompress(base64.b64decode(state["columns"][name])), dtype)
-            for name, dtype in _COLUMNS.items()
-        }
-        if any(column.size != lengths.sum() for column in columns.values()) or sum(state["sizes"]) != lengths.size:
-            raise ValueError("the columns have another number of tokens than `lengths`, or `sizes` another sum of rows")
-        starts = np.cumsum(lengths) - lengths
-        stored, row = [], 0
-        for (group_id, admitted, deadline, epoch, value), size in zip(state["groups"], state["sizes"], strict=True):
-            trajectories = []
-            for member in range(size):
-                tokens = slice(int(starts[row]), int(starts[row] + lengths[row]))
-                arrays: dict[str, Any] = {name: column[tokens].copy() for name, column in columns.items()}
-                # Buffers of old checkpoints have no routes.
-                arrays["routed_experts"] = _unpack(state["routes"][row]) if "routes" in state else None
-                # Buffers of old checkpoints have no trees.
-                arrays |= _unpack_tree(state["trees"][row]) if "trees" in state else {}
-                trajectories.append(_trajectory(group_id, member, size, state["members"][row], arrays))
-                row += 1
-            first = trajectories[0]
-            prompt = Prompt(group_id, first.tokens[: first.prompt_length], "", {}, epoch)
-            stored.append(Stored(Group(Ticket(group_id, admitted, deadline), prompt, tuple(trajectories)), value))
-        return stored
-    except (KeyError, IndexError, ValueError, TypeError, zlib.error) as error:
+        return [_decode_group(text) for text in state["groups"]]
+    except (KeyError, ValueError, TypeError, zlib.error) as error:
         raise DataError(
-            f"the saved replay buffer is damaged: {type(error).__name__}: {error}; resume from another checkpoint"
+            f"the saved replay buffer is damaged, or of another version of asyncrl: {type(error).__name__}: {error}; resume from "
+            "another checkpoint, or with replay.size=0"
         ) from error
 
 
-def _pack(routes: RoutesArray) -> list[Any]:
-    return [routes.dtype.str, list(routes.shape), base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()]
-
-
-def _unpack(packed: Sequence[Any] | None) -> RoutesArray | None:
-    if packed is None:
-        return None
-    dtype, shape, text = packed
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape).copy()
-
-
-def _pack_tree(t: Trajectory) -> list[Any]:
-    return [None if array is None else array.tolist() for array in (t.branches, t.turns)] + [t.turn_rewards]
-
-
-def _unpack_tree(packed: Sequence[Any]) -> dict[str, Any]:
-    branches, turns, rewards = packed
-    return {
-        "branches": None if branches is None else np.array(branches, np.int32).reshape(-1, 2),
-        "turns": None if turns is None else np.array(turns, np.int32),
-        "turn_rewards": None if rewards is None else tuple(rewards),
+def _encode_group(stored: Stored) -> str:
+    group, ticket = stored.group, stored.group.ticket
+    kept = {
+        "admitted": ticket.admitted,
+        "deadline": ticket.deadline,
+        "epoch": group.prompt.epoch,
+        "priority": stored.priority,
     }
+    record = plan(draft_of(group.group_id, group.trajectories, 0, kept)).record()
+    return base64.b64encode(zlib.compress(record, 1)).decode()
 
 
-def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], arrays: dict[str, Any]) -> Trajectory:
-    prompt_length, temperature, reason, reward, components, silent = scalars
-    return Trajectory(
-        group_id=group_id,
-        member=member,
-        group_size=size,
-        prompt_length=prompt_length,
-        temperature=temperature,
-        finish_reason=FinishReason(reason),
-        reward=reward,
-        components=components,
-        metadata={SILENT: True} if silent else {},
-        **arrays,
-    )
-
-
-def _is_silent(trajectory: Trajectory) -> bool:
-    return bool(trajectory.metadata.get(SILENT))
+def _decode_group(text: str) -> Stored:
+    record = read(zlib.decompress(base64.b64decode(text)))
+    kept, members = group_metadata(record), tuple(trajectories_of(record))
+    ticket = Ticket(record.group, kept["admitted"], kept["deadline"])
+    prompt = Prompt(record.group, members[0].tokens[: members[0].prompt_length], "", {}, kept["epoch"])
+    return Stored(Group(ticket, prompt, members), kept["priority"])
 
 
 def _stripped(group: Group) -> Group:
     """A copy of the group as a checkpoint would restore the group. Arrays are copied, so the store can free its rows."""
     trajectories = tuple(
-        replace(t, completion="", metadata={SILENT: True} if _is_silent(t) else {}, **copy_arrays(t))
+        replace(t, completion="", metadata={SILENT: True} if t.metadata.get(SILENT) else {}, **copy_arrays(t))
         for t in group.trajectories
     )
     first = trajectories[0]

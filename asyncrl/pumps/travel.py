@@ -25,12 +25,11 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 import numpy as np
 
-from asyncrl.client.scored import Scored, Sender, group_draft
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.errors import DataError, LedgerError, RankLost, RecordError, RecordTooLarge
 from asyncrl.records.check import check_trajectory
 from asyncrl.records.read import read
-from asyncrl.records.trajectories import group_metadata, is_whole_group, json_bytes, trajectories_of
+from asyncrl.records.trajectories import draft_of, group_metadata, is_whole_group, json_bytes, trajectories_of
 from asyncrl.records.write import plan
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Group, Prompt, Ticket
@@ -77,36 +76,13 @@ def encode_group(group: Group, epoch: int) -> bytearray:
         "ids": None if is_prefix else prompt.ids.tolist(),
         "extras": [_plain(t.extras) for t in group.trajectories],
     }
-    scored = [
-        Scored(
-            tokens=t.tokens,
-            reward=t.reward,
-            mask=t.mask,
-            logprobs=t.logprobs,
-            sampled_logprobs=t.sampled_logprobs,
-            versions=t.versions,
-            routed_experts=t.routed_experts,
-            prompt_length=t.prompt_length,
-            temperature=t.temperature,
-            finish_reason=t.finish_reason,
-            components=t.components,
-            messages=t.completion,
-            metadata=t.metadata,
-            branches=t.branches,
-            turns=t.turns,
-            turn_rewards=t.turn_rewards,
-        )
-        for t in group.trajectories
-    ]
-    planned = plan(group_draft(group.group_id, scored, Sender(epoch, -1), metadata=beside))
+    planned = plan(draft_of(group.group_id, group.trajectories, epoch, beside))
     if planned.size > MAX_BYTES:
         raise RecordTooLarge(
             f"group {group.group_id} has {planned.size:,} bytes, and a group that travels has at most {MAX_BYTES:,}; reduce "
             "rollout.group_size or rollout.max_tokens"
         )
-    record = bytearray(planned.size)
-    planned.write(memoryview(record))
-    return record
+    return planned.record()
 
 
 def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:

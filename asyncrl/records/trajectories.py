@@ -17,15 +17,26 @@ from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
 from .read import Record
-from .write import conform
+from .write import Draft, conform
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
+REASON_NUMBERS = {reason: number for number, reason in _REASONS.items()}
 # As integers, because look-ups with enum members as keys are slow.
 _TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)
 _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
 _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
+# Fields with a value per token.
+_COLUMNS = {
+    "mask": Section.MASK,
+    "logprobs": Section.LOGPROBS,
+    "sampled_logprobs": Section.SAMPLED_LOGPROBS,
+    "versions": Section.VERSIONS,
+    "advantages": Section.ADVANTAGES,
+    "reference_logprobs": Section.REFERENCE_LOGPROBS,
+    "routed_experts": Section.ROUTED_EXPERTS,
+}
 # Fields of a trajectory with a length of their own -> section, dtype, inner dimensions.
 _TREE: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
     "branches": (Section.BRANCHES, np.dtype("<i4"), (2,)),
@@ -77,6 +88,39 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
         Trajectory(group_id=group, group_size=record.group_size, **dict(zip(columns, row, strict=True)))
         for row in zip(*columns.values(), strict=True)
     ]
+
+
+def draft_of(group: int, members: Sequence[Trajectory], epoch: int, metadata: Mapping[str, Any]) -> Draft:
+    """The record of these members. `metadata`: of the group. Errors: RecordError for values that JSON cannot hold."""
+    sections: dict[int, Any] = {
+        Section.TOKENS: [t.tokens for t in members],
+        Section.REWARDS: [reward_number(t.reward, "reward") for t in members],
+        Section.PROMPT_LENGTHS: [t.prompt_length for t in members],
+        Section.TEMPERATURES: [t.temperature for t in members],
+        Section.FINISH_REASONS: [REASON_NUMBERS[t.finish_reason] for t in members],
+        Section.MESSAGES: [json_bytes(t.completion, "completion") for t in members],
+        Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in members],
+        Section.GROUP_METADATA: json_bytes(dict(metadata), "group metadata"),
+        **component_sections([t.components for t in members]),
+        **tree_sections(members),
+        **column_sections(group, members),
+    }
+    return Draft(group, [t.member for t in members], members[0].group_size, sections, epoch)
+
+
+def column_sections(group: int, members: Sequence[Any]) -> dict[int, Any]:
+    """The sections of columns with a value per token, by section id. Errors: RecordError if only some members have a column."""
+    sections: dict[int, Any] = {}
+    for name, section in _COLUMNS.items():
+        column = [getattr(member, name, None) for member in members]
+        missing = [position for position, values in enumerate(column) if values is None]
+        if missing and len(missing) < len(members):
+            raise RecordError(
+                f"group {group}: {name} is missing for trajectories {missing}; give it for all or for none"
+            )
+        if not missing:
+            sections[section] = [np.asarray(values) for values in column]
+    return sections
 
 
 def is_whole_group(trajectories: Sequence[Trajectory]) -> bool:

@@ -80,6 +80,12 @@ class Plan:
             size += (section_size + ALIGNMENT - 1) & -ALIGNMENT
         self.size = size
 
+    def record(self) -> bytearray:
+        """The record as bytes of this process."""
+        record = bytearray(self.size)
+        self.write(memoryview(record))
+        return record
+
     def write(
         self,
         buffer: memoryview,

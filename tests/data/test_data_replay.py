@@ -171,8 +171,14 @@ def test_what_is_stored_shares_nothing_with_what_was_given() -> None:
 def test_a_damaged_state_is_refused() -> None:
     buffer = ReplayBuffer(1, 9)
     buffer.add(group(0), SIGNAL)
-    for damage in ({"lengths": [1, 2]}, {"columns": {}}, {"sizes": [3]}):
+    [text] = encode(buffer.snapshot())["groups"]
+    for damage in (
+        {},
+        {"groups": [text[:-8]]},
+        {"groups": [text[:40] + "AAAA" + text[44:]]},
+        {"groups": [[0, 0, 2, 1, 1.4]]},
+    ):
         with pytest.raises(DataError, match="saved replay buffer"):
-            ReplayBuffer(1, 9).load(encode(buffer.snapshot()) | damage)
+            ReplayBuffer(1, 9).load(damage)
     with pytest.raises(ValueError, match="max_groups 0"):
         ReplayBuffer(0, 1)
