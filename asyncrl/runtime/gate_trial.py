@@ -247,7 +247,7 @@ class Trial:
                 generation, request = core.sequences.generation(slot, FinishReason.LENGTH), by_slot[slot]
                 row = np.concatenate([request.prompt_ids, generation.token_ids]).astype(np.int64)
                 ended.append((request, row, torch.from_numpy(generation.logprobs)))
-                core.remove(slot, keep_prefix=False)
+                core.remove(slot)
             if decoded == _NEW_VERSION:
                 # The weights are the same, and the caches are computed again as for a new version.
                 policy.version += 1

@@ -156,7 +156,7 @@ def run_steps(kind: str, captured: bool, mode: NoWaits, monkeypatch: pytest.Monk
             decoded = core.decode()
             steps += 1
             for slot in (*decoded.stopped, *decoded.ended):
-                core.remove(slot, keep_prefix=True)
+                core.remove(slot)
 
     with mode:
         for number, way in enumerate(WAYS):
@@ -180,7 +180,7 @@ def count_bands_and_bins() -> None:
     rows = TreePlan([400, *random.integers(20, 300, 40)], [-1, *[0] * 40]).rows
     for device in ("cpu", DEVICE):
         cache = KVCache(CacheShape(1, 64, 8, 1600, 128), torch.bfloat16, torch.device(device))
-        plan = DecodePlan(cache, position_n, [64])
+        plan = DecodePlan(cache, position_n)
         bands[device] = len(plan._bands_of(None))
         bins[device] = len(GeneralAttention(rows, None, 16, torch.device(device))._lazy_bins)
     assert bands["cpu"] > 30 and bands[DEVICE] <= 2, bands

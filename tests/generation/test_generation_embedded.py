@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.errors import DivergenceError, GenerationError
-from asyncrl.generation.embedded import plans
-from asyncrl.generation.embedded.cache import CacheShape, KVCache, split_rows
+from asyncrl.generation.embedded.cache import CacheShape, KVCache
 from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.types import FinishReason
@@ -156,37 +155,8 @@ def test_cache_size_is_predicted_and_starts_as_zeros(dtype: str) -> None:
     assert not torch.any(cache.data)
 
 
-@settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=70), gain=st.integers(0, 20000))
-def test_runs_of_similar_length_cover_all_rows_and_never_cost_more(lengths: list[int], gain: int) -> None:
-    array = np.array(lengths)
-    ends = split_rows(array, gain)
-    starts = [0, *ends[:-1]]
-    assert ends[-1] == len(lengths) and all(a < b for a, b in zip(starts, ends, strict=True))
-    cost = sum((b - a) * int(array[a:b].max()) for a, b in zip(starts, ends, strict=True))
-    assert cost + gain * (len(ends) - 1) <= len(lengths) * int(array.max())
-
-
 @pytest.mark.usefixtures("kernels")
-async def test_rows_of_very_different_length_are_cut_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.generation.embedded.cache.SPLIT_GAIN_BYTES", 1)
+async def test_rows_of_very_different_length_are_exact() -> None:
     policy, plain = policy_and_plain("qwen3")
     requests = [request(size, size, max_tokens=3 + size % 7) for size in (60, 58, 3, 2, 30, 5, 44)]
     assert_plain(plain, requests, await answered(policy, requests, max_sequences=5))
-
-
-def test_attention_of_a_decode_step_by_products_equals_the_kernel() -> None:
-    torch.manual_seed(0)
-    attended = []
-    lengths = np.array([3, 40, 41, 17, *range(20, 40)])
-    for rows in (1, 10**9):  # always, never
-        stored = KVCache(CacheShape(1, 24, 2, 48, 16), torch.float32, torch.device("cpu"))
-        generator = torch.Generator().manual_seed(1)
-        stored.data.copy_(torch.randn(stored.data.shape, generator=generator))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "_PRODUCTS_ROWS", rows)
-            plan = plans.DecodePlan(stored, lengths - 1, [4, 24])
-            query, key, value = (torch.randn(24, h, 16, generator=generator) for h in (6, 2, 2))
-            attended.append(plan.attend(0, query, key, value, 0.25))
-    torch.testing.assert_close(attended[0], attended[1], rtol=0, atol=2e-6)
-    assert torch.isfinite(attended[0]).all()

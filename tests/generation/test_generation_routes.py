@@ -95,12 +95,12 @@ def test_prompts_shared_prompts_and_completions_are_those_of_one_forward(path: M
     for _ in range(5):
         for slot in steps(core, 1):
             check(core.sequences.generation(slot, FinishReason.LENGTH), prompts[slot], plain)
-            core.remove(slot, keep_prefix=True)
+            core.remove(slot)
             checked += 1
     assert checked == 3 and core.tokens_copied == 18
-    slot = core.add(request(short, 4, 7), ())  # takes a slot before the lane has saved the prompt of the last holder
-    other = core.add(request(long, 4, 8, "a"), ())
-    assert set(steps(core, 4)) == {slot, other} and core.tokens_copied == 36
+    slot = core.add(request(short, 4, 7), ())
+    other = core.add(request(long, 4, 8, "a"), ())  # its prompt has no holder any more
+    assert set(steps(core, 4)) == {slot, other} and core.tokens_copied == 18
     check(core.sequences.generation(slot, FinishReason.LENGTH), short, plain)
     check(core.sequences.generation(other, FinishReason.LENGTH), long, plain)
 
@@ -153,7 +153,7 @@ def test_who_shares_a_prompt_that_was_computed_again_has_the_routes_of_its_own_c
     early = core.sequences.generation(first, FinishReason.ABORT).routed_experts
     late = core.sequences.generation(second, FinishReason.LENGTH).routed_experts
     assert early is not None and late is not None and not np.array_equal(early[:8], late[:8])
-    core.remove(first, keep_prefix=False)
+    core.remove(first)
     again = core.add(request(prompt, 2, 3), ())
     assert again == first  # the slot knows nothing of the sequence before
     while again not in steps(core, 1):
@@ -171,7 +171,7 @@ def test_the_next_turn_has_the_routes_of_the_whole_history() -> None:
     slot = core.add(asked, ())
     assert steps(core, 4) == [slot]
     answer = core.sequences.generation(slot, FinishReason.LENGTH)
-    core.remove(slot, keep_prefix=False, keep_row=True)
+    core.remove(slot, keep_row=True)
     assert core.sequences.routes is not None
     core.sequences.routes[[other for other in range(4) if other != slot]] = 5  # of nobody
     before, prompts = core.tokens_prefilled, {}

@@ -132,7 +132,7 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
         for part, (row, first, n) in zip(out.split([n for _, _, n in own]), own, strict=True):
             check(part, row, first, n)
     position = np.array(lengths)
-    plan_ = plans.DecodePlan(stored, position, stored.runs(position + 1))
+    plan_ = plans.DecodePlan(stored, position)
     query, key, value = (torch.stack([own[i][-1] for own in tokens]) for i in range(3))
     out = plan_.attend(1, query, key, value, 0.3, terms)
     for row, length in enumerate(lengths):
@@ -148,7 +148,7 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
         stored = KVCache(CacheShape(1, 3, 2, 48, 16), torch.float32, torch.device("cpu"))
         stored.data.copy_(torch.randn(stored.data.shape, generator=generator))
         position = np.array([20, 3, 11])
-        plan = plans.DecodePlan(stored, position, stored.runs(position + 1))
+        plan = plans.DecodePlan(stored, position)
         query, key, value = (torch.randn(3, heads, 16, generator=generator) for heads in (6, 2, 2))
         outs.append(plan.attend(0, query, key, value, 0.3, AttentionTerms(window)))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
@@ -156,13 +156,9 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
 
 def test_rows_read_their_bands_alone() -> None:
     position = np.array([1000, 1003, 1010, 5, 5000, 5001])
-    assert plans.split_bands(position, 100, gain=200, most=10**9) == [
-        (0, 3, 901, 1011),
-        (3, 4, 0, 6),
-        (4, 6, 4901, 5002),
-    ]
-    assert [run[:2] for run in plans.split_bands(position, 100, gain=200, most=150)] == [(i, i + 1) for i in range(6)]
-    assert plans.split_bands(position, None, gain=10**9, most=10**9) == [(0, 6, 0, 5002)]
+    assert plans.split_bands(position, 100, most=600) == [(0, 3, 901, 1011), (3, 4, 0, 6), (4, 6, 4901, 5002)]
+    assert [run[:2] for run in plans.split_bands(position, 100, most=150)] == [(i, i + 1) for i in range(6)]
+    assert plans.split_bands(position, None, most=10**9) == [(0, 6, 0, 5002)]
 
 
 # -- models ---------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_decode(launches: Launches) -> None:
         position = np.array([3, 9, 4, 20])
         launches.found.clear()
         with torch.no_grad(), launches:
-            model.hidden(torch.tensor([1, 2, 3, 4]), torch.from_numpy(position), DecodePlan(cache, position, [4]))
+            model.hidden(torch.tensor([1, 2, 3, 4]), torch.from_numpy(position), DecodePlan(cache, position))
         return Counter(launches.found)
 
     found = a_layer(count)

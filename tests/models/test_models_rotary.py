@@ -152,7 +152,7 @@ def test_the_sampler_grows_past_the_original_context_with_the_trainer(config: An
             core.prefill()
         for slot in core.decode().ended:
             ended[slot] = core.sequences.generation(slot, FinishReason.LENGTH)
-            core.remove(slot, keep_prefix=False)
+            core.remove(slot)
     rows = [np.concatenate([prompt, ended[slot].token_ids]) for slot in slots]
     sampled = [torch.from_numpy(ended[slot].logprobs) for slot in slots]
     torch.testing.assert_close(sampled, trained(policy, rows), atol=1e-4, rtol=0)

@@ -198,7 +198,7 @@ def sampled(core: TorchTrainer, lengths: tuple[int, ...]) -> Group:
                 logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
                 temperature=1.0, routed_experts=generation.routed_experts,
             )  # fmt: skip
-            engine.remove(slot, keep_prefix=False)
+            engine.remove(slot)
     return replace(group, trajectories=tuple(found[i] for i in range(len(slots))))
 
 

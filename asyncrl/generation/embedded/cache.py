@@ -6,11 +6,8 @@ more sequences, change that shape (`fit`) and move the cached positions. Running
 so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
 queries that share a key head are G query positions of one attention call).
 
-One attention call pads all its rows to the longest. So `split_rows` cuts [0..n) into a few *runs* of rows of similar length,
-with one call for each run. All rows grow by one a step, so the cut stays good until a row is added or removed.
-
 Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, as that kernel
-requires, and rows are not cut into runs. Other code reads a transposed view with the dimensions in the usual order.
+requires. Other code reads a transposed view with the dimensions in the usual order.
 
 The buffer starts as zeros: padding is masked by adding -inf to its scores, and a NaN in memory that was never written would
 stay a NaN.
@@ -21,7 +18,6 @@ Shape legend: K key/value heads, D head size, n running rows.
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,9 +27,6 @@ from torch import Tensor
 from asyncrl.models.attention.ragged import kernel_for
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
-
-# One more attention call in each layer costs about 70 us, the time of reading this many bytes of padding.
-SPLIT_GAIN_BYTES = 1_500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +45,10 @@ class CacheShape:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU the memory is mapped, so unused pages never become resident (torch.zeros writes them all)."""
+    """Zeros. On a CPU unused pages never become resident: numpy asks the system for zeros, torch writes them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class KVCache:
@@ -70,7 +61,7 @@ class KVCache:
         )
         self.kernel = kernel_for(device, dtype, shape.head_size)
         self._view(shape)
-        # The native kernel reads only the positions that a row has, so it needs no runs and no masks.
+        # The native kernel reads only the positions that a row has, so it needs no masks.
         self.native = native.attends(shape.head_size, self._planes)
 
     def _view(self, shape: CacheShape) -> None:
@@ -116,17 +107,6 @@ class KVCache:
         """Device of the buffer."""
         return self.data.device
 
-    @property
-    def bytes_per_position(self) -> int:
-        """Bytes of keys and values of one position in one layer."""
-        return 2 * self.shape.heads * self.shape.head_size * self.data.element_size()
-
-    def runs(self, length_n: Int64Array) -> list[int]:
-        """The ends of the runs of rows [0..n) that share an attention call; valid until a row is added or removed."""
-        if self.native or self.kernel is not None:
-            return [int(length_n.size)]
-        return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
-
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` into row `target`, in all layers."""
         if length and source != target:
@@ -136,40 +116,6 @@ class KVCache:
         """Let two rows change places. `length` and `other_length`: how many positions each holds, perhaps none."""
         if not length:
             row, other, length, other_length = other, row, other_length, length
-        saved = self.save(other, other_length) if other_length else None
+        saved = self.data[:, :, other, :, :other_length].clone()
         self.copy_row(row, other, length)
-        if saved is not None:
-            self.restore(saved, row)
-
-    def save(self, row: int, length: int) -> Tensor:
-        """A copy [layers, 2, K, length, D] that outlives the row."""
-        return self.data[:, :, row, :, :length].clone()
-
-    def restore(self, saved: Tensor, row: int) -> None:
-        """Write the result of `save` into the first positions of `row`, in all layers."""
-        self.data[:, :, row, :, : saved.shape[3]] = saved
-
-
-def split_rows(length_n: Int64Array, gain: int) -> list[int]:
-    """Cut rows [0..n) into runs of similar length: the ends of the runs, ascending, the last is n.
-
-    The best cut is made if it saves more than `gain` padded positions; then both parts are cut in the same way.
-    """
-    ends: list[int] = []
-
-    def cut(start: int, stop: int) -> None:
-        lengths = length_n[start:stop]
-        if stop - start > 1:
-            left = np.maximum.accumulate(lengths)[:-1]
-            right = np.maximum.accumulate(lengths[::-1])[::-1][1:]
-            count = np.arange(1, stop - start)
-            cost = left * count + right * (stop - start - count)
-            best = int(cost.argmin())
-            if int(lengths.max()) * (stop - start) - int(cost[best]) > gain:
-                cut(start, start + best + 1)
-                cut(start + best + 1, stop)
-                return
-        ends.append(stop)
-
-    cut(0, int(length_n.size))
-    return ends
+        self.data[:, :, row, :, :other_length] = saved

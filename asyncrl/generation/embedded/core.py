@@ -10,7 +10,7 @@ Versions: each closure reads `policy.version` at its start. The lane runs one cl
 the closure's end. All its tokens get that version.
 
 Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys and values of the prompt are computed once per
-(key, version). The other sequences copy them from the row of a running sequence or from a saved copy.
+(key, version). The other sequences copy them from the row of a running sequence.
 
 Sessions: the row of a finished request is kept until the next request of its session, which computes only the tokens behind the
 longest common beginning. If that request needs only a part of a kept row, or of the row of a running request, it copies the part.
@@ -20,9 +20,8 @@ versions old is computed again. So is a prefix of an older version without a sam
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 from asyncrl.models.copying import to_device
 from asyncrl.models.routes import Routes
-from asyncrl.types import GenerationRequest, Int64Array, RoutesArray
+from asyncrl.types import GenerationRequest, Int64Array
 
 from .cache import KVCache
 from .graphs import DecodeGraphs
@@ -59,16 +58,6 @@ class Policy(Protocol):
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
     def set_training(self, training: bool) -> None: ...
-
-
-@dataclass(slots=True)
-class Prefix:
-    """Where to find the keys and values of a shared prompt, computed under the current version."""
-
-    length: int  # tokens of the prompt, without the last
-    holders: set[int] = field(default_factory=set)  # slots whose rows hold them
-    saved: Tensor | None = None  # copy [layers, 2, K, length, D], if no row holds them
-    routes: RoutesArray | None = None  # [length, layers, k], if `saved` is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +101,10 @@ class Core:
         self.version = policy.version
         self.tokens_prefilled = 0
         self.tokens_copied = 0
-        self._prefixes: OrderedDict[PrefixKey, Prefix] = OrderedDict()
+        # The slots whose rows hold a shared prompt, computed under the current version, without its last token.
+        self._holders: dict[PrefixKey, set[int]] = {}
         # Copies of rows, which the next closure makes first.
         self._pending_copies: list[Callable[[], None]] = []
-        # See `KVCache.runs`. None: a row was added or removed, so the runs must be computed again.
-        self._run_ends: list[int] | None = None
 
     # -- between closures, on the loop --------------------------------------------------------------------------------
 
@@ -129,7 +117,6 @@ class Core:
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
         """Assign a slot and a row to the request. Returns the slot. The caller has checked that running sequences leave room."""
-        self._run_ends = None
         columns = self.sequences
         limit = int(request.prompt_ids.size) + request.sampling.max_tokens
         source, reused = self._find_prefix(request)
@@ -204,28 +191,18 @@ class Core:
         self._pending_copies += [partial(self.cache.swap_rows, *move) for move in self.sequences.moves]
         self.sequences.moves.clear()
 
-    def remove(self, slot: int, *, keep_prefix: bool, keep_row: bool = False) -> None:
-        """Free the slot. `keep_prefix`: a waiting request has the same prompt, so its keys and values are saved. `keep_row`: keep
-        the row if the request has a session."""
-        columns = self.sequences
-        key, row = columns.prefix_key[slot], int(columns.row_of[slot])
-        prefix = self._prefixes.get(key) if key is not None else None
-        if key is not None and prefix is not None and slot in prefix.holders:
-            prefix.holders.discard(slot)
-            if not prefix.holders and prefix.saved is None:
-                if keep_prefix and prefix.length <= self.prefill_tokens:
-                    # The routes are copied at once: a new sequence may get the slot. The next closure copies keys and values first.
-                    if columns.routes is not None:
-                        prefix.routes = columns.routes[slot, : prefix.length].copy()
-                    self._pending_copies.append(lambda: self._save_prefix(key, prefix, row))
-                else:
-                    del self._prefixes[key]
+    def remove(self, slot: int, *, keep_row: bool = False) -> None:
+        """Free the slot. `keep_row`: keep the row if the request has a session."""
+        columns, key = self.sequences, self.sequences.prefix_key[slot]
+        if key is not None and (holders := self._holders.get(key)) is not None:
+            holders.discard(slot)
+            if not holders:
+                del self._holders[key]
         if keep_row and self.kept_max_age is not None and columns.session[slot] is not None and columns.cached[slot]:
             columns.keep(slot)
         else:
             columns.remove(slot)
         self._queue_moves()
-        self._run_ends = None
 
     # -- on the lane --------------------------------------------------------------------------------------------------
 
@@ -239,7 +216,7 @@ class Core:
             self._fit(rows, self.sequences.longest)()
         if version != self.version:
             self.version = version
-            self._prefixes.clear()
+            self._holders.clear()
             columns = self.sequences
             slots = columns.running_slots
             # Without `recompute`, only a prompt without sampled tokens is computed again. So versions of tokens tell which weights
@@ -298,9 +275,7 @@ class Core:
             captured = self.graphs.hidden(tokens, position, columns.cached[columns.occupied_slots[slots.size :]])
             if captured is not None:
                 return captured, None
-        if self._run_ends is None:
-            self._run_ends = self.cache.runs(position + 1)
-        plan = DecodePlan(self.cache, position, self._run_ends)
+        plan = DecodePlan(self.cache, position)
         plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
         return self.policy.hidden(to_device(tokens, device), to_device(position, device), plan), plan.routes
 
@@ -321,7 +296,7 @@ class Core:
         for slot in slots[columns.cached[slots] < columns.length[slots] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
-                if key in self._prefixes:
+                if key in self._holders:
                     self._copy_prefix(slot, key)
                 elif key in computing:
                     continue  # copied from that piece's row later
@@ -368,7 +343,7 @@ class Core:
         columns = self.sequences
         key, length = columns.prefix_key[slot], int(columns.prompt[slot]) - 1
         if key is not None and length > 0 and columns.cached[slot] >= length:
-            self._prefixes.setdefault(key, Prefix(length)).holders.add(slot)
+            self._holders.setdefault(key, set()).add(slot)
 
     def _copy_new_prefixes(self) -> None:
         """Copy prompts that this closure has completed into the rows of sequences with the same prompt."""
@@ -376,39 +351,15 @@ class Core:
         slots = columns.running_slots
         for slot in slots[columns.cached[slots] < columns.prompt[slots] - 1].tolist():
             key = columns.prefix_key[slot]
-            if key is not None and key in self._prefixes:
+            if key is not None and key in self._holders:
                 self._copy_prefix(slot, key)
 
     def _copy_prefix(self, slot: int, key: PrefixKey) -> None:
-        columns, prefix = self.sequences, self._prefixes[key]
-        row = int(columns.row_of[slot])
-        if prefix.holders:
-            holder = next(iter(prefix.holders))
-            self.cache.copy_row(int(columns.row_of[holder]), row, prefix.length)
-            if columns.routes is not None:
-                columns.routes[slot, : prefix.length] = columns.routes[holder, : prefix.length]
-        else:
-            assert prefix.saved is not None
-            self.cache.restore(prefix.saved, row)
-            if columns.routes is not None:
-                assert prefix.routes is not None
-                columns.routes[slot, : prefix.length] = prefix.routes
-        prefix.saved = prefix.routes = None  # not needed while a row holds the prompt
-        prefix.holders.add(slot)
-        columns.cached[slot], columns.oldest[slot] = prefix.length, self.version
-        self.tokens_copied += prefix.length
-
-    def _save_prefix(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
-        """Save the prompt in `row`, whose sequence has ended. Evicts the oldest copies beyond `prefill_tokens` saved positions."""
-        # Nothing to save: since `remove`, the prompt was dropped, computed again or copied to another row.
-        if self._prefixes.get(key) is not prefix or prefix.holders:
-            return
-        prefix.saved = self.cache.save(row, prefix.length)
-        self._prefixes.move_to_end(key)
-        saved = [(other_key, other) for other_key, other in self._prefixes.items() if other.saved is not None]
-        total = sum(other.length for _, other in saved)
-        for other_key, other in saved:
-            if total <= self.prefill_tokens:
-                break
-            total -= other.length
-            del self._prefixes[other_key]
+        columns, holders = self.sequences, self._holders[key]
+        holder, length = next(iter(holders)), int(columns.prompt[slot]) - 1
+        self.cache.copy_row(int(columns.row_of[holder]), int(columns.row_of[slot]), length)
+        if columns.routes is not None:
+            columns.routes[slot, :length] = columns.routes[holder, :length]
+        holders.add(slot)
+        columns.cached[slot], columns.oldest[slot] = length, self.version
+        self.tokens_copied += length

@@ -21,7 +21,7 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest
 from .cache import CacheShape, KVCache
 from .core import Core, Decoded
 from .plain_core import PlainCore
-from .sequences import Sequences, prefix_key
+from .sequences import Sequences
 from .stops import StopStrings
 
 if TYPE_CHECKING:
@@ -156,10 +156,8 @@ class EmbeddedEngine(OwnedEngine):
         self.core.end_session(session)
 
     def _remove(self, job: Job, finished: bool) -> None:
-        key = prefix_key(job.request)
-        needed_again = key is not None and any(prefix_key(other.request) == key for other in self._waiting)
         self._stop_strings.pop(job.slot, None)
-        self.core.remove(job.slot, keep_prefix=needed_again, keep_row=finished)
+        self.core.remove(job.slot, keep_row=finished)
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core

@@ -132,7 +132,7 @@ class DecodeGraphs:
         longest = np.full(rows, self._longest - 1)
 
         def compute() -> Tensor:
-            return self.policy.hidden(tokens, position, DecodePlan(self.cache, longest, [rows], layout))
+            return self.policy.hidden(tokens, position, DecodePlan(self.cache, longest, layout))
 
         out, replay = self._capture(compute)
         assert self.policy.fused is not None

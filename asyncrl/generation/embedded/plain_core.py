@@ -73,8 +73,8 @@ class PlainCore:
     def end_session(self, session: str) -> None:
         """Nothing is kept here for a session."""
 
-    def remove(self, slot: int, *, keep_prefix: bool, keep_row: bool = False) -> None:
-        """Free the slot. `keep_prefix` and `keep_row` are ignored, because requests share no cache here."""
+    def remove(self, slot: int, *, keep_row: bool = False) -> None:
+        """Free the slot. `keep_row` is ignored, because requests share no cache here."""
         self.sequences.remove(slot)
         self.sequences.moves.clear()
         if slot in self._without_cohort:

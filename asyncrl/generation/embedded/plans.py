@@ -10,7 +10,6 @@ Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,47 +23,27 @@ from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
-from .cache import SPLIT_GAIN_BYTES, KVCache
+from .cache import KVCache
 
 # One product with terms reads at most this many bytes of float32 keys. Keys in bfloat16 are copied; the copy must fit CPU caches.
 _BAND_BYTES = 8 << 20
-# The same on a GPU, and the bytes of padding for which a band is split: a band's dozen launches take as long as reading 128 MiB.
-_DEVICE_BANDS = 256 << 20, 128 << 20
-# For at least this many rows and at most this length, batched products took 0.65 to 0.9 of the time of torch's attention kernel.
-_PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512
+# The same on a GPU, where a band's dozen launches take as long as reading 128 MiB.
+_DEVICE_BAND_BYTES = 256 << 20
 
 
-def split_bands(position_n: Int64Array, window: int | None, gain: int, most: int) -> list[tuple[int, int, int, int]]:
-    """Rows [0..n) in runs (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high).
-
-    A run is extended while it reads at most `most` positions, and at most `gain` positions that no row sees.
-    """
+def split_bands(position_n: Int64Array, window: int | None, most: int) -> list[tuple[int, int, int, int]]:
+    """Rows [0..n) in bands (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high). A band of
+    several rows reads at most `most` positions."""
     first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
-    runs: list[tuple[int, int, int, int]] = []
-    seen_by_run = 0
+    bands: list[tuple[int, int, int, int]] = []
     for row, (first, last) in enumerate(zip(first_n.tolist(), position_n.tolist(), strict=True)):
-        seen = last + 1 - first
-        if runs:
-            start, _, low, high = runs[-1]
-            low, high = min(low, first), max(high, last + 1)
-            read = (row + 1 - start) * (high - low)
-            if read <= most and read - (seen_by_run + seen) <= gain:
-                runs[-1] = start, row + 1, low, high
-                seen_by_run += seen
-                continue
-        runs.append((row, row + 1, first, last + 1))
-        seen_by_run = seen
-    return runs
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows [start..stop), one attention call over the first `length` positions; additive mask [rows, 1, 1, length]."""
-
-    start: int
-    stop: int
-    length: int
-    mask: Tensor | None
+        start, _, low, high = bands.pop() if bands else (row, row, first, last + 1)
+        wide = start, row + 1, min(low, first), max(high, last + 1)
+        if (row + 1 - start) * (wide[3] - wide[2]) <= most or start == row:
+            bands.append(wide)
+        else:
+            bands += [(start, row, low, high), (row, row + 1, first, last + 1)]
+    return bands
 
 
 class _CachePieces:
@@ -116,9 +95,9 @@ class _CachePieces:
 class DecodePlan(PlanWithRoutes):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
-    def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
-        """`ends`: ends of the runs of rows, from `KVCache.runs`. `layout`: a tensor on the device, of the size of
-        `DecodePlan.layout`. The caller may overwrite it with the layout of other positions, none beyond `position_n`."""
+    def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
+        """`layout`: a tensor on the device, of the size of `DecodePlan.layout`. The caller may overwrite it with the layout of
+        other positions, none beyond `position_n`."""
         self.cache = cache
         self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1
@@ -131,16 +110,13 @@ class DecodePlan(PlanWithRoutes):
             self._ragged = _CachePieces(cache, layout, position_n.size, 1, self.longest)
         if cache.native or self._ragged is not None:
             return
-        length_n = to_device(position_n + 1, cache.device)
-        self.runs = []
-        for start, stop in pairwise([0, *ends]):
-            lengths = position_n[start:stop] + 1
-            longest, mask = int(lengths.max()), None
-            if int(lengths.min()) < longest:
-                column = torch.arange(longest, device=cache.device)
-                mask = torch.zeros(stop - start, 1, 1, longest, dtype=cache.data.dtype, device=cache.device)
-                mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
-            self.runs.append(_Run(start, stop, longest, mask))
+        # Additive, [n, 1, 1, longest]: the rows are padded to the longest.
+        self._mask: Tensor | None = None
+        if int(position_n.min(initial=self.longest)) + 1 < self.longest:
+            length_n = to_device(position_n + 1, cache.device)[:, None, None, None]
+            padding = torch.arange(self.longest, device=cache.device) >= length_n
+            self._mask = torch.zeros(padding.shape, dtype=cache.data.dtype, device=cache.device)
+            self._mask.masked_fill_(padding, float("-inf"))
 
     @staticmethod
     def layout(cache: KVCache, position_n: Int64Array) -> Int64Array:
@@ -167,14 +143,8 @@ class DecodePlan(PlanWithRoutes):
         self._write(layer, key, value)
         n, heads = query.shape[0], query.shape[1]
         grouped = query.reshape(n, cache.shape.heads, -1, size)  # [n, K, G, D]: G queries share a key head
-        keys, values = cache.keys[layer], cache.values[layer]
-        parts = []
-        for run in self.runs:
-            rows = slice(run.start, run.stop)
-            attend = _attend_by_products if _are_products_faster(query, run) else scaled_dot_product_attention
-            seen_keys, seen_values = keys[rows, :, : run.length], values[rows, :, : run.length]
-            parts.append(attend(grouped[rows], seen_keys, seen_values, attn_mask=run.mask, scale=scaling))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        keys, values = cache.keys[layer][:n, :, : self.longest], cache.values[layer][:n, :, : self.longest]
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scaling)
         return out.reshape(n, heads, size)
 
     def _attend_with_terms(
@@ -196,11 +166,10 @@ class DecodePlan(PlanWithRoutes):
         """Each band: its rows, the positions that it reads, and the mask of seen positions, bool [rows, 1, positions]."""
         if window not in self._bands:
             cache, device = self.cache, self.cache.device
-            band_bytes, gain_bytes = (_BAND_BYTES, SPLIT_GAIN_BYTES) if device.type == "cpu" else _DEVICE_BANDS
+            band_bytes = _BAND_BYTES if device.type == "cpu" else _DEVICE_BAND_BYTES
             most = band_bytes // (4 * cache.shape.heads * cache.shape.head_size)
-            gain = gain_bytes // cache.bytes_per_position
             self._bands[window] = []
-            for start, stop, low, high in split_bands(self.position_n, window, gain, most):
+            for start, stop, low, high in split_bands(self.position_n, window, most):
                 position = to_device(self.position_n[start:stop, None], device)
                 seen = visible(position, torch.arange(low, high, device=device), window)
                 self._bands[window].append((slice(start, stop), slice(low, high), seen))
@@ -217,22 +186,6 @@ class DecodePlan(PlanWithRoutes):
             self._write_index = to_device(index, cache.device)
         cache.flat_keys[layer].index_copy_(0, self._write_index, key.reshape(-1, shape.head_size))
         cache.flat_values[layer].index_copy_(0, self._write_index, value.reshape(-1, shape.head_size))
-
-
-def _are_products_faster(query: Tensor, run: _Run) -> bool:
-    """Whether `_attend_by_products` is faster than torch's attention kernel. On a CPU that kernel works in blocks of many queries,
-    but a decode step has only G queries a key head. False for bfloat16, because products would round the scores."""
-    short = run.length <= _PRODUCTS_LENGTH and run.stop - run.start >= _PRODUCTS_ROWS
-    return short and query.dtype == torch.float32 and query.device.type == "cpu"
-
-
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float) -> Tensor:
-    """`scaled_dot_product_attention` of [n, K, G, D] over [n, K, length, D] as two batched products."""
-    n, heads, group, size = query.shape
-    scores = torch.bmm((query * scale).flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(n, heads, group, -1)
-    if attn_mask is not None:
-        scores += attn_mask
-    return torch.bmm(scores.softmax(-1).flatten(0, 1), value.flatten(0, 1)).view(n, heads, group, size)
 
 
 @dataclass(frozen=True, slots=True)
