@@ -12,16 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .types import (
-    ChatAnswer,
     ClaimState,
     Float32Array,
     Generation,
     GenerationRequest,
-    Int32Array,
     LedgerStatistics,
     Microbatch,
     Prompt,
-    SamplingParams,
     StepResult,
     Ticket,
     Trajectory,
@@ -51,51 +48,6 @@ class Engine(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """Counts by name: `running` and `waiting` requests, `tokens` sampled so far, `decode_steps`, and more."""
-        ...
-
-
-class AgentSession(Protocol):
-    """The requests of one episode (environments/session.py), for the HTTP endpoint. Every request is recorded as tokens."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The defaults of requests."""
-        ...
-
-    def encode(self, text: str) -> Int32Array:
-        """Token ids [P] of a text without control tokens."""
-        ...
-
-    def decode(self, ids: Int32Array) -> str:
-        """The text of token ids, with control tokens."""
-        ...
-
-    async def sample(
-        self,
-        prompt_ids: Int32Array | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        line: str = "",
-    ) -> Generation:
-        """Sample a reply to the tokens [P]. A repeated request samples another reply. `line`: the name of a parallel branch,
-        which gets random numbers of its own.
-
-        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, those of the engine."""
-        ...
-
-    async def chat(
-        self,
-        messages: Any,
-        tools: Any = None,
-        sampling: SamplingParams | None = None,
-        *,
-        line: str = "",
-    ) -> ChatAnswer:
-        """The reply to messages in OpenAI's form. Errors: those of `sample`, and `DataError` for malformed messages and tools."""
-        ...
-
-    def forget(self, generation: Generation) -> None:
-        """Remove `generation` from the trajectory, because no client received this reply. Call after the last request."""
         ...
 
 

@@ -40,6 +40,7 @@ SAME_FLOOR: dict[str, set[str]] = {
     "types": set(),
     "records": {"types", "errors"},  # the schema is data about the nouns
     "generation": {"weights"},  # a worker's end of the weight board
+    "endpoint": {"environments"},  # serves the sessions of episodes
     "runtime": {"pumps"},  # the facade owns the pumps; the pumps know nothing of it
     "main": {"atropos"},  # opens it where the configuration asks for it
     "cli": {"main"},  # two doors to the same run

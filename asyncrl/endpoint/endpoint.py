@@ -30,10 +30,10 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.environments.session import Session
 from asyncrl.errors import ConfigError, DataError, EngineClosed, EpisodeLimit, GenerationError
 from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
-from asyncrl.ports import AgentSession
 from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, SamplingParams
 
 from .keys import Answers, EpisodeKeys, OpenEpisode, ended_message
@@ -91,7 +91,7 @@ class Endpoint:
         address: Address,
         model: str,
         *,
-        visitor: Callable[[], AgentSession],
+        visitor: Callable[[], Session],
         max_context: int,
         count: Count = lambda name, number: None,
     ) -> None:
@@ -114,7 +114,7 @@ class Endpoint:
         finally:
             self._server.forget()
 
-    def open(self, session: AgentSession, line: str = "") -> tuple[str, str]:
+    def open(self, session: Session, line: str = "") -> tuple[str, str]:
         """(base URL, key) for requests of one `line` (branch) of a session. Listens from the first call on. Errors: ConfigError."""
         url, key = self._open(lambda: session, line)
         self._issued.setdefault(id(session), []).append(key)
@@ -124,12 +124,12 @@ class Endpoint:
         """(base URL, key) for requests of no episode."""
         return self._open(self._visitor, "")
 
-    def _open(self, session: Callable[[], AgentSession], line: str) -> tuple[str, str]:
+    def _open(self, session: Callable[[], Session], line: str) -> tuple[str, str]:
         if not self._server.url:
             self._server.listen()
         return self._server.url, self._keys.issue(session, line)
 
-    def end(self, session: AgentSession, reason: str = "its coroutine returned or failed") -> None:
+    def end(self, session: Session, reason: str = "its coroutine returned or failed") -> None:
         """End the keys of a session, and cancel their open requests."""
         for key in self._issued.pop(id(session), ()):
             self._keys.end(key, reason)
@@ -171,7 +171,7 @@ class Endpoint:
         finally:
             self._held -= held
 
-    def _read(self, kind: type[BaseModel], body: bytearray, session: AgentSession) -> Ask:
+    def _read(self, kind: type[BaseModel], body: bytearray, session: Session) -> Ask:
         try:
             fields = orjson.loads(body)
             try:
@@ -190,7 +190,7 @@ class Endpoint:
         return ask
 
     async def _deliver(
-        self, route: Route, ask: Ask, request: web.BaseRequest, of: tuple[OpenEpisode, AgentSession], digest: bytes
+        self, route: Route, ask: Ask, request: web.BaseRequest, of: tuple[OpenEpisode, Session], digest: bytes
     ) -> web.StreamResponse:
         """Sample what is missing of the answer, and send it. What was sampled and is not delivered is kept for a retry."""
         episode, session = of
@@ -237,9 +237,7 @@ class Endpoint:
             with anyio.move_on_after(SEND_S):
                 await response.write(b": the answer is being sampled\n\n")
 
-    async def _choices(
-        self, ask: Ask, session: AgentSession, episode: OpenEpisode, answers: Answers
-    ) -> list[ChatAnswer]:
+    async def _choices(self, ask: Ask, session: Session, episode: OpenEpisode, answers: Answers) -> list[ChatAnswer]:
         """All choices in order. Fills `answers`. Errors: Refused."""
         line = episode.line
         episode.answering.append(answers)
@@ -330,7 +328,7 @@ def _error(error: Refused, request: web.BaseRequest) -> dict[str, Any]:
     return {"error": fields | {"param": None if code else state, "code": code}}
 
 
-def text_of(session: AgentSession, generation: Generation) -> str:
+def text_of(session: Session, generation: Generation) -> str:
     """The text of a completion without the stop token or stop string that ended it."""
     ids, stop = generation.token_ids, generation.stop
     if generation.finish_reason is FinishReason.STOP and stop is None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from asyncrl.environments.session import Session
 from asyncrl.http.access import Access, Address, Refused, keys_of
-from asyncrl.ports import AgentSession
 from asyncrl.types import ChatAnswer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OpenEpisode:
     """What one key opens."""
 
     # Returns the session of an episode. For a visitor each call makes a new session.
-    session: Callable[[], AgentSession]
+    session: Callable[[], Session]
     line: str
     ended: str | None = None  # the reason
     requests: set[anyio.CancelScope] = field(default_factory=set)
@@ -59,7 +59,7 @@ class EpisodeKeys(Access):
     def url(self, port: int) -> str:
         return f"{self.origin(port)}/v1"
 
-    def issue(self, session: Callable[[], AgentSession], line: str) -> str:
+    def issue(self, session: Callable[[], Session], line: str) -> str:
         """A new key for a session."""
         self._issued += 1
         self._open[self._issued] = OpenEpisode(session, line)
