@@ -216,7 +216,7 @@ class Ledger(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether all ranks have called `exhaust` and no live group remains."""
+        """Whether all ranks have called `exhaust` and no group is left to train."""
         ...
 
     def expired(self) -> list[Ticket]:

@@ -246,9 +246,9 @@ class Ticket:
     """The slot of one admitted group, with the deadline that the ledger gave it."""
 
     group_id: int
-    # Ledger turn of the admission: the policy version, if a batch is one optimizer step.
-    admitted: int
-    # `admitted` + max_staleness: the last turn at which the group may be trained.
+    # The earliest turn whose weights can have sampled a token of the group. A turn is a version if a batch is one optimizer step.
+    oldest: int
+    # `oldest` + max_staleness: the last turn at which the group may be trained.
     deadline: int
 
 
@@ -267,9 +267,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a trained token. The turn of the admission if no token is trained."""
-        versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
-        return min(versions, default=self.ticket.admitted)
+        """The oldest policy version that sampled a trained token. -1 if no token is trained."""
+        return min((t.oldest_version for t in self.trajectories if t.oldest_version >= 0), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,9 +347,9 @@ class ClaimState(StrEnum):
     """The ledger's answer to a claim."""
 
     GRANTED = "granted"  # the group has a place in the open step
-    # The open places are reserved for groups with earlier deadlines.
+    # The open places are for groups with earlier deadlines, or another rank claims first.
     WAIT = "wait"
-    FULL = "full"  # the step has no place left
+    FULL = "full"  # no further group can get a place in the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
 def _encode_group(stored: Stored) -> str:
     group, ticket = stored.group, stored.group.ticket
     kept = {
-        "admitted": ticket.admitted,
+        "oldest": ticket.oldest,
         "deadline": ticket.deadline,
         "epoch": group.prompt.epoch,
         "priority": stored.priority,
@@ -157,7 +157,7 @@ def _encode_group(stored: Stored) -> str:
 def _decode_group(text: str) -> Stored:
     record = read(zlib.decompress(base64.b64decode(text)))
     kept, members = group_metadata(record), tuple(trajectories_of(record))
-    ticket = Ticket(record.group, kept["admitted"], kept["deadline"])
+    ticket = Ticket(record.group, kept["oldest"], kept["deadline"])
     prompt = Prompt(record.group, members[0].tokens[: members[0].prompt_length], "", {}, kept["epoch"])
     return Stored(Group(ticket, prompt, members), kept["priority"])
 

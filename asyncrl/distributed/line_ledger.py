@@ -483,4 +483,4 @@ class LineLedger:
 
 
 def _plain(ticket: Ticket) -> tuple[int, int, int]:
-    return ticket.group_id, ticket.admitted, ticket.deadline
+    return ticket.group_id, ticket.oldest, ticket.deadline

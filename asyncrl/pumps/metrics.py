@@ -201,7 +201,8 @@ def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version: int) -> dict[str, float]:
-    ages = np.array([version - group.oldest_version for group in groups])
+    # A group without a trained token has no age.
+    ages = np.array([version - group.oldest_version for group in groups if group.oldest_version >= 0] or [0])
     spanning = sum(row.tokens for row in rows if row.spans)
     return {
         "staleness/mean": float(ages.mean()),

@@ -169,7 +169,7 @@ class Departures:
             ports.book.mark_ready(group)
             return ""
         line = await self._connect(rank)
-        header = {"ticket": (ticket.group_id, ticket.admitted, ticket.deadline), "sender": ports.rank, "waited": waited}
+        header = {"ticket": (ticket.group_id, ticket.oldest, ticket.deadline), "sender": ports.rank, "waited": waited}
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
         if answer["ended"]:

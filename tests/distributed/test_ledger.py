@@ -71,7 +71,7 @@ def conserved(ledger: AnyLedger) -> None:
 async def test_the_life_of_a_group(make: Make) -> None:
     ledger = await make(2, 1)
     a, b = await fresh(ledger, 0), await fresh(ledger, 1)
-    assert (a.admitted, a.deadline) == (0, 1)
+    assert (a.oldest, a.deadline) == (0, 1)
     assert ledger.statistics().slots == 4
     assert await ledger.claim([]) == (WAIT, None)
     assert await ledger.claim([b, a]) == (GRANTED, b)
@@ -126,10 +126,10 @@ async def test_a_group_admitted_between_commit_and_publish_counts_from_the_weigh
     await ledger.claim(tickets[1:])
     await ledger.commit()
     between = await fresh(ledger, 3)  # the fourth slot was free all the time; the engines still have version 0
-    assert (between.admitted, between.deadline) == (0, 1)
+    assert (between.oldest, between.deadline) == (0, 1)
     await ledger.release(0)
     after = await fresh(ledger, 4)
-    assert (after.admitted, after.deadline) == (1, 2)
+    assert (after.oldest, after.deadline) == (1, 2)
 
 
 async def refused(ledger: Ledger, group_id: int) -> bool:
@@ -175,13 +175,13 @@ async def test_a_release_covers_the_steps_before_it(make: Make) -> None:
     ledger = await make(1, 2)
     for turn in range(3):
         ticket = await fresh(ledger, turn)
-        assert (ticket.admitted, ticket.deadline) == (0, 2)
+        assert (ticket.oldest, ticket.deadline) == (0, 2)
         await ledger.claim([ticket])
         await ledger.commit()
     assert await refused(ledger, 9) and ledger.statistics().held == 3
     await ledger.release(2)
     assert ledger.statistics().held == 0 and ledger.statistics().trained == 3
-    assert (await fresh(ledger, 9)).admitted == 3
+    assert (await fresh(ledger, 9)).oldest == 3
 
 
 async def test_giving_back_twice_or_what_was_never_given_raises_and_changes_nothing(make: Make) -> None:
@@ -247,7 +247,7 @@ async def test_a_group_sampled_elsewhere_gets_the_deadline_of_its_oldest_token_o
     ledger = await make(1, 2, turn=5)
     assert await ledger.admit(0, oldest=2) is None  # due at 4
     due_now = await ledger.admit(1, oldest=3)
-    assert due_now is not None and (due_now.admitted, due_now.deadline) == (3, 5)
+    assert due_now is not None and (due_now.oldest, due_now.deadline) == (3, 5)
     assert await ledger.admit(2, oldest=3) is None  # the only place of turn 5 is reserved
     other = await ledger.admit(3, oldest=4)
     assert other is not None and other.deadline == 6

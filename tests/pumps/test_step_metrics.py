@@ -102,6 +102,15 @@ def test_the_figures_by_hand() -> None:
     assert (found["replay/age_mean"], found["replay/age_max"], found["replay/tokens"]) == (pytest.approx(11 / 3), 5, 3)
 
 
+def test_a_group_without_a_trained_token_has_no_age() -> None:
+    """Its ticket counts turns, and a batch may take several versions."""
+    members = make_trajectory(0, 0, 1, []), make_trajectory(1, 0, 1, [VERSION - 1])
+    groups = [Group(Ticket(number, 2, 3), make_prompt(number), (member,)) for number, member in enumerate(members)]
+    for chosen, age in ((groups, 1), (groups[:1], 0)):
+        found = metrics([StepPart(group_rows(chosen))])
+        assert (found["staleness/mean"], found["staleness/max"]) == (age, age)
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_masked_tokens_are_not_trained(skips: bool) -> None:
     """Of every group of three completions of 4 tokens the first is masked; the second, silent one counts, like the third. Groups

@@ -77,7 +77,7 @@ class CountedLine:
 
 
 def _plain(ticket: Ticket) -> list[int]:
-    return [ticket.group_id, ticket.admitted, ticket.deadline]
+    return [ticket.group_id, ticket.oldest, ticket.deadline]
 
 
 class FirstRank:

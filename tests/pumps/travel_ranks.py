@@ -25,9 +25,7 @@ from asyncrl.types import Group, Prompt, Ticket
 def make_group(ticket: Ticket, lengths: Sequence[int], **fields: Any) -> Group:
     """A scored group. `lengths`: tokens of each member, of which the first two are the prompt."""
     members = tuple(
-        trajectory(
-            ticket.group_id, member, len(lengths), tokens, reward=float(member), version=ticket.admitted, **fields
-        )
+        trajectory(ticket.group_id, member, len(lengths), tokens, reward=float(member), version=ticket.oldest, **fields)
         for member, tokens in enumerate(lengths)
     )
     return Group(ticket, Prompt(ticket.group_id, np.array([1, 2], np.int32), "a question"), members)
