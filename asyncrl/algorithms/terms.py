@@ -34,8 +34,8 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
     temperature.
 
     Mnih et al. (arXiv:1602.01783), section 4. The normaliser is TOKENS for every loss (as in TRL), so that the coefficient has the
-    same meaning with every loss. With a top-entropy mask, the other tokens add 0. The bonus is the mean over the step. (TRL takes
-    the mean over each microbatch.)
+    same meaning with every loss. The bonus is the mean over the tokens of the step, or with a top-entropy mask over the kept
+    tokens. (TRL takes the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
         raise ValueError(f"entropy_coef is {coefficient}, but `entropy_S` of the microbatch is None; compute it first")

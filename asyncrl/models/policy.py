@@ -176,7 +176,7 @@ class PolicyModel:
         return decoder_hidden(self.decoder, tokens_T, positions_T, plan)
 
     def enable_checkpointing(self) -> None:
-        """Saves only the input of each layer for backward. Errors: ConfigError if the model does not support checkpointing."""
+        """Lets forward save only the input of each layer. Errors: ConfigError if the model does not support checkpointing."""
         if self.fused is not None:
             self.fused.checkpointing = True
         else:

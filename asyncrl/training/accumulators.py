@@ -61,7 +61,7 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    extra: float = 0.0  # sum of the term with another normaliser
+    extra: float = 0.0  # sum of the term with another normaliser, or its tokens
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0

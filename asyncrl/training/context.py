@@ -5,7 +5,7 @@ differentiable all-gather then gives every sibling all S log-probs and entropies
 backward a sibling keeps the gradient of its own log-probs and entropies. So its gradients of the parameters are those of its own
 tokens, and the sum over ranks is exact. Siblings have the same counts, losses and metrics, so only the leader (0) adds them.
 
-Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s most scored tokens of a sibling (others are padded).
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s those of the sibling with most (others are padded).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class _Adapted(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A weight that gets an adapter. `name`: the name of the adapter in peft's files, without `.lora_A.weight`."""
+    """A weight that gets an adapter. `name`: of the adapter in peft's files, without prefix and `.lora_A.weight`."""
 
     name: str
     weight: Tensor  # [O, I]; experts: [E, O, I], or [E, I, O] if `transposed`
