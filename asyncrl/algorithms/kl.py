@@ -145,6 +145,24 @@ class Kl(Method):
         metrics["kl"] = MetricSum(kl_S.detach().sum(), Normaliser.TOKENS)
         return self.coef * kl_S
 
+    def penalties(
+        self, batch: Microbatch, reference_logp_S: Float32Array
+    ) -> tuple[dict[tuple[int, int], float], float]:
+        """The penalty on the reward of each sequence, for `place: reward`: `({(group id, member): coef x sum_t kl_t}, sum of kl_t
+        over the microbatch)`, computed in float64.
+
+        The KL is computed from the sampler's log-probs, whatever version sampled the token. A token without a sampler log-prob
+        (NaN) has a KL of 0. (TRL uses the trainer's log-probs before the update.)
+        """
+        import torch
+
+        sampler_S = torch.from_numpy(batch.sampler_logprobs).double()
+        kl_S = estimate(self.estimator, sampler_S, torch.from_numpy(reference_logp_S).double(), self.clamp)
+        values_S: npt.NDArray[np.float64] = torch.where(sampler_S.isnan(), 0.0, kl_S).numpy()
+        sums_B = np.bincount(batch.sequence, weights=values_S, minlength=batch.sequences) * self.coef
+        keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
+        return dict(zip(keys, sums_B.tolist(), strict=True)), float(values_S.sum())
+
     def problems(self, context: CheckContext) -> Iterator[str]:
         if self.place == "reward" and self.bias_correction:
             yield (
@@ -158,30 +176,6 @@ class Kl(Method):
                 "algorithm.kl.estimator=k1 in the loss: the mean gradient of k1 is 0, so k1 only adds noise; use k2, k3, "
                 "kl.bias_correction=true, or kl.place=reward"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class RewardPenalty:
-    """Computes the penalty on the reward of each sequence, for the setting `place: reward`."""
-
-    coefficient: float
-    estimator: str
-    clamp: float | None = None
-
-    def __call__(self, batch: Microbatch, reference_logp_S: Float32Array) -> tuple[dict[tuple[int, int], float], float]:
-        """`({(group id, member): coefficient x sum_t kl_t}, sum of kl_t over the microbatch)`, computed in float64.
-
-        The KL is computed from the sampler's log-probs, whatever version sampled the token. A token without a sampler log-prob
-        (NaN) has a KL of 0. (TRL uses the trainer's log-probs before the update.)
-        """
-        import torch
-
-        sampler_S = torch.from_numpy(batch.sampler_logprobs).double()
-        kl_S = estimate(self.estimator, sampler_S, torch.from_numpy(reference_logp_S).double(), self.clamp)
-        values_S: npt.NDArray[np.float64] = torch.where(sampler_S.isnan(), 0.0, kl_S).numpy()
-        sums_B = np.bincount(batch.sequence, weights=values_S, minlength=batch.sequences) * self.coefficient
-        keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-        return dict(zip(keys, sums_B.tolist(), strict=True)), float(values_S.sum())
 
 
 def subtract_penalties(group: Group, penalties: Mapping[tuple[int, int], float]) -> Group:

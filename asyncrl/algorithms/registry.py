@@ -18,7 +18,7 @@ from . import advantages, losses
 from .advantages import Estimator
 from .base import Loss, LossFn, LossInputs, LossSums, MetricSum, centre_on_sampler, old_logp, on_policy
 from .importance import Importance, mismatch_metrics
-from .kl import RewardPenalty
+from .kl import Kl
 from .losses import LossMethod
 from .method import Method, Setting
 from .terms import TERMS, Terms, entropy_bonus, loss_sums
@@ -119,10 +119,10 @@ def build_loss(name: str, **values: Any) -> Loss:
     )
 
 
-def build_reward_penalty(**values: Any) -> RewardPenalty | None:
-    """The KL penalty on rewards, with the arguments of `build_loss`. None if the run has no KL in the reward."""
+def build_reward_penalty(**values: Any) -> Kl | None:
+    """The KL whose `penalties` reduce rewards, with the arguments of `build_loss`. None if the run has no KL in the reward."""
     kl = make_terms(**values).kl
-    return RewardPenalty(kl.coef, kl.estimator, kl.clamp) if kl.on and kl.place == "reward" else None
+    return kl if kl.on and kl.place == "reward" else None
 
 
 def build_advantage(name: str, **values: Any) -> Estimator:

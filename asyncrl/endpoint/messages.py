@@ -10,7 +10,20 @@ from pydantic import Field
 
 from asyncrl.types import ChatAnswer, Messages, SamplingParams
 
-from .parameters import Ask, Body, Closed, Loose, OnlyFalse, Stop, Text, ToolName, arguments_of, ignored, refused
+from .parameters import (
+    TOOL_CHOICE,
+    Ask,
+    Body,
+    Closed,
+    Loose,
+    OnlyFalse,
+    Stop,
+    Text,
+    ToolName,
+    arguments_of,
+    ignored,
+    refused,
+)
 from .replies import event, finish_reason, identifier, tokens_of
 
 
@@ -71,9 +84,7 @@ class MessagesBody(Body):
     system: str | list[_TextBlock] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     tools: list[_AnthropicTool] | None = None
-    tool_choice: _AnthropicChoice | None = Field(
-        None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
-    )
+    tool_choice: _AnthropicChoice | None = TOOL_CHOICE
     thinking: _NoThinking | None = Field(
         None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
     )

@@ -133,6 +133,9 @@ SEED = (
 )
 GRAMMAR = "Not supported: no grammar constrains the tokens. Leave it out."
 TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens.")
+TOOL_CHOICE: Any = Field(
+    None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
+)
 Stop = Annotated[str, Field(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -203,9 +206,10 @@ class PenaltiesBody(OpenAiBody):
     stream_options: _StreamOptions | None = None
     skip_special_tokens: Any = ignored("the text has no control tokens; the token ids have all.")
 
-    def _penalised(self, base: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    def _ask(self, base: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
+        """The request, with the parameters that all these routes have."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
-        return self._sampling(
+        sampling = self._sampling(
             base,
             max_tokens=max_tokens,
             stop=stop,
@@ -213,6 +217,9 @@ class PenaltiesBody(OpenAiBody):
             ignore_eos=self.ignore_eos,
             logit_bias=self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
         )
+        stream, ids = bool(self.stream), bool(self.return_token_ids)
+        usage = bool(self.stream_options and self.stream_options.get("include_usage"))
+        return Ask(**{"sampling": sampling, "n": self.n or 1, "stream": stream, "usage": usage, "ids": ids, **further})
 
 
 _ONE_TOKEN = [
@@ -236,9 +243,7 @@ class ChatBody(PenaltiesBody):
 
     messages: Annotated[list[Annotated[_SaidMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
     tools: list[_ChatTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
-    )
+    tool_choice: Literal["auto", "none"] | None = TOOL_CHOICE
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
     max_completion_tokens: int | None = TOKENS
     logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the sampling temperature.")
@@ -264,17 +269,8 @@ class ChatBody(PenaltiesBody):
                 f"top_logprobs is {top}; above 0 it needs logprobs true and max_tokens 1: a trajectory has log-probs of the "
                 "sampled tokens alone; set top_logprobs to 0"
             )
-        return Ask(
-            sampling=self._penalised(base, most),
-            messages=list(self.messages),  # type: ignore[arg-type]  # typed dictionaries
-            tools=[] if self.tool_choice == "none" else [dict(tool) for tool in self.tools or ()],
-            n=self.n or 1,
-            stream=bool(self.stream),
-            usage=bool(self.stream_options and self.stream_options.get("include_usage")),
-            logprobs=bool(self.logprobs),
-            top=top,
-            ids=bool(self.return_token_ids),
-        )
+        tools = [] if self.tool_choice == "none" else [dict(tool) for tool in self.tools or ()]
+        return self._ask(base, most, messages=self.messages, tools=tools, logprobs=bool(self.logprobs), top=top)
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -293,15 +289,8 @@ class CompletionsBody(PenaltiesBody):
 
     def ask(self, base: SamplingParams) -> Ask:
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return Ask(
-            sampling=self._penalised(base, self.max_tokens),
-            prompts=list(self.prompt) if several else [self.prompt],  # type: ignore[list-item, arg-type]  # was tested
-            n=self.n or 1,
-            stream=bool(self.stream),
-            usage=bool(self.stream_options and self.stream_options.get("include_usage")),
-            logprobs=self.logprobs is not None,
-            ids=bool(self.return_token_ids),
-        )
+        prompts = self.prompt if several else [self.prompt]
+        return self._ask(base, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
 
 
 class GenerateParameters(PenaltiesBody):
@@ -334,8 +323,7 @@ class GenerateBody(BaseModel):
 
     def ask(self, base: SamplingParams) -> Ask:
         given = self.sampling_params
-        sampling = given._penalised(base, given.max_tokens)
-        return Ask(sampling=sampling, prompts=[self.token_ids], n=given.n or 1, logprobs=True, ids=True)
+        return given._ask(base, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True, stream=False)
 
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:

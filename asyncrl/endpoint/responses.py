@@ -12,6 +12,7 @@ from asyncrl.types import ChatAnswer, Messages, SamplingParams
 from .parameters import (
     GRAMMAR,
     TOKENS,
+    TOOL_CHOICE,
     Ask,
     Closed,
     Loose,
@@ -84,9 +85,7 @@ class ResponsesBody(OpenAiBody):
     instructions: str | None = None
     max_output_tokens: int | None = TOKENS
     tools: list[_ResponsesTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
-    )
+    tool_choice: Literal["auto", "none"] | None = TOOL_CHOICE
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="reasoning.encrypted_content is ignored: the reasoning is in the answer."

@@ -96,7 +96,7 @@ async def subtract_reward_penalty(ports: Ports, step: Step, rows: list[Rows]) ->
     penalties = dict[tuple[int, int], float]()
     for batch in _pack(ports, rows, advantages=False):
         if batch.reference_logprobs is not None:
-            batch_penalties, kl = ports.reward_penalty(batch, batch.reference_logprobs)
+            batch_penalties, kl = ports.reward_penalty.penalties(batch, batch.reference_logprobs)
             penalties |= batch_penalties
             step.kl.append(kl)
     return [replace(group_rows, group=subtract_penalties(group_rows.group, penalties)) for group_rows in rows]

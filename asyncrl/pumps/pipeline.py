@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.base import Loss
-from asyncrl.algorithms.kl import RewardPenalty
+from asyncrl.algorithms.kl import Kl
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
@@ -88,7 +88,7 @@ class Ports:
     # Name of a reward component -> weight; a component that is not listed has weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
     # Computes the KL to the reference, which is subtracted from the rewards.
-    reward_penalty: RewardPenalty | None = None
+    reward_penalty: Kl | None = None
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
     on_store_hook: StoreWatch | None = None

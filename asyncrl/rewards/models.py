@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import ConfigError, LifecycleError, RewardError
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Messages, Prompt, Trajectory
+from asyncrl.types import Prompt, Trajectory
 
 from .calls import with_scores
 from .pool import RewardPool
+
+if TYPE_CHECKING:
+    from asyncrl.models.reward_model import RewardModel
 
 logger = logging.getLogger("asyncrl.rewards")
 
@@ -32,30 +35,13 @@ T = TypeVar("T")
 TokenIds = list[int]
 
 
-class TextModel(Protocol):
-    """The interface of a reward model (models/reward_model.py). Methods are called on the thread that owns the device."""
-
-    name: str
-    # The largest number of tokens of a text.
-    longest: int
-
-    def text(self, prompt: str | Messages, completion: str | Messages) -> TokenIds:
-        """Prompt and completion as the model's token ids. Errors: RewardError if the messages cannot be rendered."""
-
-    def batches(self, texts: Sequence[TokenIds]) -> Iterable[list[int]]:
-        """Splits the texts into batches for one forward each. A batch is a list of indices of texts."""
-
-    def scores(self, texts: Sequence[TokenIds]) -> list[float]:
-        """Scores of a batch, one per text, by one forward."""
-
-
 class ModelRewards:
     """Implements `ports.Reward` by the functions of `pool`, then the models. `pool` must stay open while `score` is called."""
 
     def __init__(
         self,
         pool: RewardPool,
-        models: Sequence[tuple[TextModel, float]],
+        models: Sequence[tuple[RewardModel, float]],
         lane: Lane,
         on_error: Literal["fail", "none", "zero"],
         recorder: Recorder,
@@ -88,7 +74,9 @@ class ModelRewards:
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(scored))]
         return [with_scores(t, row, self._weights) for t, row in zip(scored, rows, strict=True)]
 
-    async def _column(self, model: TextModel, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    async def _column(
+        self, model: RewardModel, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[float | None]:
         """The scores of one model, after `on_error`. Errors: RewardError."""
         label = f"reward model {model.name!r} (group {prompt.group_id})"
         scores: list[float | None] = [None] * len(trajectories)
@@ -114,7 +102,7 @@ class ModelRewards:
                 scores[index] = self._default(model, _problem(label, model, text, score))
         return scores
 
-    def _default(self, model: TextModel, reason: str, cause: Exception | None = None) -> float | None:
+    def _default(self, model: RewardModel, reason: str, cause: Exception | None = None) -> float | None:
         """Counts an error and returns the score that `on_error` asks for. Errors: RewardError if `on_error` is `fail`."""
         if self._on_error == "fail":
             raise RewardError(reason) from cause
@@ -122,12 +110,12 @@ class ModelRewards:
         self._recorder.count(f"reward/{model.name}/errors")
         return None if self._on_error == "none" else 0.0
 
-    async def _run(self, model: TextModel, work: Callable[[], T], stage: str) -> T:
+    async def _run(self, model: RewardModel, work: Callable[[], T], stage: str) -> T:
         with self._recorder.wait("score pump", f"reward model {model.name!r}", on="lane", cause="reward"):
             return await self._lane.run(work, name=f"reward/{stage}/{model.name}")
 
 
-def _problem(label: str, model: TextModel, text: TokenIds, score: float | None) -> str:
+def _problem(label: str, model: RewardModel, text: TokenIds, score: float | None) -> str:
     if score is not None:
         return f"{label} gave {score}; expected a finite number"
     if not text:

@@ -41,7 +41,6 @@ from asyncrl.pumps.follow import GENERATED, Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
-from asyncrl.rewards.models import TextModel
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import LedgerStatistics, Prompt
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
 
     # These modules import transformers, which takes seconds, and which a dry run does not need.
     from asyncrl.models.policy import PolicyModel
+    from asyncrl.models.reward_model import RewardModel
     from asyncrl.training.trainer import TorchTrainer
     from asyncrl.weights.orders import ServedOrders
 
@@ -103,7 +103,7 @@ class OpenRun:
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     agents: Agents | None = None  # on ranks that generate
     endpoint: LazyEndpoint | None = None  # on ranks that generate
-    reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
+    reward_models: Sequence[RewardModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None
     placed: str = ""  # a sentence: device and threads of the engine

@@ -204,7 +204,7 @@ def test_kl_in_the_reward_by_hand() -> None:
         advantages=np.zeros(4, np.float32), versions=np.zeros(4, np.int32),
         group_ids=np.array([3, 3, 3]), members=np.array([0, 1, 2]),
     )  # fmt: skip
-    found, total = penalty(batch, np.array([-1.5, -1.0, -1.0, -7.0], np.float32))
+    found, total = penalty.penalties(batch, np.array([-1.5, -1.0, -1.0, -7.0], np.float32))
     assert found == pytest.approx({(3, 0): 0.5 * (0.5 - 1.0), (3, 1): 0.0, (3, 2): 0.5 * 0.5})
     assert total == pytest.approx(0.0)
     less = kl.subtract_penalties(group(trajectory(0, 2), trajectory(1, 1), trajectory(2, 2, reward=None)), found)

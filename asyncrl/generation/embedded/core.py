@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.models.copying import to_device
+from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.types import GenerationRequest, Int64Array
 
@@ -43,23 +43,6 @@ from .sequences import PrefixKey, Sequences
 HEAD_ROWS = 128
 
 
-class Policy(Protocol):
-    """The part of `models.policy.PolicyModel` that sampling needs."""
-
-    version: int
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: ExtendPlan | DecodePlan) -> Tensor:
-        """See `PolicyModel.hidden`. The plan reads and writes the engine's cache."""
-        ...
-
-    def logits(self, hidden_NE: Tensor) -> Tensor: ...
-
-    def set_training(self, training: bool) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """The result of a decode step. `rows == 0`: nothing was sampled, because a sequence needs prefill first."""
@@ -69,7 +52,7 @@ class Decoded:
     ended: tuple[int, ...] = ()  # slots that ended by length
 
 
-def disable_training(policy: Policy) -> None:
+def disable_training(policy: PolicyModel) -> None:
     """Put all modules into eval mode. In training mode a layer with activation checkpointing ignores the cache."""
     if policy.module.training:  # `eval` visits all modules, which takes a millisecond
         policy.module.eval()
@@ -81,7 +64,7 @@ class Core:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyModel,
         cache: KVCache,
         sequences: Sequences,
         *,
