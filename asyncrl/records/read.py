@@ -26,12 +26,6 @@ from .layout import (
     Section,
 )
 
-_ROWS, _ROW_BYTES, _BYTES = int(Axis.ROWS), int(Axis.ROW_BYTES), int(Axis.BYTES)  # enum look-ups are slow here
-_LENGTHS, _MEMBERS, _TOKENS = int(Section.LENGTHS), int(Section.MEMBERS), int(Section.TOKENS)
-_FORMS = {
-    int(section): (int(spec.axis), {code: dtype for code, dtype in DTYPES.items() if dtype in spec.dtypes}, spec.inner)
-    for section, spec in SPECS.items()
-}
 _NO_CRC = bytes(4)
 
 
@@ -124,7 +118,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
 def _sections(
     view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
 ) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview], tuple[int, ...]]:
-    """Arrays, byte strings, and the ids that version 1 does not know. One long function, because a call costs time per section."""
+    """Arrays, byte strings, and the ids that version 1 does not know."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
     skipped: list[int] = []
@@ -132,27 +126,26 @@ def _sections(
     for section, code, axis, flags, _, inner0, inner1, offset, nbytes in entries:
         if offset + nbytes > end:
             raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {end}")
-        form = _FORMS.get(section)
-        if form is None:
-            if section in USER_SECTIONS and axis == _BYTES:
+        spec, dtype = SPECS.get(section), DTYPES.get(code)
+        if spec is None:
+            if section in USER_SECTIONS and axis == Axis.BYTES:
                 strings[section] = view[offset : offset + nbytes]
             elif flags & NEEDED:
                 raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
             else:
                 skipped.append(section)
             continue
-        expected_axis, dtypes, inner = form
-        dtype = dtypes.get(code)
-        if dtype is None or axis != expected_axis:
+        inner = spec.inner
+        if dtype is None or dtype not in spec.dtypes or axis != spec.axis:
             raise RecordError(
                 f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says"
             )
-        if axis in (_BYTES, _ROW_BYTES):
+        if axis in (Axis.BYTES, Axis.ROW_BYTES):
             strings[section] = raw = view[offset : offset + nbytes]
-            if axis == _ROW_BYTES:
+            if axis == Axis.ROW_BYTES:
                 _check_ends(section, raw, n)
             continue
-        first, itemsize = n if axis == _ROWS else tokens, dtype.itemsize
+        first, itemsize = n if axis == Axis.ROWS else tokens, dtype.itemsize
         # A dimension that the section does not have must be 1.
         unused_are_one = (inner > 0 or inner0 == 1) and (inner > 1 or inner1 == 1)
         if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize or not unused_are_one:
@@ -179,11 +172,11 @@ def _check_ends(section: int, raw: memoryview, n: int) -> None:
 def _members(
     arrays: dict[int, npt.NDArray[Any]], n: int, group_size: int, tokens: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], tuple[int, ...]]:
-    for section in (_MEMBERS, _LENGTHS, _TOKENS):
+    for section in (Section.MEMBERS, Section.LENGTHS, Section.TOKENS):
         if section not in arrays:
             raise RecordError(f"the record lacks the section {Section(section).name}")
     # Copied before the checks, because another process may write to the buffer after them.
-    members, lengths = arrays.pop(_MEMBERS).copy(), arrays.pop(_LENGTHS).copy()
+    members, lengths = arrays.pop(Section.MEMBERS).copy(), arrays.pop(Section.LENGTHS).copy()
     members.flags.writeable = lengths.flags.writeable = False
     listed, sizes = members.tolist(), lengths.tolist()
     if len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:

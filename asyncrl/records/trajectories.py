@@ -21,12 +21,6 @@ from .write import Draft, conform
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
 REASON_NUMBERS = {reason: number for number, reason in _REASONS.items()}
-# As integers, because look-ups with enum members as keys are slow.
-_TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)
-_SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
-_TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
-_FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
-_ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 # Fields with a value per token.
 _COLUMNS = {
     "mask": Section.MASK,
@@ -43,7 +37,6 @@ _TREE: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
     "turns": (Section.TURNS, np.dtype("<i4"), ()),
     "turn_rewards": (Section.TURN_REWARDS, np.dtype("<f8"), ()),
 }
-_COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
 # Dtypes of the routes of old writers -> signed dtypes that hold them.
 _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
@@ -69,19 +62,21 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
     logprob_parts = parts(logprobs)
     columns: dict[str, list[Any]] = {
         "member": record.members.tolist(),
-        "prompt_length": arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * n,
+        "prompt_length": arrays[Section.PROMPT_LENGTHS].tolist() if Section.PROMPT_LENGTHS in arrays else [0] * n,
         "tokens": parts(tokens),
         "mask": parts(masks),
         "logprobs": logprob_parts,
         "sampled_logprobs": logprob_parts if sampled is logprobs else parts(sampled),
         "versions": parts(versions),
-        "temperature": arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else [1.0] * n,
-        "finish_reason": _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else [FinishReason.STOP] * n,
-        "completion": _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else [""] * n,
-        "reward": _rewards(arrays[_REWARDS]) if _REWARDS in arrays else [None] * n,
-        "components": _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
-        "metadata": _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
-        "routed_experts": _routes(record) if _ROUTED_EXPERTS in arrays else [None] * n,
+        "temperature": arrays[Section.TEMPERATURES].tolist() if Section.TEMPERATURES in arrays else [1.0] * n,
+        "finish_reason": _reasons(arrays[Section.FINISH_REASONS])
+        if Section.FINISH_REASONS in arrays
+        else [FinishReason.STOP] * n,
+        "completion": _texts(record, Section.MESSAGES, str, list) if Section.MESSAGES in strings else [""] * n,
+        "reward": _rewards(arrays[Section.REWARDS]) if Section.REWARDS in arrays else [None] * n,
+        "components": _components(record) if Section.COMPONENTS in arrays else [{} for _ in range(n)],
+        "metadata": _texts(record, Section.METADATA, dict) if Section.METADATA in strings else [{} for _ in range(n)],
+        "routed_experts": _routes(record) if Section.ROUTED_EXPERTS in arrays else [None] * n,
         **{name: _tree_column(record, name) for name, (section, *_) in _TREE.items() if section in strings},
     }
     return [
@@ -138,28 +133,28 @@ def group_metadata(record: Record) -> dict[str, Any]:
 def _columns(record: Record) -> tuple[Any, ...]:
     """Tokens, mask, log-probs, sampled log-probs, versions: an array [T], or a list of arrays if the record lacks the column."""
     arrays, bounds = record.arrays, record.bounds
-    masks: Any = arrays.get(_MASK)
+    masks: Any = arrays.get(Section.MASK)
     if masks is None:
-        prompts = arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * record.size
+        prompts = arrays[Section.PROMPT_LENGTHS].tolist() if Section.PROMPT_LENGTHS in arrays else [0] * record.size
         masks = [np.arange(length) >= prompt for length, prompt in zip(record.lengths.tolist(), prompts, strict=True)]
     elif masks.dtype != _BOOL:
         masks = masks != 0
-    versions: Any = arrays.get(_VERSIONS)
-    logprobs: Any = arrays.get(_LOGPROBS)
+    versions: Any = arrays.get(Section.VERSIONS)
+    logprobs: Any = arrays.get(Section.LOGPROBS)
     if versions is None or logprobs is None:
         parts = masks if isinstance(masks, list) else np.split(masks, bounds[1:-1])
         if versions is None:
             versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in parts]
         if logprobs is None:
             logprobs = [np.where(mask, np.float32(np.nan), np.float32(0)) for mask in parts]
-    return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
+    return arrays[Section.TOKENS], masks, logprobs, arrays.get(Section.SAMPLED_LOGPROBS, logprobs), versions
 
 
 def _routes(record: Record) -> list[Any]:
     """The routes of every member, as signed integers. Unsigned integers are copied into the next wider signed dtype."""
-    array = record.arrays[_ROUTED_EXPERTS]
+    array = record.arrays[Section.ROUTED_EXPERTS]
     dtype: Any = _SIGNED.get(array.dtype, array.dtype)
-    parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
+    parts = [record.column(Section.ROUTED_EXPERTS, position) for position in range(record.size)]
     return [np.asarray(part, dtype) for part in parts]
 
 
@@ -217,8 +212,8 @@ def _json(raw: bytes, section: int, *types: type) -> Any:
 
 
 def _components(record: Record) -> list[dict[str, float | None]]:
-    values, raw = record.arrays[_COMPONENTS], record.strings.get(_COMPONENT_NAMES)
-    if raw is None or not (names := _json(bytes(raw), _COMPONENT_NAMES, dict)):
+    values, raw = record.arrays[Section.COMPONENTS], record.strings.get(Section.COMPONENT_NAMES)
+    if raw is None or not (names := _json(bytes(raw), Section.COMPONENT_NAMES, dict)):
         return [{} for _ in range(record.size)]
     try:
         rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]

@@ -6,8 +6,6 @@ All checks are done before the first byte is written.
 
 from __future__ import annotations
 
-import functools
-import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +33,6 @@ from .layout import (
     aligned,
 )
 
-_PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum attributes are slow
-_TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
-_I4 = np.dtype("<i4")
 _USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # for a user's own section
 _NO_INNER = (1, 1)  # no inner dimensions
 
@@ -97,7 +92,7 @@ class Plan:
 
         `fault(name)` is called after each part, so that tests can crash there.
         """
-        entries: list[int] = []
+        table = bytearray()
         offset = _first_offset(len(self.parts))
         for section, spec, dtype, data, inner, size in self.parts:
             if type(data) is bytes:
@@ -106,12 +101,11 @@ class Plan:
                 flat = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
                 out = flat.reshape(-1, *inner[: spec.inner]) if spec.inner else flat
                 np.concatenate(data, out=out, casting="equiv")  # raises if a dtype or shape changed after `plan`
-            entries += (section, CODES[dtype], spec.axis, NEEDED * spec.needed, 0, *inner, offset, size)
+            table += ENTRY.pack(section, CODES[dtype], spec.axis, NEEDED * spec.needed, 0, *inner, offset, size)
             offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:
                 fault("section")
         draft = self.draft
-        table = _table(len(self.parts)).pack(*entries)
         start = HEADER.size + len(table)
         header = bytearray(
             HEADER.pack(
@@ -134,9 +128,9 @@ def plan(draft: Draft) -> Plan:
     members, sections = list(draft.members), draft.sections
     n = len(members)
     _check_members(draft, members)
-    if _TOKENS not in sections:
+    if Section.TOKENS not in sections:
         raise RecordError(f"group {draft.group}: a record needs the section TOKENS; add it")
-    lengths = list(map(len, sections[_TOKENS]))
+    lengths = list(map(len, sections[Section.TOKENS]))
     if len(lengths) != n:
         raise RecordError(
             f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays; give one per member"
@@ -149,14 +143,14 @@ def plan(draft: Draft) -> Plan:
             if section not in USER_SECTIONS:
                 raise RecordError(f"section {section} is reserved; use ids from {USER_SECTIONS.start} on")
             spec = _USER_BYTES
-        elif section in (_LENGTHS, _MEMBERS):
+        elif section in (Section.LENGTHS, Section.MEMBERS):
             raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
         axis = spec.axis
-        if axis is _PER_TOKEN:
+        if axis is Axis.TOKENS:
             parts.append(_jagged(section, spec, data, lengths, total))
-        elif axis is _PER_ROW:
+        elif axis is Axis.ROWS:
             parts.append(_rows(section, spec, data, n))
-        elif axis is _ROW_BYTES:
+        elif axis is Axis.ROW_BYTES:
             parts.append(_row_bytes(section, spec, data, n))
         else:
             raw = bytes(data)
@@ -183,13 +177,7 @@ def _name(section: int) -> str:
 
 
 def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], total: int) -> _Part:
-    dtype, dims = spec.dtypes[0], 1 + spec.inner
-    for array, length in zip(data, lengths, strict=False):
-        if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != dims or len(array) != length:
-            break  # below, the arrays are converted or an error is raised
-    else:
-        if not spec.inner and len(data) == len(lengths):
-            return section, spec, dtype, data, _NO_INNER, total * dtype.itemsize
+    dtype = spec.dtypes[0]
     if [len(a) for a in data] != lengths:
         raise RecordError(
             f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths} expected, "
@@ -206,8 +194,8 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
 
 def _int32_part(section: int, numbers: list[int]) -> _Part:
     """A section of one int32 per member."""
-    n = len(numbers)
-    return section, SPECS[section], _I4, _integers(n).pack(*numbers), _NO_INNER, 4 * n
+    data = np.array(numbers, "<i4").tobytes()
+    return section, SPECS[section], np.dtype("<i4"), data, _NO_INNER, len(data)
 
 
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
@@ -252,16 +240,6 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
         if low < least or high > most:
             raise RecordError(f"section {_name(section)}: values {low}..{high} do not fit into {dtype}")
     return array.astype(dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _table(entries: int) -> struct.Struct:
-    return struct.Struct("<" + ENTRY.format[1:] * entries)
-
-
-@functools.lru_cache(maxsize=256)
-def _integers(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}i")
 
 
 def _first_offset(parts: int) -> int:

@@ -50,7 +50,6 @@ _VERSION = 2
 _STATIC = struct.Struct("<QIQ16sQ")
 _CRC_AT, _OWNER_WORDS_AT = 96, 128
 _TENURE_BITS = 20
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PART = r"\.(?:ring|damaged)-[0-9a-f]{16}"
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,119}}?(?:{_PART})?")
 
@@ -175,11 +174,6 @@ class Segment:
         except BaseException:
             descriptor.abandon()
             raise
-
-    def populate(self) -> None:
-        """Map all pages now, so that no later `put` pays a page fault at the first touch of a page."""
-        with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses
-            self._map.madvise(_POPULATE_WRITE)
 
     # -- state and ownership
 

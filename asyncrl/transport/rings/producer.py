@@ -210,7 +210,6 @@ class ProducerCore:
             return
         segment = Segment.attach(name)
         try:
-            segment.populate()
             writer = RingWriter(RingMemory(segment.data))
         except BaseException:
             segment.close(unlink=False)

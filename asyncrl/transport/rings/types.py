@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class SeenMembers:
         in_ring, released = self._in_ring.get(group), self._released.get(group)
         if in_ring is None and released is None:
             self._in_ring[group] = set(members)
-            return _positions(len(members))
+            return tuple(range(len(members)))
         seen = {*(in_ring or ()), *(released or ())}
         fresh = tuple([position for position, member in enumerate(members) if member not in seen])
         if fresh:
@@ -114,8 +113,3 @@ class SeenMembers:
         self._released_count += len(released) - len(earlier)
         while self._released_count > self._limit and len(self._released) > 1:
             self._released_count -= len(self._released.popitem(last=False)[1])
-
-
-@functools.lru_cache(maxsize=256)  # most records are new, and have few sizes
-def _positions(count: int) -> tuple[int, ...]:
-    return tuple(range(count))
