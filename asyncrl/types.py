@@ -91,7 +91,7 @@ class GenerationRequest:
     start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
 
     Requests of one `session` continue each other, or branch from a common beginning. The engine may keep the keys and values of a
-    finished request for the next request, until `Engine.end_session`. A session stays at a worker that lives and is not overloaded.
+    finished request for the next request, until `Engine.end_session`. Only a dead or overloaded worker loses a session.
     """
 
     prompt_ids: Int32Array  # [P]

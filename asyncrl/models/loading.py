@@ -371,7 +371,7 @@ def _dtype_in_files(path: str) -> torch.dtype | None:
 
 
 def _complete_float32(module: PreTrainedModel) -> str | None:
-    """Makes all but the weights equal to those of a model that was loaded as float32. Returns the reason if that is impossible."""
+    """Makes everything but the weights as in a model that was loaded as float32. Returns the reason if that is impossible."""
     if module._keys_to_ignore_on_load_missing:
         return "may have weights that are not in the files"
     if any(map(_is_narrow, (value for part in module.modules() for value in vars(part).values()))):

@@ -118,8 +118,8 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention: of a layer's experts only those that the token takes, and none of
-        weights that no text reaches. The embedding counts only if the head shares its weight."""
+        """Multiply-adds of one token's forward without attention. Experts count by the share that a token takes, if
+        `describe_routes` knows it. Weights that no text reaches do not count. The embedding counts only if it is the head, too."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
         routes, unreached = describe_routes(self.module), unreached_names(self.module)
         total = 0

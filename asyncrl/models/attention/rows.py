@@ -78,7 +78,7 @@ class RowAttention:
 
     def __init__(self, rows: list[NodeRow], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # A row without a context shares no bin with a row that has a context: its context would be padding alone.
+        # A row without a context shares no bin with other rows: it would be padded by their whole context.
         roots = [row for row in rows if not row.context.size]
         groups = group_into_bins(roots, heads) + group_into_bins([row for row in rows if row.context.size], heads)
         self._bins = [_make_bin(members, dtype) for members in groups]

@@ -26,7 +26,7 @@ ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
 
 
 class Scratch:
-    """Named buffers that every call reuses and that grow if needed. Each model has its own; use it only on the lane."""
+    """Named buffers that every call reuses and that grow if needed. Each model has its own `Scratch`, for its lane alone."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
