@@ -157,6 +157,9 @@ async def test_reference_model_and_embedding_ids_survive_a_resume(tmp_path: Path
     lines = metrics_of(tmp_path / "runs/run")
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 0.2 * lines[7]["kl"] > 0
+    await run(tmp_path, "train.max_steps=1", "run.name=plain", base=SYNC)
+    with pytest.raises(ConfigError, match="the saved run had none"):
+        await run(tmp_path, "train.max_steps=2", "run.name=plain", "resume=true", base=tree)
 
     embedded = {k: v for k, v in tree.items() if k not in ("data", "reward")} | {"data": {"max_prompt_tokens": 12}}
     embedded["run"] = {"name": "embedded"}
