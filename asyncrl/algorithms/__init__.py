@@ -2,6 +2,7 @@
 
     losses.py       the losses, a class each
     advantages.py   the advantage estimators: from rewards of a group, or of a step, to advantages (numpy only)
+    credit.py       which reward each reply of an episode gets, and which replies are trained
     terms.py        terms that can be added to every loss: corrections, masks, KL, entropy bonus
     importance.py   the correction against the sampler's log-probs, and the mismatch between sampler and trainer
     kl.py           estimators of a KL divergence per token, in the loss or in the reward

@@ -26,8 +26,8 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
     """A writer of trainer.pt and run.json.
 
     `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings and bytes. Other types are refused,
-    because unpickling them would run code. `run`: JSON values (version, turn, prompt cursor, ids of admitted but untrained
-    groups, counters, the resolved configuration). Errors of the writer: `CheckpointError` with the name of the entry.
+    because unpickling them would run code. `run`: JSON values (version, turn, the resolved configuration; of each rank the
+    prompt cursor, untrained and next group ids, replay buffer). Errors of the writer: `CheckpointError` with the name of the entry.
     """
 
     def write(directory: Path) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
     checkpoints/
       step_40/                 model and tokenizer in Hugging Face form (`from_pretrained` takes it as it is)
-        state/trainer.pt       optimizer, schedule, random state          (state.py)
-        state/run.json         version, turn, prompt cursor, counters, configuration
+        state/trainer.pt       masters, optimizer, step counts, reference (state.py)
+        state/run.json         version, turn, prompt cursors, untrained groups, replay buffers, configuration
         state/shard_1.pt       the rows of rank 1, if the model is sharded (shards.py)
         state/manifest.json    size and SHA-256 of every file; a load compares them first (manifest.py)
       latest -> step_40        the checkpoint that a resume loads

@@ -321,7 +321,7 @@ class TorchTrainer:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`version`, `steps_done`, and by parameter name `masters`, `optimizer` and (if kept) `reference`.
+        """`version`, `steps_done`, `entropy_control` (if used); by parameter name `masters`, `optimizer`, `reference` (if kept).
 
         Tensors are not copied. The caller must copy or write them on the device's thread before the next `finish_train_step`.
         Errors: TrainStepError while a step is committed but not closed.
