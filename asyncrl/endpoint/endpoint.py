@@ -34,7 +34,7 @@ from asyncrl.environments.session import Session
 from asyncrl.errors import ConfigError, DataError, EngineClosed, EpisodeLimit, GenerationError
 from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
-from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, SamplingParams
+from asyncrl.types import ChatAnswer, FinishReason, Generation
 
 from .keys import Answers, EpisodeKeys, OpenEpisode, ended_message
 from .messages import MessagesBody, messages_events, messages_reply
@@ -185,8 +185,6 @@ class Endpoint:
         except ValidationError as error:
             message, parameter = describe(error, kind)
             raise Refused(400, message, state=parameter) from None
-        except DataError as error:
-            raise Refused(400, str(error)) from None
         return ask
 
     async def _deliver(
@@ -261,7 +259,6 @@ class Endpoint:
                 async with plain_task_group() as tasks:
                     for number in missing:
                         tasks.start_soon(one, number)
-            ask.found = await self._top(ask, answers[0].prompt_ids) if ask.top else ()
         except EngineClosed as error:
             raise Refused(503, f"the run ends: {error}") from None
         except EpisodeLimit as error:
@@ -274,23 +271,6 @@ class Endpoint:
         finally:
             episode.answering = [other for other in episode.answering if other is not answers]
         return [answers[number] for number in sorted(answers)]
-
-    async def _top(self, ask: Ask, prompt_ids: Int32Array) -> tuple[tuple[int, float], ...]:
-        """The most probable tokens behind the prompt with their log-probs: each is sampled greedily while those before are banned.
-
-        Their session is not the episode's, because they are no part of what the agent did."""
-        found: dict[int, float] = {}
-        temperature, session = ask.sampling.temperature or 1.0, self._visitor()
-        for _ in range(ask.top):
-            sampling = SamplingParams(
-                temperature=temperature, top_k=1, max_tokens=1, logit_bias=dict.fromkeys(found, -100.0)
-            )
-            generation = await session.sample(prompt_ids, sampling)
-            token = int(generation.token_ids[0])
-            if token in found:
-                break
-            found[token] = float(generation.logprobs[0])
-        return tuple(found.items())
 
     async def _models(self, _: web.BaseRequest) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}

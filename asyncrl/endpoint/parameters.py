@@ -6,18 +6,15 @@ The models validate bodies and make the OpenAPI document, so both say the same. 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.errors import DataError
 from asyncrl.types import Messages, SamplingParams
 
 MOST_CHOICES = 64
-TOP_LOGPROBS = 20
 
 
 def ignored(why: str) -> Any:
@@ -42,8 +39,6 @@ class Ask:
     stream: bool = False
     usage: bool = False  # a last chunk with the usage
     logprobs: bool = False
-    top: int = 0  # most probable tokens at the first position
-    found: Sequence[tuple[int, float]] = ()  # those tokens, with log-probs
     ids: bool = False  # token ids
 
 
@@ -131,6 +126,7 @@ SEED = (
     "Not supported: the random numbers follow from the run's seed, the episode and the conversation; with a seed of the client all "
     "members of a group would be equal. Leave it out."
 )
+SAMPLED_ALONE = "0: log-probs of the sampled tokens. A trajectory has no others."
 GRAMMAR = "Not supported: no grammar constrains the tokens. Leave it out."
 TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens.")
 TOOL_CHOICE: Any = Field(
@@ -222,24 +218,8 @@ class PenaltiesBody(OpenAiBody):
         return Ask(**{"sampling": sampling, "n": self.n or 1, "stream": stream, "usage": usage, "ids": ids, **further})
 
 
-_ONE_TOKEN = [
-    {"properties": {"max_tokens": {"const": 1}}, "required": ["max_tokens"]},
-    {
-        "properties": {"max_completion_tokens": {"const": 1}, "max_tokens": {"type": "null"}},
-        "required": ["max_completion_tokens"],
-    },
-]
-# Which bodies with `top_logprobs` are valid, in JSON Schema's words.
-_TOP: Any = {
-    "if": {"properties": {"top_logprobs": {"type": "integer", "minimum": 1}}, "required": ["top_logprobs"]},
-    "then": {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"], "anyOf": _ONE_TOKEN},
-}
-
-
 class ChatBody(PenaltiesBody):
     """Parameters of `POST /v1/chat/completions`."""
-
-    model_config = ConfigDict(json_schema_extra=_TOP)
 
     messages: Annotated[list[Annotated[_SaidMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
     tools: list[_ChatTool] | None = None
@@ -247,9 +227,7 @@ class ChatBody(PenaltiesBody):
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
     max_completion_tokens: int | None = TOKENS
     logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the sampling temperature.")
-    top_logprobs: int | None = Field(
-        None, ge=0, le=TOP_LOGPROBS, description="Above 0 only with max_tokens 1, outside of the trajectory."
-    )
+    top_logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
     modalities: list[Literal["text"]] | None = None
     functions: None = refused("Not supported: use tools.")
@@ -261,16 +239,9 @@ class ChatBody(PenaltiesBody):
     chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
 
     def ask(self, base: SamplingParams) -> Ask:
-        """The request. Errors: DataError."""
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        top = self.top_logprobs or 0
-        if top and (most != 1 or not self.logprobs):
-            raise DataError(
-                f"top_logprobs is {top}; above 0 it needs logprobs true and max_tokens 1: a trajectory has log-probs of the "
-                "sampled tokens alone; set top_logprobs to 0"
-            )
         tools = [] if self.tool_choice == "none" else [dict(tool) for tool in self.tools or ()]
-        return self._ask(base, most, messages=self.messages, tools=tools, logprobs=bool(self.logprobs), top=top)
+        return self._ask(base, most, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -281,7 +252,7 @@ class CompletionsBody(PenaltiesBody):
     """Parameters of `POST /v1/completions`."""
 
     prompt: Prompt | Ids | Annotated[list[Prompt | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
-    logprobs: int | None = Field(None, ge=0, le=0, description="0: log-probs of the sampled tokens.")
+    logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     echo: OnlyFalse | None = None
     suffix: None = refused("Not supported. Leave it out.")
     best_of: None = refused("Not supported: use n.")

@@ -52,14 +52,11 @@ def version_runs(generation: Generation) -> list[list[int]]:
     return [[int(versions[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
 
 
-def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
+def logprob_content(choice: ChatAnswer) -> dict[str, Any]:
     """`choices[i].logprobs`. Written as text, because a dictionary for each token costs the event loop milliseconds."""
     generation = choice.generation
     ids = generation.token_ids.tolist()
-    parts = list(map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
-    if parts and top:
-        tops = ",".join(_CONTENT.replace(',"top_logprobs":[]', "") % (token, token, value) for token, value in top)
-        parts[0] = parts[0].replace('"top_logprobs":[]', f'"top_logprobs":[{tops}]')
+    parts = map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True))
     return {"content": orjson.Fragment(f"[{','.join(parts)}]"), "refusal": None}
 
 
@@ -96,7 +93,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
             {
                 "index": number,
                 "message": {"refusal": None, **choice.message},
-                "logprobs": logprob_content(choice, ask.found) if ask.logprobs else None,
+                "logprobs": logprob_content(choice) if ask.logprobs else None,
                 "finish_reason": finish_reason(choice),
                 **_shared(ask, choice),
             }

@@ -11,6 +11,7 @@ from asyncrl.types import ChatAnswer, Messages, SamplingParams
 
 from .parameters import (
     GRAMMAR,
+    SAMPLED_ALONE,
     TOKENS,
     TOOL_CHOICE,
     Ask,
@@ -97,7 +98,7 @@ class ResponsesBody(OpenAiBody):
     truncation: Literal["disabled"] | None = Field(
         None, description="Nothing is cut: a conversation that is too long is refused."
     )
-    top_logprobs: int | None = Field(None, ge=0, le=0, description="0: log-probs of the sampled tokens.")
+    top_logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     background: OnlyFalse | None = None
     previous_response_id: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     conversation: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")

@@ -135,7 +135,7 @@ async def test_models_names_the_policy_and_its_room() -> None:
         ("/v1/chat/completions", {"seed": 4}, ("seed", "members of a group would be equal")),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, ("response_format", "no grammar")),
         ("/v1/chat/completions", {"tool_choice": "required"}, ("tool_choice", "cannot be forced")),
-        ("/v1/chat/completions", {"top_logprobs": 3}, ("top_logprobs is 3", "max_tokens 1")),
+        ("/v1/chat/completions", {"top_logprobs": 3}, ("top_logprobs", "sampled tokens")),
         ("/v1/chat/completions", {"guided_json": {}}, ("guided_json is not supported", "docs/endpoint.md")),
         ("/v1/chat/completions", {"messages": []}, ("messages", "at least 1")),
         (
