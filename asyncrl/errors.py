@@ -31,7 +31,7 @@
        |- RingFull                  no room before the deadline (also TimeoutError)
        `- RingDetached              the owner of the ring has ended, or refused this producer (also ConnectionError)
 
-A run stopped by SIGINT, SIGTERM or SIGHUP first saves its last committed version, then exits with 130, 143 or 129.
+A run stopped by SIGINT, SIGTERM or SIGHUP exits with 130, 143 or 129 (main.py).
 Each message says what was requested, what was found, and what to do.
 """
 

@@ -1,7 +1,7 @@
 """`torchrun -m asyncrl.main x.yaml a.b=c`: one rank of a training run. Also `python -m asyncrl.main` and `asyncrl run`.
 
 Exit codes are those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...). After SIGINT,
-SIGTERM or SIGHUP the run aborts the open step, writes a checkpoint of the last committed version, and exits with 130, 143 or 129.
+SIGTERM or SIGHUP the run aborts the open step, saves the last version (`checkpoint.save_final`), and exits with 130, 143 or 129.
 A second SIGINT or SIGTERM ends the process at once, with two exceptions. No signal interrupts a checkpoint that is being written.
 A signal within `AGAIN_AFTER_S` of the first is ignored: if a whole job is stopped, each rank gets SIGTERM twice, from the user and
 from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout or stderr does not end a run.
@@ -217,7 +217,8 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
             ring.end_intake()
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
-        doing = "aborting the open step and writing a checkpoint" if world is None else "leaving the run"
+        save = " and writing a checkpoint" if config.checkpoint.save_final else ""
+        doing = f"aborting the open step{save}" if world is None else "leaving the run"
         text = f"\nasyncrl: {why}: {doing}; another signal after {AGAIN_AFTER_S:g} s ends the process at once"
         print(text, file=sys.stderr, flush=True)
 

@@ -109,12 +109,13 @@ def test_a_signal_during_evaluation_keeps_the_version_that_is_evaluated(tmp_path
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """The shutdown is made to hang: a reward that never answers cannot be it (its worker is killed), user code can."""
-    tree = endless(watchdog={"abort_grace_s": 60.0})
+    tree = endless(watchdog={"abort_grace_s": 60.0}, checkpoint={"save_final": False})
     tree["rollout"] = tree["rollout"] | {"environment": f"{MODEL}:Stubborn"}
     process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
     process.send(signal.SIGTERM)
-    process.wait_until(lambda: "another signal after 5 s ends the process" in process.output, "announcement")
+    announced = "aborting the open step; another signal after 5 s ends the process"
+    process.wait_until(lambda: announced in process.output, "announcement")
     process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
     first = time.monotonic()
     while process.ended is None and time.monotonic() - first < 30:  # half of the time that the shutdown would have
