@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,27 @@ def start(module: str, function: str, *words: object, **options: Any) -> subproc
     environment["PYTHONPATH"] = os.pathsep.join(PATHS)
     command = [sys.executable, str(TOOLS / package), f"{name}:{function}", *map(str, words)]
     return subprocess.Popen(command, env=environment, **options)
+
+
+def answers(module: str, function: str, *words: object, ranks: int = 1, env: dict[str, str]) -> list[dict[str, Any]]:
+    """What each of these ranks, children as in `start`, prints in its last line, as JSON."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    children = []
+    try:
+        for rank in range(ranks):
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_PORT": port,
+            }
+            place_env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            children.append(start(module, function, *words, env=env | place_env, stdout=subprocess.PIPE, text=True))
+        return [json.loads(child.communicate(timeout=3600)[0].splitlines()[-1]) for child in children]
+    finally:
+        end(children)
 
 
 def end(processes: Iterable[subprocess.Popen[Any]]) -> None:

@@ -1,26 +1,36 @@
-"""Estimates memory before it is allocated: a table, and a warning if too little is free. No run is refused because of it."""
+"""Forecasts the memory of each device by one formula for all models, warns if too little is free, and chooses settings by it.
+
+Weights follow from the number of parameters, and a microbatch from the output widths of the model's modules. The factors were
+fitted to measured peaks, and the forecast is within 25 % of each of those peaks (tools/results/memory.md, context.md). Every row is
+assumed to be the longest one: the longest prompt and `rollout.max_tokens` more tokens. Not counted: states of recurrent layers,
+routes of experts, and on a CPU the kernels and packed weights that oneDNN keeps. No run is refused because of the forecast.
+"""
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
-from asyncrl.config.resolve import row_limit, slots, with_values
+from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import LESS_MEMORY, ConfigError
-from asyncrl.generation.vllm.versions import BLOCK, GPU_WORKSPACE
+from asyncrl.generation.vllm.versions import GPU_WORKSPACE
+from asyncrl.models.attention.rows import row_bytes
+from asyncrl.models.head.logprobs import CHUNK_ROWS, KEEP_LOGITS
 from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
-from asyncrl.models.paths import ModelPath
+from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
-from asyncrl.training.memory import Lengths, predict_memory, route_bytes
+from asyncrl.models.routing import EXPERTS
 from asyncrl.training.sharded import blocks_of
 
 from .cards import GIB, Cards
@@ -31,13 +41,18 @@ from .placement import Placement, place
 _STATE = 18
 _MOST_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
 _MOST_USED = 0.85  # of a GPU's memory, as predicted, which is rough
-logger = logging.getLogger("asyncrl.runtime")
 _MICROBATCHES = (16384, 8192, 4096, 2048)
-# A worker before it computes: Python, torch and transformers.
-_PROCESS = 400 << 20
-_VLLM_PROCESS = 900 << 20  # the same with vLLM
-# CUDA's code and libraries for a worker. They take memory of the trainer's device too, because the worker opens the board there.
-_CONTEXT = 600 << 20
+# Fitted: elements kept for backward, and elements that the backward of one layer needs meanwhile. Per element of a module's output;
+# for experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
+_FACTORS = {"fused": (1.1, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
+# Rows of logits that the head computes at a time on a CPU.
+_CPU_HEAD_ROWS = 64
+# What torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
+_LIBRARIES = 32 << 20
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in configurations
+# A process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. It takes memory of the
+# trainer's GPU too if it computes on another one, because it opens the board there.
+_PROCESS = 600 << 20
 
 
 class Cut(NamedTuple):
@@ -49,9 +64,9 @@ class Cut(NamedTuple):
 
     def line(self, ranks: int) -> str:
         """A sentence for the terminal."""
-        whole = (
-            "all ranks hold one copy of the model" if self.shards == ranks else f"each {self.shards} ranks hold a copy"
-        )
+        whole = "all ranks hold one copy of the model"
+        if self.shards != ranks:
+            whole = f"each {self.shards} ranks hold a copy"
         often = "step" if self.keep else "microbatch"
         return f"distributed.sharding: fsdp; {whole}; weights and gradients are exchanged once a {often}"
 
@@ -65,47 +80,166 @@ def predicted(
     *,
     cut: Cut | None = None,
 ) -> dict[str, int]:
-    """Purpose -> bytes that one rank needs, computed from the model's configuration: nothing is allocated. `ranks`: number of
-    ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path, if known.
-    `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks."""
-    assert config.engine.max_sequences is not None
-    device = config.model.device if placement is None else placement.trainer.type
+    """Purpose -> bytes that one rank needs on its device, computed from the model's configuration: nothing is allocated. `ranks`:
+    number of ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path;
+    None: guessed. `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks.
+    Errors: ConfigError if the model's configuration cannot be read. The purposes are:
+    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters also the frozen weights, and with a
+    second buffer (training/second_buffer.py) the gradients once more.
+    copies: in the matmul dtype: the working copy, merged weights of adapters, the reference, both halves of the weight board, and
+    what FSDP gathers. On a rank that only generates: the board, adapters, and frozen weights that they are merged with.
+    microbatch: activations, logits, and the larger of the head's and one layer's backward.
+    cache: keys and values. workers: processes on this device. reward_models: weights and one batch. libraries: a constant."""
+    device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cut = cut or Cut(ranks)
-    rollout = config.rollout
-    sizes_of_rows = _longest(config, prompts), rollout.max_tokens, rollout.group_size
-    parts = predict_memory(
-        config.model,
-        config.train,
-        max_sequences=config.engine.max_sequences,
-        lengths=Lengths(*sizes_of_rows, ranks=config.distributed.context),
-        kv_positions=kv_positions(config, prompts),
-        needs_reference=needs_reference(config.algorithm),
-        second_buffer=needs_second_buffer(config.algorithm),
-        shards=cut.shards if config.distributed.sharding == "fsdp" else None,
-        keep=cut.keep and config.distributed.sharding == "fsdp",
-        path=path,
-        device=torch.device(device).type,
+    placement = placement or Placement((), 1, 1, "", torch.device(device))
+    described = describe_module(config.model)
+    text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
+    parts = _weight_parts(config, described, ranks, placement, cut or Cut(ranks))
+    if placement.trains:
+        path = path or _guess_path(described)
+        parts["microbatch"] = _microbatch_bytes(
+            config, described, path, _longest(config, prompts), placement.trainer.type
+        )
+    if placement.generates:
+        parts["cache"] = _attention_layers(text) * _position_width(text) * itemsize * kv_positions(config, prompts)
+    if placement.workers:
+        processes = len(placement.devices)
+        beside_trainer = sum(not placement.on_other_device(process) for process in range(processes))
+        parts["cache"] = parts["cache"] * beside_trainer // processes
+        parts["workers"] = processes * _PROCESS
+        if config.generation.engine == "vllm":
+            # vLLM has its own parameters. The embedded engine reads the board.
+            own = parameter_count(config.model) * itemsize // placement.tensor_parallel
+            parts["workers"] += beside_trainer * (own + (GPU_WORKSPACE if placement.trainer.type == "cuda" else 0))
+    if config.reward.model:
+        tokens = config.train.tokens_per_microbatch
+        sizes = [predict_sizes(each, config.model.dtype, tokens) for each in config.reward.model]
+        parts["reward_models"] = sum(size.weights for size in sizes) + max(size.working for size in sizes)
+    return parts | {"libraries": _LIBRARIES}
+
+
+def _weight_parts(
+    config: Config, described: PreTrainedModel, ranks: int, placement: Placement, cut: Cut
+) -> dict[str, int]:
+    text, sharded = described.config.get_text_config(), config.distributed.sharding == "fsdp"
+    itemsize = DTYPES[config.model.dtype].itemsize
+    wide = max(itemsize, 4)
+    parameters = sum(parameter.numel() for parameter in described.parameters())
+    adapters, merged = adapter_sizes(config.model)
+    trained = adapters or parameters
+    copies = merged + (2 * parameters if placement.workers or not placement.generates else 0)
+    if not placement.trains:
+        return {"copies": copies * itemsize + adapters * wide}
+    if not placement.generates and (sharded or not (adapters or itemsize < wide)):
+        # The board of each rank has only the rank's stripe.
+        copies = merged + 2 * parameters // ranks
+    # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
+    if sharded or (itemsize < wide and (adapters or not copies)):
+        copies += trained
+    copies = (copies + (parameters if needs_reference(config.algorithm) else 0)) * itemsize
+    if sharded:
+        # Embedding, head and two layers, and the gradient of the head or of a layer, summed in float32 and then cast.
+        head = int(text.vocab_size) * int(text.hidden_size)
+        ends = head if getattr(described.config, "tie_word_embeddings", False) else 2 * head
+        layer = (parameters - ends) // int(text.num_hidden_layers)
+        copies += (ends + 2 * layer) * itemsize + max(head, layer) * (itemsize + wide)
+        copies += parameters * (itemsize + wide) if cut.keep else 0
+    shard = -(-trained // (cut.shards if sharded else 1)) * wide
+    return {
+        "weights": shard + (parameters * itemsize if adapters else 0),
+        "gradients": shard + (trained * wide if needs_second_buffer(config.algorithm) else 0),
+        "optimizer": 2 * shard,
+        "copies": copies,
+    }
+
+
+def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPath, prompt: int, device: str) -> int:
+    text, itemsize, ranks = (
+        described.config.get_text_config(),
+        DTYPES[config.model.dtype].itemsize,
+        config.distributed.context,
     )
-    sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
-    if config.algorithm.router_replay and (bytes_per_token := route_bytes(config.model)):
-        parts["routes"] = bytes_per_token * _routed_tokens(config, ranks // config.distributed.context, prompts)
-    if placement is not None and placement.workers:
-        parts |= _board_parts(config, parts)
-        parts |= _parts_with_workers(config, parts, placement, kv_positions(config, prompts))
-        if not placement.trains:
-            parts = {name: parts[name] for name in ("weight_board", "workers", "kv_cache")} | _received_adapters(config)
-    elif placement is not None and not placement.generates:
-        del parts["kv_cache"]
-        parts |= _board_parts(config, parts)
-        if config.distributed.sharding == "fsdp" or not (config.model.lora.rank or config.model.dtype == "bfloat16"):
-            # The board of each rank has only the rank's stripe.
-            parts["weight_board"] //= ranks
-    if sizes:
-        parts["reward_models"] = sum(size.weights for size in sizes)
-        parts["reward_scoring"] = max(size.working for size in sizes)
-    return parts
+    if config.distributed.sharding == "fsdp" and path == FUSED:
+        path = PACKED  # a sharded model trains through its own modules
+    completion = config.rollout.max_tokens
+    context = prompt + completion
+    layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
+    heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
+    tokens = -(-config.train.tokens_per_microbatch // ranks)
+    row_tokens, score = float(tokens), 0  # tokens of all rows; bytes that attention keeps for a score
+    if path.name == "plain":
+        # Every row repeats its prompt. Eager attention keeps its weights, and in 16-bit types also their softmax in float32.
+        members = max(1, min(config.rollout.group_size, (tokens - prompt) // completion))
+        row_tokens *= members * context / (prompt + members * completion)
+        score = 0 if path.attention == "sdpa" else itemsize + (wide if itemsize < wide else 0)
+    elif device == "cpu":
+        # Attention keeps its weights if all rows are short (models/attention/rows.py). Each of the ranks has a part of the heads.
+        scores = max(completion * context, prompt**2) * 4 * heads
+        score = itemsize if scores <= row_bytes(itemsize) * ranks else 0
+    kept, meanwhile = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
+    kept += row_tokens * score * heads * context * _attention_layers(text)
+    meanwhile /= layers
+    if config.train.gradient_checkpointing:
+        kept, meanwhile = layers * row_tokens * hidden, meanwhile + kept / layers
+    # If there are too many logits to keep, backward computes them again, one chunk after the other.
+    logits = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
+    head_rows = min(_CPU_HEAD_ROWS if device == "cpu" else CHUNK_ROWS, tokens)
+    head = head_rows * vocabulary * (itemsize + 2 * wide)
+    # Four hidden states per token: embedded, last, scored, and a gradient.
+    return round(kept + 4 * tokens * hidden + logits * vocabulary * itemsize + max(head, meanwhile))
+
+
+def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple[float, float]:
+    """Elements per token, summed over the layers: kept for backward, and needed meanwhile. `widening`: elements of the matmul dtype
+    in one of float32."""
+    text, widths = described.config.get_text_config(), Counter[str]()
+    experts, chosen = (
+        max((size for name in names if isinstance(size := getattr(text, name, None), int)), default=1)
+        for names in (EXPERTS, _EXPERTS_PER_TOKEN)
+    )
+    for name, module in described.named_modules():
+        if "experts" in name and "shared" not in name:
+            for weight in (p for p in module.parameters(recurse=False) if p.ndim == 3 or isinstance(module, nn.Linear)):
+                # A weight with three dimensions holds all experts. Otherwise each expert has its own weight.
+                widths["experts"] += chosen * sum(weight.shape[-2:]) / (1 if weight.ndim == 3 else experts)
+        elif module is not described.get_output_embeddings():
+            # transformers' Conv1D calls its output width `nf`.
+            width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
+            widths["fused" if path == FUSED else "modules"] += int(width)
+        matrix = getattr(module, "A_log", None)  # of a selective scan (Mamba)
+        if matrix is not None and matrix.ndim == 2:
+            widths["scan"] += matrix.numel() * widening
+    kept, meanwhile = (sum(_FACTORS[kind][part] * width for kind, width in widths.items()) for part in (0, 1))
+    return kept, meanwhile
+
+
+def _guess_path(described: PreTrainedModel) -> ModelPath:
+    """A guess from the configuration: FUSED has kernels for two activations. The real path is known after the model is loaded
+    (runtime/gate.py)."""
+    text = described.config.get_text_config()
+    if hasattr(text, "kv_lora_rank") or any(isinstance(module, nn.Conv1d) for module in described.modules()):
+        return PLAIN[0]
+    activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    return FUSED if activation in ("silu", "gelu_pytorch_tanh") and hasattr(text, "num_key_value_heads") else PACKED
+
+
+def _position_width(text: Any) -> int:
+    """Elements that a layer with attention caches for a token: keys and values, or what latent attention compresses them to."""
+    if rank := getattr(text, "kv_lora_rank", None):
+        return int(rank) + int(text.qk_rope_head_dim)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+    return 2 * int(getattr(text, "num_key_value_heads", None) or heads) * head_size
+
+
+def _attention_layers(text: Any) -> int:
+    """Number of layers whose attention caches keys and values."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return int(text.num_hidden_layers) if getattr(text, "num_attention_heads", None) else 0
+    return sum("attention" in kind and "linear" not in kind for kind in kinds)
 
 
 def cut_model(
@@ -137,22 +271,17 @@ def fit_card(
         return resolve(config), []
     lines, cards = [], cards or Cards()
     memory, name = cards.memory(device), cards.describe(device)[0]
-    state = _STATE * parameter_count(config.model)
-    training = len(world.roles.train)
+    state, training = _STATE * parameter_count(config.model), len(world.roles.train)
     if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
-        sharded = with_values(config, {"distributed.sharding": "fsdp"})
-        holds = f"replicate would hold {state / GIB:.0f} GiB of state on each {name}"
+        sharding, why = "fsdp", f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
         # Both calls refuse what does not work with FSDP.
         try:
-            resolve(sharded)
+            resolve(sharded := with_values(config, {"distributed.sharding": sharding}))
             blocks_of(describe_module(config.model))
-        except ConfigError as error:
-            lines.append(
-                f"distributed.sharding: replicate (left out; {holds.replace('would hold', 'holds')}, but {error})"
-            )
-        else:
             config = sharded
-            lines.append(f"distributed.sharding: fsdp (left out; {holds})")
+        except ConfigError as error:
+            sharding, why = "replicate", f"{why}, but {error}"
+        lines.append(f"distributed.sharding: {sharding} ({why})")
     if "tokens_per_microbatch" in config.train.model_fields_set:
         return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
@@ -166,74 +295,12 @@ def fit_card(
     return chosen, lines
 
 
-def worker_parts(config: Config, placement: Placement, parts: dict[str, int]) -> dict[str, int]:
-    """Bytes of a worker on another GPU than the trainer's. `parts`: those of a rank whose engine shares the trainer's device."""
+def worker_parts(config: Config, placement: Placement, cache: int) -> dict[str, int]:
+    """Bytes of a process of a worker on another GPU than the trainer's. `cache`: bytes of the cache of all workers together."""
     # The embedded engine copies both halves of the board. vLLM has its own parameters, or its part of them, and a copy of one half.
     half, split = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize, placement.tensor_parallel
-    process = _CONTEXT + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
-    return {
-        "weights": half + half // split,
-        "kv_cache": placement.share(parts["kv_cache"]) // split,
-        "process": process,
-    }
-
-
-def _board_parts(config: Config, parts: dict[str, int]) -> dict[str, int]:
-    board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
-    is_separate = config.model.lora.rank or config.distributed.sharding == "fsdp"
-    return {"weight_board": board, "working_copy": parts["working_copy"] if is_separate else 0}
-
-
-def _received_adapters(config: Config) -> dict[str, int]:
-    """What a rank that only generates keeps beside its board: the adapters, and the frozen weights that they are merged with."""
-    adapters, merged = adapter_sizes(config.model)
-    itemsize = DTYPES[config.model.dtype].itemsize
-    return {"adapters": adapters * max(itemsize, 4) + merged * itemsize} if adapters else {}
-
-
-def _parts_with_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
-    """Workers and cache, in the memory of the trainer's device."""
-    board = parts["weight_board"]
-    if placement.trainer.type != "cpu":
-        # Caches of workers on other GPUs are not counted.
-        beside_trainer = sum(not placement.on_other_device(process) for process in range(len(placement.devices)))
-        # vLLM has its own parameters. The embedded engine reads the board.
-        own_bytes = board // 2 // placement.tensor_parallel + GPU_WORKSPACE if config.generation.engine == "vllm" else 0
-        return {
-            "workers": len(placement.devices) * _CONTEXT + beside_trainer * own_bytes,
-            "kv_cache": parts["kv_cache"] * beside_trainer // len(placement.devices),
-        }
-    per_worker = parts["packed_weights"] + parts["compiled"] + _PROCESS
-    if config.generation.engine == "vllm":
-        assert config.engine.max_sequences is not None
-        # A cache block that is not full yet, for each sequence.
-        partial_positions = BLOCK * placement.share(config.engine.max_sequences)
-        # The largest use comes at the start, with weights that are not packed yet.
-        processes = placement.tensor_parallel * _VLLM_PROCESS
-        per_worker = board // 2 + parts["kv_cache"] * partial_positions // positions + processes
-    return {"workers": placement.workers * per_worker}
-
-
-def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:
-    """Tokens whose routes may be in memory at one time, on one of `ranks` ranks that build steps: tokens of running rows, of groups
-    that wait for training, of the replay buffer, and of a packed step."""
-    rollout, rows, prompt = config.rollout, config.engine.max_sequences, _longest(config, prompts)
-    assert rows is not None
-    context = prompt + rollout.max_tokens
-    running = rows * context
-    if config.generation.engine == "vllm":
-        running = kv_positions(config, prompts) + rows * BLOCK
-    elif config.engine.kv_after_update == "recompute":
-        running += rows * prompt  # prompts keep the routes of their first prefill too
-    groups = -(-slots(config) // ranks) + config.replay.size
-    packed = -(-rollout.groups_per_step // ranks) * (prompt + rollout.group_size * rollout.max_tokens)
-    return running + groups * rollout.group_size * context + packed
-
-
-def batch_tokens(config: Config) -> int:
-    """Tokens, padding included, that a reward model scores at once."""
-    return config.train.tokens_per_microbatch
+    process = _PROCESS + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
+    return {"copies": half + half // split, "cache": placement.share(cache) // split, "workers": process}
 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
@@ -250,14 +317,6 @@ def _longest(config: Config, prompts: PromptLengths | None) -> int:
     return row_limit(config) - config.rollout.max_tokens if prompts is None else prompts.longest
 
 
-def cache_line(config: Config, prompts: PromptLengths) -> str:
-    """A line for the log on how the size of the cache was chosen."""
-    return (
-        f"cache: {kv_positions(config, prompts)} positions for {config.engine.max_sequences} sequences; prompts of up to "
-        f"{prompts.longest} tokens ({prompts.how})"
-    )
-
-
 def _meminfo(name: str) -> int:
     """Bytes of a line of /proc/meminfo. Without this file (not Linux) a number above all memory."""
     meminfo = Path("/proc/meminfo")
@@ -265,13 +324,6 @@ def _meminfo(name: str) -> int:
         return 1 << 62
     fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
     return int(fields[name].split()[0]) * 1024
-
-
-def available(device: torch.device, cards: Cards | None = None) -> int:
-    """Free bytes of the device that a run may take."""
-    if device.type == "cuda":
-        return (cards or Cards()).free(device)
-    return _meminfo("MemAvailable")
 
 
 def table(parts: dict[str, int]) -> str:
@@ -282,26 +334,12 @@ def table(parts: dict[str, int]) -> str:
 
 
 def memory_warnings(parts: dict[str, int], device: torch.device, cards: Cards | None = None) -> list[str]:
-    """A list with a warning if the prediction is above the free memory; else an empty list."""
-    total, free = sum(parts.values()), available(device, cards)
+    """A list with a warning if the forecast is above the free memory of the device; else an empty list."""
+    total = sum(parts.values())
+    free = (cards or Cards()).free(device) if device.type == "cuda" else _meminfo("MemAvailable")
     if total <= free:
         return []
     return [
         f"this run needs about {total / GIB:.1f} GiB on {device}, give or take a quarter, and {free / GIB:.1f} GiB are free; "
         f"if memory runs out, {LESS_MEMORY}"
     ]
-
-
-def check_memory(
-    config: Config,
-    device: torch.device,
-    ranks: int = 1,
-    prompts: PromptLengths | None = None,
-    placement: Placement | None = None,
-    cut: Cut | None = None,
-) -> int:
-    """Bytes that the run will need. Logs a warning with the table if less is free."""
-    parts = predicted(config, ranks, prompts, placement=placement, cut=cut)
-    for line in memory_warnings(parts, device):
-        logger.warning("%s\n%s", line, table(parts))
-    return sum(parts.values())

@@ -22,7 +22,7 @@ from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts
-from .memory import cache_line, cut_model, fit_card, memory_warnings, predicted, table, worker_parts
+from .memory import cut_model, fit_card, kv_positions, memory_warnings, predicted, table, worker_parts
 from .placement import avoid_plain_path, choose_engine, place
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             f"rank {rank}" if roles.differ else "one rank": placed_as(replace(world, rank=rank))
             for rank in sorted(kinds.values())
         }
+        if roles.listens and not roles.receivers:
+            # A node that joins only generates, as a rank of its own. Its devices are taken to be those of this machine.
+            joins = replace(roles, generate=(world.world_size,))
+            joined = replace(world, rank=world.world_size, local_rank=0, local_world_size=1, roles=joins)
+            placements["a node that joins"] = placed_as(joined)
         cut = None
         if config.distributed.sharding == "fsdp":
             cut = cut_model(config, device, world, next(iter(placements.values())), cards)
@@ -72,8 +77,8 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             memory += [f"predicted memory of {name}:", table(parts := predict(placed))]
             memory += _notes(memory_warnings(parts, device, cards))
             if placed.workers and placed.on_other_device(0):
-                # As if trainer and engine shared a device: the worker's cache is a part of the cache of this prediction.
-                worker = worker_parts(config, placed, predict(replace(placed, devices=())))
+                # As if trainer and engine shared a device: the cache of all workers.
+                worker = worker_parts(config, placed, predict(replace(placed, devices=()))["cache"])
                 memory += ["predicted memory of one worker:", table(worker)]
                 memory += _notes(memory_warnings(worker, placed.devices[0], cards))
         lines += [
@@ -84,7 +89,8 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             *dict.fromkeys(placed.line for placed in placements.values()),
             *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),
-            cache_line(config, prompts),
+            f"cache: {kv_positions(config, prompts)} positions for {config.engine.max_sequences} sequences; prompts of up to "
+            f"{prompts.longest} tokens ({prompts.how})",
             *memory,
             *_notes([*prompts.notes, *_text_notes(config)]),
         ]

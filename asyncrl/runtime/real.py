@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -45,11 +46,13 @@ from asyncrl.weights.sync import SharedWeights
 from .absent import Absent
 from .gate import check_run_model
 from .inputs import measure_prompts
-from .memory import GIB, Cut, batch_tokens, check_memory, cut_model, kv_positions
+from .memory import GIB, Cut, cut_model, kv_positions, memory_warnings, predicted, table
 from .opened import REWARD_MODELS, OpenRun
 from .performance import measure_rates
 from .placement import avoid_plain_path, place
 from .workers import open_generating, open_sender, open_workers, take_engine
+
+logger = logging.getLogger("asyncrl.runtime")
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
@@ -69,7 +72,9 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     cut = Cut(ranks)
     if config.distributed.sharding == "fsdp":
         cut = await offload(lambda: cut_model(config, device, world, placement), "memory")
-    needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement, cut), "memory")
+    parts = await offload(lambda: predicted(config, ranks, prompts, placement=placement, cut=cut), "memory")
+    for line in await offload(lambda: memory_warnings(parts, device), "memory"):
+        logger.warning("%s\n%s", line, table(parts))
 
     def on_start() -> None:
         # OpenMP has a number of threads for each calling thread, so the lane sets its own number.
@@ -81,7 +86,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))
     run.lanes = (lane,)
-    run.stages.show(f"loading: about {needed / GIB:.2f} GiB for the run")
+    run.stages.show(f"loading: about {sum(parts.values()) / GIB:.2f} GiB for the run")
     positions = kv_positions(config, prompts)
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         if world.generates:
@@ -140,7 +145,7 @@ def _policy(run: OpenRun) -> PolicyModel:
 
 
 def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:
-    tokens, dtype, seed = batch_tokens(config), config.model.dtype, config.seed
+    tokens, dtype, seed = config.train.tokens_per_microbatch, config.model.dtype, config.seed
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 

@@ -17,7 +17,7 @@ from asyncrl.config.schema import DistributedConfig, LoraConfig, RolesConfig
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError
-from asyncrl.models.loading import adapter_sizes
+from asyncrl.models.loading import adapter_sizes, parameter_count
 from asyncrl.runtime.memory import predicted
 from asyncrl.runtime.placement import place
 
@@ -135,16 +135,19 @@ def test_a_rank_plans_memory_for_what_it_does(tmp_path: Path) -> None:
         placement = place(settings, torch.device("cpu"), world)
         assert (placement.trains, placement.generates, placement.workers) == (rank == 0, rank == 1, rank)
         names[rank] = set(predicted(settings, placement=placement))
-    assert names[0] == {*both, "weight_board"} - {"kv_cache"}
-    assert names[1] == {"weight_board", "workers", "kv_cache"}
+    assert names[0] == set(both) - {"cache"}
+    assert names[1] == {"copies", "workers", "cache", "libraries"}
     sharded = settings.model_copy(update={"distributed": settings.distributed.model_copy(update={"sharding": "fsdp"})})
     trains = place(sharded, torch.device("cpu"), World(0, 4, 0, 4, roles=roles(4, train=2, generate=2)))
-    boards = [predicted(sharded, 2, placement=each)["weight_board"] for each in (trains, placement)]
-    assert 2 * boards[0] == boards[1]
+    copies, board = predicted(settings, placement=placement)["copies"], 2 * parameter_count(settings.model) * 4
+    assert copies == board
+    # float32: of the board of each rank that trains, a half's stripe.
+    whole = predicted(sharded, 2)["copies"]
+    assert predicted(sharded, 2, placement=trains)["copies"] == whole + board // 2
     adapted = settings.model_copy(update={"model": settings.model.model_copy(update={"lora": LoraConfig(rank=2)})})
     # float32: the adapters, and each weight that has one.
     adapters, merged = adapter_sizes(adapted.model)
-    assert predicted(adapted, placement=placement)["adapters"] == 4 * (adapters + merged)
+    assert predicted(adapted, placement=placement)["copies"] == copies + 4 * (adapters + merged)
 
 
 PROGRAM = """

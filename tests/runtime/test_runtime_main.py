@@ -65,7 +65,7 @@ def test_dry_run_prints_and_writes_the_plan_and_runs_nothing(here: Path, capsys:
     text = capsys.readouterr().out
     assert "slots: 8 groups (32 sequences)" in text
     assert "at most 1 policy versions old" in text
-    assert "kv_cache" in text and "total" in text and "GiB" in text
+    assert "  cache " in text and "total" in text and "GiB" in text
     assert (here / "runs/run/plan.txt").read_text() == text
     plan = yaml.safe_load(text.split("\nslots:")[0])
     assert plan["rollout"]["max_staleness"] == 1 and plan["engine"]["max_sequences"] == 32

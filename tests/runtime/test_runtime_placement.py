@@ -300,27 +300,26 @@ def test_memory_counts_the_board_and_what_lies_beside_the_trainer(
     tmp_path: Path, dtype: str, more: tuple[str, ...]
 ) -> None:
     config = resolve(config_of(tmp_path, "generation.workers=2", f"model.dtype={dtype}", *more))
-    alone = predicted(config)
-    board, working = 2 * parameter_count(config.model) * DTYPES[dtype].itemsize, alone["working_copy"] if more else 0
+    alone, half = predicted(config), parameter_count(config.model) * DTYPES[dtype].itemsize
+    # Adapters: their working copy, and the merged weights. In bfloat16 the working copy of a whole model is a half of the board.
+    copies = 2 * half + (alone["copies"] if more else 0)
     parts = predicted(config, placement=place(config, CPU, ONE))
-    assert (parts["weight_board"], parts["working_copy"], parts["kv_cache"]) == (board, working, alone["kv_cache"])
-    assert parts["workers"] > 2 * alone["packed_weights"]
+    assert (parts["copies"], parts["cache"], parts["workers"]) == (copies, alone["cache"], 2 * (600 << 20))
     for devices, here in (((0, 0), 1.0), ((0, 1), 0.5), ((1, 2), 0.0)):
         placement = Placement(tuple(torch.device("cuda", index) for index in devices), 1, 1, "", GPU)
         parts = predicted(config, placement=placement)
-        assert parts["kv_cache"] == int(here * alone["kv_cache"])
-        assert (parts["weight_board"], parts["working_copy"]) == (board, working)
+        assert (parts["copies"], parts["cache"]) == (copies, int(here * alone["cache"]))
         assert parts["workers"] == 2 * (600 << 20)  # each has a context there, whatever it computes on
         vllm = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
         # Beside the trainer vLLM also has its own parameters, and memory for a step.
-        own = int(2 * here) * (board // 2 + versions.GPU_WORKSPACE)
+        own = int(2 * here) * (half + versions.GPU_WORKSPACE)
         assert predicted(vllm, placement=placement)["workers"] == parts["workers"] + own
         # One worker over both devices: each has half of the parameters and of the cache.
         split = predicted(vllm, placement=replace(placement, tensor_parallel=2))
-        assert split["kv_cache"] == parts["kv_cache"]
-        assert split["workers"] == parts["workers"] + int(2 * here) * (board // 4 + versions.GPU_WORKSPACE)
-    worker = worker_parts(vllm, replace(placement, tensor_parallel=2), alone)
-    assert worker["weights"] == board // 2 + board // 4 and worker["kv_cache"] == alone["kv_cache"] // 2
+        assert split["cache"] == parts["cache"]
+        assert split["workers"] == parts["workers"] + int(2 * here) * (half // 2 + versions.GPU_WORKSPACE)
+    worker = worker_parts(vllm, replace(placement, tensor_parallel=2), alone["cache"])
+    assert worker["copies"] == half + half // 2 and worker["cache"] == alone["cache"] // 2
 
 
 VLLM_MODEL = Path(__file__).with_name("runtime_model.py")
@@ -444,8 +443,8 @@ def test_fsdp_is_not_chosen_for_a_model_that_cannot_be_sharded(tmp_path: Path, m
     file.write_text(EXPERT_MODULES)
     two = World(0, 2, 0, 2, "", 0, 0)
     for path, sharding, why in (
-        (f"{VLLM_MODEL}:build_wide_experts", "fsdp", "left out; replicate would hold"),
-        (f"{file}:build", "replicate", "left out; replicate holds 0 GiB of state on each small card, but"),
+        (f"{VLLM_MODEL}:build_wide_experts", "fsdp", "left out; replicate takes"),
+        (f"{file}:build", "replicate", "left out; replicate takes 0 GiB for the state on each small card, but"),
     ):
         config = config_of(tmp_path, f"model.path={path}", "model.dtype=bfloat16", base=REAL)
         chosen, lines = fit_card(config, GPU, two, partial(resolve, world_size=2), SmallCards())

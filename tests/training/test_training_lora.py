@@ -29,13 +29,12 @@ from transformers import (
 )
 
 from asyncrl.algorithms.registry import build_loss
-from asyncrl.config.schema import LoraConfig, ModelConfig, TrainConfig
+from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError
 from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.parameters.merge import Merge
 from asyncrl.models.policy import PolicyModel
-from asyncrl.training.memory import Lengths, predict_memory
 from asyncrl.training.snapshot import take_snapshot
 from asyncrl.training.trainer import TorchTrainer
 
@@ -113,18 +112,6 @@ def test_state_comes_back_and_another_rank_is_refused(tmp_path: Path) -> None:
     assert np.array_equal(second.compute_logprobs(batch), first.compute_logprobs(batch))
     with pytest.raises(ConfigError, match="go on with the rank of the saved run"):
         other.policy.flat.load_masters(snapshot.state["masters"])
-
-
-def test_predicted_memory_is_that_of_the_adapters(tmp_path: Path) -> None:
-    tiny_module().save_pretrained(tmp_path)
-    train = TrainConfig(tokens_per_microbatch=64)
-    core = trainer_of("bfloat16")
-    model = ModelConfig(path=str(tmp_path), dtype="bfloat16", lora=LORA)
-    sizes = predict_memory(model, train, max_sequences=2, lengths=Lengths(4, 4))
-    adapters = core.policy.flat.numel
-    assert sizes["masters"] == sizes["gradients"] == sizes["optimizer"] / 2 == adapters * 4
-    merged = sum(p.numel() for name, p in core.policy.module.named_parameters() if "_proj" in name)
-    assert sizes["working_copy"] == adapters * 2 and sizes["frozen"] == (core.policy.weights.numel + merged) * 2
 
 
 def experts_of(family: str) -> PreTrainedModel:

@@ -6,8 +6,7 @@ A model with random weights (2.6 million parameters) trains on a microbatch of s
 behind its first eighth are scored. Ranks are processes of this machine with one thread each, and talk over gloo.
 
     memory     the peak of the resident memory of the rank with most during a step, less what was there before the model: weights,
-               gradients, optimizer, microbatch. Predicted: `asyncrl.training.memory`, as `--dry-run` shows it. The prediction
-               assumes that short rows come, too: attention keeps its weights for their backward, and keeps none of long rows
+               gradients, optimizer, microbatch. Predicted: `asyncrl.runtime.memory`, as `--dry-run` shows it
     time       the median of the steps after the first, and the processor time of all ranks together, which other programs stretch
                less. One rank has as many threads as there are ranks on the other side
 """
@@ -17,15 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-from commands import command, end, machine, start, table
+from commands import answers, command, machine, table
 
 MIB = 1 << 20
 SETTINGS: dict[str, Any] = dict(
@@ -69,25 +66,37 @@ def microbatch(tokens: int, row: int) -> Any:
     return batch
 
 
+def predict(tokens: int, row: int, ranks: int, checkpointing: bool = False) -> int:
+    """Bytes of a rank, as `--dry-run` shows them, less the cache."""
+    from asyncrl.config.schema import Config
+    from asyncrl.runtime.memory import predicted
+
+    given = {
+        "model": {"path": f"{Path(__file__).resolve()}:build", "dtype": "float32", "device": "cpu"},
+        "train": {"tokens_per_microbatch": tokens, "gradient_checkpointing": checkpointing},
+        "data": {"max_prompt_tokens": row // 8},
+        "rollout": {"max_tokens": row - row // 8, "group_size": 1},
+        "engine": {"max_sequences": 1},
+        "distributed": {"context": ranks},
+    }
+    parts = predicted(Config.model_validate(given), ranks)
+    return sum(parts.values()) - parts["cache"]
+
+
 def rank(tokens: str, row: str, threads: str, checkpointing: str, repeat: str) -> None:
-    """In a child, whose environment names its rank: peak, prediction, and seconds of a step."""
+    """In a child, whose environment names its rank: peak, and seconds of a step."""
     import torch
     from measure.memory import Part, status, warm_up
 
     from asyncrl.algorithms.registry import build_loss
-    from asyncrl.config.schema import ModelConfig, TrainConfig
+    from asyncrl.config.schema import TrainConfig
     from asyncrl.distributed.world import World
     from asyncrl.models.policy import PolicyModel
-    from asyncrl.training.memory import Lengths, predict_memory
     from asyncrl.training.trainer import TorchTrainer
 
     torch.set_num_threads(int(threads))
     length, world = int(row), World.from_env()
     train = TrainConfig(tokens_per_microbatch=int(tokens), gradient_checkpointing=bool(checkpointing))
-    parts = predict_memory(
-        ModelConfig(path=f"{Path(__file__).resolve()}:build", dtype="float32"), train, max_sequences=1,
-        lengths=Lengths(length // 8, length - length // 8, ranks=world.world_size),
-    )  # fmt: skip
     batch, loss = microbatch(int(tokens), length), build_loss("reinforce")
     warm_up()
     with world.open(torch.device("cpu")):
@@ -105,9 +114,8 @@ def rank(tokens: str, row: str, threads: str, checkpointing: str, repeat: str) -
                 peak = status("VmHWM") - before
             seconds.append(time.monotonic() - started)
             processor.append(time.process_time() - used)
-        rest = sum(size for name, size in parts.items() if name not in ("kv_cache", "compiled"))
-        found = {"peak": peak, "predicted": rest, "parts": parts, "seconds": statistics.median(seconds[1:])}
-        found["processor"] = statistics.median(processor[1:])
+        found = {"peak": peak}
+        found["seconds"], found["processor"] = statistics.median(seconds[1:]), statistics.median(processor[1:])
         print(json.dumps(found), flush=True)
 
 
@@ -115,21 +123,11 @@ def measure(
     tokens: int, row: int, ranks: int, threads: int, checkpointing: bool = False, repeat: int = 1
 ) -> dict[str, Any]:
     """The largest peak and the longest time of all ranks, and their processor time together."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    children = []
-    try:
-        for number in range(ranks):
-            place = {"RANK": number, "WORLD_SIZE": ranks, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": ranks}
-            env = ENVIRONMENT | {key: str(value) for key, value in place.items()}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
-            words = tokens, row, threads, "yes" if checkpointing else "", repeat
-            children.append(start("measure.context", "rank", *words, env=env, stdout=PIPE, text=True))
-        answers = [json.loads(child.communicate(timeout=3600)[0].splitlines()[-1]) for child in children]
-    finally:
-        end(children)
-    worst = {key: max(answer[key] for answer in answers) for key in ("peak", "seconds")}
-    return answers[0] | worst | {"processor": sum(answer["processor"] for answer in answers)}
+    words = tokens, row, threads, "yes" if checkpointing else "", repeat
+    found = answers("measure.context", "rank", *words, ranks=ranks, env=ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)})
+    worst: dict[str, Any] = {key: max(answer[key] for answer in found) for key in ("peak", "seconds")}
+    worst["predicted"] = predict(tokens, row, ranks, checkpointing)
+    return worst | {"processor": sum(answer["processor"] for answer in found)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
