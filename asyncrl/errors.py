@@ -8,7 +8,7 @@
     |- DivergenceError          3   NaN, or samplers, trainer or ranks disagree on weights or log-probs
     |- StallError               4   no task made progress for too long; names each waiting task and its reason
     |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
-    |- DirectoryLost            5   the run directory was moved, removed or taken; names the last checkpoint
+    |- DirectoryLost            5   the run directory was moved, removed or taken by another run
     |- RewardError              6   a reward function or model failed; names the function or model
     |  |- RewardTimeout
     |  `- RewardCrash
@@ -102,7 +102,7 @@ class CheckpointError(AsyncrlError):
 
 
 class DirectoryLost(AsyncrlError):
-    """The run directory is gone. This is no CheckpointError, because the last checkpoint may exist at another path."""
+    """The run directory was moved, removed or taken by another run."""
 
     exit_code = 5
 

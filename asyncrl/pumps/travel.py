@@ -128,6 +128,11 @@ class Departures:
         """No group follows: `run` ends after the last acknowledgement."""
         self._queue_in.close()
 
+    def discard(self) -> None:
+        """End the queue of a rank that may never have called `run`."""
+        self._queue_in.close()
+        self._queue.close()
+
     async def run(self) -> None:
         """Send groups until `close`. Errors: RankLost if a training rank is gone."""
         recorder = self._ports.recorder

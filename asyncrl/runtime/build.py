@@ -155,6 +155,7 @@ async def _open_apart(run: OpenRun) -> None:
     if world.generates:
         run.apart.departures = Departures(ports, run.connections.to, epoch)
         ports.depart = run.apart.departures.put
+        run.stack.callback(run.apart.departures.discard)
     first, *others = world.roles.siblings(world.rank) or (None,)
     if world.leads:
         run.apart.arrivals = Arrivals(ports, epoch)

@@ -20,7 +20,6 @@ the link is kept, and an old run is moved aside within the parent of the linked 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -31,7 +30,6 @@ from pathlib import Path
 
 import orjson
 
-from asyncrl.checkpoint.shards import SHARDS
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
 from asyncrl.config.describe import check_resume, to_yaml
@@ -55,16 +53,18 @@ class RunDirectory:
     """The paths of one run's files, and the lock on the directory. The constructor writes nothing."""
 
     def __init__(self, config: Config) -> None:
-        self._set_path(Path(config.run.dir) / config.run.name)
+        self.path = Path(config.run.dir) / config.run.name
+        self.config_file = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
+        self.trace = self.path / "trace.json"
+        self.report = self.path / "report.html"
+        self.workers = self.path / "workers"
+        self.checkpoints = self.path / "checkpoints"
         # The target if `path` is a link, for example to a larger disk.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
-        # Empty while the directory belongs to this run. Otherwise the reason, and `path` is the directory of the last checkpoint.
-        self.lost_reason = ""
-        self._config = config
+        self.lost = False  # the directory belongs to another run, or is gone
         self._lock = DirectoryLock(self.real)
-        # On ranks other than the first: the content of `.lock` that rank 0 wrote.
-        self._lock_content: bytes | None = None
-        self._temporary: Path | None = None  # a folder that is removed at the end
         self.spare_descriptors = Reserve()
         # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
@@ -77,16 +77,6 @@ class RunDirectory:
             self.restart = (
                 f"{restart}: the run in {self.path} goes on from {start}; run.overwrite applies to first starts only"
             )
-
-    def _set_path(self, path: Path) -> None:
-        self.path = path
-        self.config_file = self.path / "config.yaml"
-        self.metrics = self.path / "metrics.jsonl"
-        self.rollouts = self.path / "rollouts"
-        self.trace = self.path / "trace.json"
-        self.report = self.path / "report.html"
-        self.workers = self.path / "workers"
-        self.checkpoints = self.path / "checkpoints"
 
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
         """Lock and prepare the directory. Only rank 0 (`leader`) locks and writes. Blocks.
@@ -105,39 +95,17 @@ class RunDirectory:
     def close(self) -> None:
         """Unlock the directory for the next run, after all ranks have ended. May be called twice."""
         self.spare_descriptors.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
         self._lock.release()
 
     def check_still_ours(self) -> None:
         """Call before each write. Blocks. Errors: DirectoryLost, once, if the directory was moved, removed or taken by another run.
-        After the error `path` is the moved directory, or a new one, so that the last checkpoint harms no other run."""
-        if self.lost_reason or (loss := self._lock.find_loss()) is None:
-            return
-        old_path = self.path
-        self.lost_reason, moved_to = loss
-        new_name = f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._set_path(moved_to or self.real.with_name(new_name))
-        if moved_to is None:
-            self.path.mkdir()
-            self.config_file.write_text(to_yaml(self._config), encoding="utf-8")
-        raise DirectoryLost(
-            f"{old_path} is no longer this run's: {self.lost_reason}. The last checkpoint is written to {self.path}: resume with "
-            f"run.dir={self.path.parent} run.name={self.path.name} resume=true"
-        )
-
-    def remember_lock(self) -> None:
-        """Call on ranks other than the first, after rank 0 has opened the directory: remember the content of `.lock`. Blocks."""
-        with contextlib.suppress(OSError):  # only fsdp needs a shared directory
-            self._lock_content = self._lock.path.read_bytes()
-
-    def shards(self, rank: int) -> Path:
-        """The folder for the checkpoint part of rank > 0: in the run's directory, or beside the directory if another run has it."""
-        with contextlib.suppress(OSError):
-            if self._lock_content is None or self._lock.path.read_bytes() == self._lock_content:
-                return self.checkpoints / SHARDS
-        self._temporary = self.real.with_name(f"{self.real.name}.rank_{rank}-{os.getpid()}")
-        return self._temporary
+        Nothing may be written afterwards: `path` may belong to another run."""
+        if not self.lost and (reason := self._lock.find_loss()) is not None:
+            self.lost = True
+            raise DirectoryLost(
+                f"{self.path} is no longer this run's: {reason}. This run writes nothing more; to go on, set run.dir and run.name "
+                "to the directory with its newest checkpoint, and resume=true"
+            )
 
     def refuse_foreign(self) -> None:
         """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to a missing target."""

@@ -174,7 +174,7 @@ class Journal:
 
     async def write(self, version: int, extra: Mapping[str, float]) -> None:
         """Write the line of `version`. `extra`: metrics of the evaluation at that version (`eval/*`)."""
-        if self._directory is not None and self._directory.lost_reason:
+        if self._directory is not None and self._directory.lost:
             return
         report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
@@ -260,7 +260,7 @@ class Journal:
 
     async def finish(self, outcome: str) -> None:
         """Write trace.json and report.html at the end of a run. `outcome`: a sentence for report.html, also after a failure."""
-        if self._directory is None:
+        if self._directory is None or self._directory.lost:
             return
         telemetry, directory = self._config.telemetry, self._directory
 

@@ -27,7 +27,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """The lock of rank 0 on one run directory. Other ranks read `path` to find out whether the directory is still their run's."""
+    """The lock of rank 0 on one run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,23 +69,15 @@ class DirectoryLock:
         reasons = ", ".join(sorted(refusals))
         return f"{self._directory} cannot be locked ({reasons}): start no second run there; the first run would end"
 
-    def find_loss(self) -> tuple[str, Path | None] | None:
-        """None while the directory is this run's. Otherwise (what happened, the directory's new path or None).
-        Opens no descriptor: the process may have none left."""
+    def find_loss(self) -> str | None:
+        """None while the directory is this run's. Otherwise what happened. Opens no descriptor: the process may have none left."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
-        ours = os.fstat(self._descriptors[0])
         current = self._directory.stat() if self._directory.exists() else None
-        if current is not None and os.path.samestat(ours, current):
-            if not self.path.exists():
-                return None  # only the file was removed: the directory is locked
-            return f"another run writes there ({self._holder()})", None
-        with contextlib.suppress(OSError):
-            new_path = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))
-            if os.path.samestat(ours, new_path.stat()):
-                return f"it was moved to {new_path}", new_path
-        reason = "it was removed" if current is None else "another directory replaced it"
-        return reason, None
+        if current is None or not os.path.samestat(os.fstat(self._descriptors[0]), current):
+            return "it was moved or removed"
+        # If only the file was removed, the directory is locked.
+        return f"another run writes there ({self._holder()})" if self.path.exists() else None
 
     def release(self) -> None:
         """Remove the file and release the lock. May be called twice."""

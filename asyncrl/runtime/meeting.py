@@ -126,6 +126,9 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.describe_waits()
         if not isinstance(run.line, LineServer):
             told = lost
+            if not world.trains:
+                # This rank is in no collective that would end. Rank 0 waits until this rank has left.
+                return lose(lost)
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
             # Ends collectives and not yet the run: this rank may be about to raise the error that ended the other rank.
             said[peer] = lost
@@ -215,8 +218,6 @@ async def _agree(run: OpenRun, line: LineClient) -> None:
     """Compare automatic settings with rank 0, and take its checkpoint: rank 0 may write files before another rank has searched."""
     (first, resumes), _ = await line.ask(_MEET)
     check_chosen(run.config, first, run.world.rank)
-    if run.directory is not None:
-        await offload(run.directory.remember_lock, "find-checkpoint")
     if run.directory is None or not resumes:
         run.saved = None
     elif run.saved is None:

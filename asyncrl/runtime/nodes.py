@@ -41,7 +41,7 @@ class Nodes:
     async def _write(self, outcome: str | None) -> None:
         """`outcome`: how the run ended; None: it goes on. Without room on the disk nothing is written."""
         directory = self._run.directory
-        if directory is None or directory.lost_reason:
+        if directory is None or directory.lost:
             return
         every_s = self._run.config.watchdog.interval_s
         state = {"written": time.time(), "every_s": every_s, "ended": outcome, "nodes": self.rows()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
-from asyncrl.checkpoint.shards import shards_writer, write_shard
+from asyncrl.checkpoint.shards import SHARDS, shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.concurrency.descriptors import lacks_descriptors
@@ -30,7 +30,6 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import (
     CheckpointError,
     ConfigError,
-    DirectoryLost,
     DivergenceError,
     RankLost,
     StallError,
@@ -179,7 +178,6 @@ class Checkpointer:
         self._ending = False  # the last checkpoint is being made
         self._last_by_time = time.monotonic()
         self._time_is_up = False
-        self._lost: DirectoryLost | None = None  # raised after the next checkpoint
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(world.roles.train)
         self._positions = positions
@@ -192,6 +190,8 @@ class Checkpointer:
     def due(self, version: int, last: bool) -> bool:
         """Whether to save this version: by `checkpoint.every`, by `checkpoint.every_s`, or as the `last` version."""
         if self._store is None or self._core is None or version == self._saved_version or version == 0:
+            return False
+        if self._directory is not None and self._directory.lost:
             return False
         every = self._config.checkpoint.every
         by_interval = self._time_is_up or (every is not None and version % every == 0)
@@ -219,7 +219,7 @@ class Checkpointer:
             return
         by_time = saving.every_s is not None and saving.every is None
         elapsed_s = time.monotonic() - self._last_by_time
-        is_up = self._lost is not None or (by_time and elapsed_s >= (saving.every_s or 0.0))
+        is_up = by_time and elapsed_s >= (saving.every_s or 0.0)
         if is_up:
             self._last_by_time = time.monotonic()
         self._time_is_up = is_up
@@ -403,21 +403,10 @@ class Checkpointer:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")
             return Captured(version, run, snapshot, started, shards, tuple(trainers[rank] for rank in missing))
 
-    async def check_directory(self, *, raises: bool = True) -> None:
-        """Call before each write. Errors: DirectoryLost if the run directory is no longer this run's.
-        With a sharded model the error is raised after the next checkpoint: after an error here the other ranks write no parts."""
-        if self._directory is None:
-            return
-        try:
+    async def check_directory(self) -> None:
+        """Call before each write. Errors: DirectoryLost if the run directory is no longer this run's."""
+        if self._directory is not None:
             await offload(self._directory.check_still_ours, "run-directory")
-        except DirectoryLost as error:
-            core = self._core
-            saves_shards = (
-                core is not None and core.is_sharded and self._positions and self._config.checkpoint.save_final
-            )
-            if raises and not saves_shards:
-                raise
-            self._lost = error
 
     async def _write(self, captured: Captured, last: bool) -> None:
         """Write on a thread. A cancellation waits for the end of the writing."""
@@ -429,8 +418,7 @@ class Checkpointer:
             self._saved_version = version
             with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
                 self._require_finite(await offload(snapshot.non_finite_tensor, "checkpoint-check"), version)
-                await self.check_directory(raises=False)
-                store.directory = self._directory.checkpoints
+                await self.check_directory()
                 await store.save_in_thread(
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._tokenizer, self._config.model.path),
@@ -438,15 +426,12 @@ class Checkpointer:
                     shards_writer(store.directory, version, captured.shards),
                 )
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
-            if self._lost is not None:
-                raise self._lost
         except CheckpointError:
             # The end of the run tries to save this version again.
             self._saved_version = None
-            # If the directory was lost during the write, the next checkpoint is written elsewhere.
+            # The directory may have been lost during the write.
             await self.check_directory()
-            if self._lost is None or last:
-                raise
+            raise
         finally:
             self._idle.set()
 
@@ -464,14 +449,8 @@ class Checkpointer:
         self._require_finite(await offload(lambda: non_finite_tensor(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
-        folder = directory.shards(rank)
-        try:
-            return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
-        except CheckpointError:
-            # The folder changes if the directory was lost during the write.
-            if (new_folder := directory.shards(rank)) == folder:
-                raise
-            return await offload(lambda: write_shard(new_folder, version, rank, state), "checkpoint-shard")
+        folder = directory.checkpoints / SHARDS
+        return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, state: RankState) -> tuple[list[RankState], list[int]]:
         """As `Positions.gather`. If a rank died after the last step, its state is computed from the shared ledger."""

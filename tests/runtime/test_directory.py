@@ -45,7 +45,6 @@ from asyncrl.main import main
 from asyncrl.runtime.directory import RunDirectory
 from asyncrl.runtime.plan import print_plan
 from asyncrl.runtime.runtime import Runtime
-from asyncrl.runtime.saving import SavedRun
 from asyncrl.telemetry.sinks import read_jsonl
 
 SLOW = DRY | {"dry_run": {"decode_step_s": 0.02}, "train": DRY["train"] | {"max_steps": 100_000}}
@@ -453,7 +452,6 @@ def test_where_no_locks_are_it_is_said_and_the_first_run_ends(tmp_path: Path, mo
     with pytest.raises(DirectoryLost, match=rf"another run writes there \(process {os.getpid()} on "):
         first.check_still_ours()
     second.check_still_ours()
-    assert first.path.parent == tmp_path and first.path != second.path and first.config_file.exists()
     first.close()
     assert (tmp_path / "exp/.lock").exists()  # of the second
     second.close()
@@ -470,19 +468,9 @@ def _overwritten(path: Path) -> None:
     opened(path.parent, path.name)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        (
-            lambda path: path.rename(path.with_name("moved")),
-            r"was moved to .*/moved\. The last checkpoint is written to .*/moved:",
-        ),
-        (_removed, r"it was removed\. The last checkpoint is written to .*/run\.\d"),
-        (_overwritten, r"another directory replaced it\. The last checkpoint is written to .*/run\.\d"),
-    ],
-)
-def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
-    tmp_path: Path, what: Callable[[Path], object], said: str
+@pytest.mark.parametrize("what", [lambda path: path.rename(path.with_name("moved")), _removed, _overwritten])
+def test_a_directory_that_is_gone_ends_the_run_and_nothing_more_is_written(
+    tmp_path: Path, what: Callable[[Path], object]
 ) -> None:
     runs, trained = tmp_path / "runs", 0
 
@@ -502,11 +490,8 @@ def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
             finally:
                 trained = runtime.version
 
-    with pytest.raises(DirectoryLost, match=said) as lost:
+    with pytest.raises(DirectoryLost, match="it was moved or removed"):
         asyncio.run(program())
     assert 1 <= trained < 50
-    place = Path(re.search("written to (.*?):", str(lost.value))[1])  # type: ignore[index]
-    again = load_config([place / "config.yaml"], [f"run.dir={place.parent}", f"run.name={place.name}", "resume=true"])
-    assert SavedRun.latest(RunDirectory(again)).version == trained
     left = {each.name for each in (runs / "run").iterdir()} if (runs / "run").exists() else set()
     assert left <= {".lock", "config.yaml", "job.json", "checkpoints"} and not any((runs / "run").glob("checkpoints/*"))
