@@ -43,6 +43,14 @@ class Lane(Protocol):
         """The result of `fn`. `name` labels the span. `cost`: seconds that a simulated lane takes; a thread ignores it."""
         ...
 
+    def current(self) -> tuple[str, float] | None:
+        """Name of the running closure and its start (`awake.now`), or None. Callable from any thread."""
+        ...
+
+    @property
+    def thread_id(self) -> int | None:
+        """`ident` of the thread that runs the closures; None without one. The watchdog finds the frame of a closure with it."""
+
 
 class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
@@ -129,12 +137,10 @@ class ThreadLane:
         self._thread.join(self._close_timeout_s)
 
     def current(self) -> tuple[str, float] | None:
-        """Name of the running closure and its start (`awake.now`), or None. Callable from any thread."""
         return self._current
 
     @property
     def thread_id(self) -> int | None:
-        """`ident` of the lane's thread, or None before the start. The watchdog finds the frame of a closure with it."""
         return None if self._thread is None else self._thread.ident
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:

@@ -37,7 +37,8 @@ from ..errors import RankLost, StallError
 from ..telemetry.lag import top_user_frame
 from . import awake, sentry
 from .describe import culprit
-from .dump import Dump, WatchedLane
+from .dump import print_dump
+from .lane import Lane
 from .offload import StandbyThread
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Watchdog:
         recorder: Recorder,
         progress_limit: Callable[[], ProgressLimit | None],
         on_stall: Callable[[StallError | RankLost], object],
-        lanes: Sequence[WatchedLane] = (),
+        lanes: Sequence[Lane] = (),
         details: Sequence[Callable[[], str]] = (),
         silent_ranks: Callable[[bool], list[str]] = lambda fatal: [],
         hard_exit: bool = True,
@@ -281,9 +282,13 @@ class Watchdog:
         deadline_passed = self.state is WatchdogState.ENDING
         must_exit = deadline_passed and self._hard_exit
         headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
-        dump = Dump(headline, self._recorder, self._lanes, self._loop, self._loop_thread, self._details)
+        state = self._recorder, self._lanes, self._loop, self._loop_thread, self._details
+        printed = threading.Event()
         assert self._writer is not None
-        dump.emit(self._writer, _DUMP_LIMIT_S)
+        # By another thread: a full pipe must not block this one.
+        self._writer.work.put(lambda: print_dump(headline, *state))
+        self._writer.work.put(printed.set)
+        printed.wait(_DUMP_LIMIT_S)
         if self._stop.is_set():
             return  # the run has ended in order meanwhile
         if must_exit:
