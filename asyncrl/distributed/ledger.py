@@ -60,7 +60,6 @@ class LocalLedger:
         # By rank if ranks have shares: a rank whose share is admitted must not block another rank. Else all are in queue 0.
         self._queues: dict[int, deque[_Applicant]] = {}
         self.on_change: Callable[[], None] | None = None
-        self._entered = False
         self._closed = False
 
     @classmethod
@@ -71,9 +70,6 @@ class LocalLedger:
         return ledger
 
     async def __aenter__(self) -> LocalLedger:
-        if self._entered or self._closed:
-            raise LifecycleError("the ledger was opened twice")
-        self._entered = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:

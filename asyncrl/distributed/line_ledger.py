@@ -176,8 +176,6 @@ class LineLedger:
             self._desk.ledger.on_change = self._on_change
 
     async def __aenter__(self) -> LineLedger:
-        if self._opened or self._closed:
-            raise LifecycleError("the ledger was opened twice; create a new one")
         self._opened = True
         await self._ask("join", self._settings)
         if isinstance(self._line, LineClient):

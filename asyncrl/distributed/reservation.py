@@ -126,12 +126,6 @@ class Reservation:
     _arrived: dict[int, dict[int, dict[int, ReservedGroup]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        too_small = min(self.groups_per_step, self.ranks) < 1 or min(self.max_staleness, self.warmup) < 0
-        if too_small or self.late not in ("wait", "drop"):
-            raise ValueError(
-                f"ledger: groups_per_step {self.groups_per_step} and ranks {self.ranks} must be at least 1, max_staleness "
-                f"{self.max_staleness} and warmup {self.warmup} at least 0, late {self.late!r} `wait` or `drop`"
-            )
         self.acknowledged = self.acknowledged or [self.turn] * self.ranks
         self.exhausted = self.exhausted or [False] * self.ranks
         self._arrived = {rank: {} for rank in self.trainers}

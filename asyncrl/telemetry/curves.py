@@ -4,49 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 MOST_POINTS = 4_000  # of a curve: more than a screen has columns
 # There are at most this many curves, because environments and producers may invent any number of metric names.
 MOST_NAMES = 1_000
-
-
-def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the complete lines that have a step, sorted by step, with one line in memory at a time. Yields nothing without a file.
-
-    A resumed run whose later lines were not discarded may have two lines for a step: the one further down in the file counts.
-    """
-    if not path.exists():
-        return
-    steps, offsets = array("q"), array("q")
-    with path.open("rb") as file:
-        offset = 0
-        for line in file:
-            row = _parsed(line)
-            if row is not None:
-                steps.append(row["step"])
-                offsets.append(offset)
-            offset += len(line)
-        # `np.unique` finds the first of equal steps: in reversed order that is the last line of the step.
-        _, latest = np.unique(np.array(steps)[::-1], return_index=True)
-        for index in len(steps) - 1 - latest:
-            file.seek(offsets[index])
-            row = _parsed(file.readline())
-            assert row is not None, "lines in the file do not change"
-            yield row
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:  # cut short by a crash
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def is_share(name: str) -> bool:

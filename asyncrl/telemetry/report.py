@@ -18,11 +18,11 @@ from typing import Any
 import orjson
 
 from .budget import kind_of
-from .curves import MOST_NAMES, Curves, finite, is_share, lines_by_step
+from .curves import MOST_NAMES, Curves, finite, is_share
 from .explained import metric
 from .recorder import LANE_PREFIX
 from .reward_signal import Warnings
-from .sinks import read_jsonl
+from .sinks import each_row, read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
@@ -73,7 +73,9 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
     curves, warnings, trained = Curves(), Warnings(), 0
     step_ends: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEP_ENDS)  # Unix seconds, step
     started, ended = math.inf, 0.0
-    for row in lines_by_step(run_dir / "metrics.jsonl"):
+    for row in each_row(run_dir / "metrics.jsonl"):
+        if not isinstance(row.get("step"), int):
+            continue
         ended = float(row.get("time") or 0.0)
         # The line of an evaluation before the first step has no duration: the next line's duration includes the evaluation.
         seconds = finite(row.get("time/accounted", row.get("time/step"))) or 0.0

@@ -81,13 +81,6 @@ async def test_wait_ends_when_the_waiting_task_is_cancelled(recorder: Recorder) 
     assert recorder.active_waits() == []
 
 
-def test_unknown_cause_is_refused(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="'coffee'"):
-        recorder.wait("a", "b", on="c", cause="coffee")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'coffee'"):
-        recorder.idle("coffee", 0.0, 1.0)  # type: ignore[arg-type]
-
-
 def test_handoff_counts_only_the_time_in_which_the_lane_was_idle(recorder: Recorder, clock: FakeClock) -> None:
     with recorder.lane_busy("cpu", "decode"):
         clock.now = 110.0

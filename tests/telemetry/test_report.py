@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from asyncrl.telemetry.budget import RunBudget
-from asyncrl.telemetry.curves import MOST_NAMES, Curves, lines_by_step
+from asyncrl.telemetry.curves import MOST_NAMES, Curves
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import collect, render, write_report
 from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, lacking_note, warnings
@@ -371,15 +371,6 @@ def test_a_point_is_the_mean_of_as_many_lines(count: int) -> None:
     )
     trained = sum(row["busy/train"] * took for row, took in zip(rows, seconds, strict=True))
     assert curves.seconds("busy/train") == pytest.approx(trained)
-
-
-def test_lines_come_by_step_and_of_two_the_later_one(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": step, "from": 0} for step in range(6)] + [{"step": step, "from": 1} for step in (3, 4)]
-    path.write_text("\n".join(["not json", *map(json.dumps, lines), '{"time": 1}', '["step"]', '{"step": 9, "fro']))
-    found = [(row["step"], row["from"]) for row in lines_by_step(path)]
-    assert found == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 0)]
-    assert list(lines_by_step(tmp_path / "none")) == []
 
 
 def test_there_are_no_more_curves_than_a_page_can_hold(tmp_path: Path) -> None:
