@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
+import warnings
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -159,3 +161,18 @@ def test_a_run_that_cannot_let_nodes_join_is_refused_at_once(tmp_path: Path, sec
     assert run.wait(60) == 2, run.output
     expected = {"": "distributed.listen is set, so nodes", "short": "ASYNCRL_SECRET has 5 characters"}
     assert expected.get(secret, "distributed.listen is 'here'; expected HOST:PORT") in run.output
+
+
+async def test_a_run_that_nodes_may_join_and_that_never_runs_leaves_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_SECRET", "the secret of a test")
+    config = config_of(tmp_path, "distributed.listen=127.0.0.1:0", base=DRY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        async with Runtime(
+            config, rewards=lambda completions, **_: [0.0] * len(completions), prompts=[{"prompt": "a"}], write=False
+        ):
+            pass
+        gc.collect()
+    assert not [each.message for each in caught if "MemoryObject" in str(each.message)]

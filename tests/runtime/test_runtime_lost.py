@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,11 @@ from runtime_helpers import (
 )
 
 from asyncrl.cli import nodes
+from asyncrl.distributed.collectives import LostRank
+from asyncrl.distributed.line import LineClient
 from asyncrl.errors import RankLost, StallError
+from asyncrl.runtime import meeting
+from asyncrl.runtime.progress import Stages
 
 LIMIT_S = 4.0
 DIES = Path(__file__).with_name("runtime_dies.py")
@@ -178,3 +183,14 @@ def test_a_run_without_ranks_that_generate_waits_for_a_node_to_join(tmp_path: Pa
             assert first.wait() == StallError.exit_code, first.output[-3000:]
     assert "no rank is there that generates, and no node has joined (rank 2 has given no sign of life" in first.output
     assert len(metrics_of(tmp_path / "runs/run")) > steps
+
+
+async def test_a_rank_that_only_generates_does_not_wait_until_rank_0_closes_its_line() -> None:
+    ended: list[RankLost] = []
+    world = SimpleNamespace(trains=False, joined=None, lost=LostRank())
+    run: Any = SimpleNamespace(world=world, remote=None, stages=Stages(), ledger=SimpleNamespace(lose=ended.append))
+    run.line = LineClient("127.0.0.1:1", "a secret", "rank 1")
+    _, _, on_ended = meeting._on_lost(run)
+    reason = "rank 0 was stopped by SIGTERM"
+    await on_ended("rank 0", {"reason": reason, "stopped_by": "SIGTERM", "one_rank": True, "stalled": False}, ())
+    assert [str(error) for error in ended] == [reason] and ended[0].stopped_by == "SIGTERM"
