@@ -1,7 +1,6 @@
 """Functions of the user's own between the stages of a run.
 
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
-                                             every operation of the column store ──▶ on_store
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
 belongs into a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
@@ -21,8 +20,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.config.imports import is_interrupt, load_object, raised, user_code
-from asyncrl.data.store import StoreEvent
+from asyncrl.config.imports import is_interrupt, load_object, raised
 from asyncrl.errors import ConfigError, DataError, HookError
 from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.types import Group, Prompt
@@ -42,8 +40,6 @@ class Hooks:
     after_rewards: Callable[[Group], Maybe[Group]] | None = None
     # Called before a group is trained, with its advantages [G], read-only. May return other advantages.
     after_advantages: Callable[[Group, Numbers], Maybe[npt.ArrayLike]] | None = None
-    # Called inside each operation of the column store, at its end. A plain function that returns nothing.
-    on_store: Callable[[StoreEvent], None] | None = None
 
     @classmethod
     def load(cls, address: str) -> Hooks:
@@ -54,15 +50,11 @@ class Hooks:
         return found
 
     def check(self) -> Hooks:
-        """Returns itself. Errors: ConfigError for a hook that is no function, or an async `on_store`."""
+        """Returns itself. Errors: ConfigError for a hook that is no function."""
         for name in (field.name for field in fields(self)):
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
                 raise ConfigError(f"hooks: {name} is a {type(hook).__name__}; expected a function")
-        if inspect.iscoroutinefunction(self.on_store):
-            raise ConfigError(
-                "hooks: on_store is an async function, but operations of the store do not wait: use `def`"
-            )
         return self
 
     async def apply_before_group(self, prompt: Prompt) -> Prompt:
@@ -125,42 +117,6 @@ class Hooks:
         return HookError(
             f"hook {name} ({_title(getattr(self, name))}) returned {repr(answer)[:200]}; expected {wanted}"
         )
-
-
-class StoreWatch:
-    """Calls `on_store` with the events of the store. The hook's first error ends the run, and the hook gets no later event."""
-
-    def __init__(self, hook: Callable[[StoreEvent], None]) -> None:
-        self._hook = hook
-        self._error: HookError | None = None
-        self._end_run: Callable[[BaseException], None] | None = None
-
-    def __call__(self, event: StoreEvent) -> None:
-        """Hand one event of the store to the hook."""
-        if self._error is not None:
-            return
-        try:
-            with user_code(lambda error: _failed("on_store", self._hook, error)):
-                self._hook(event)
-        except HookError as error:
-            self._error = error
-            if self._end_run is not None:
-                self._end_run(error)
-
-    def attach(self, end_run: Callable[[BaseException], None]) -> None:
-        """Register `end_run`, which is called with the hook's first error: at once if the hook has failed already."""
-        self._end_run = end_run
-        if self._error is not None:
-            end_run(self._error)
-
-    def __enter__(self) -> StoreWatch:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Exit this context after the store, because the closing of the store is an event, too. Errors: HookError, unless another
-        error ends the run."""
-        if self._error is not None and error is None:
-            raise self._error
 
 
 def _failed(name: str, hook: Any, error: BaseException) -> HookError:

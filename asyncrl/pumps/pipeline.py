@@ -24,7 +24,7 @@ from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
 from .book import GroupBook, GroupIds
-from .hooks import Hooks, StoreWatch
+from .hooks import Hooks
 
 T = TypeVar("T")
 
@@ -91,7 +91,6 @@ class Ports:
     reward_penalty: Kl | None = None
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
-    on_store_hook: StoreWatch | None = None
     # Sends a scored group to a training rank. None: the groups of this rank stay here.
     depart: Callable[[Group], None] | None = None
     # Limits for trajectories from every source.

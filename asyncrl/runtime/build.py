@@ -34,7 +34,6 @@ from asyncrl.models.parameters.source import reward_model_name
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.graph import Apart
-from asyncrl.pumps.hooks import StoreWatch
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
@@ -72,8 +71,7 @@ async def open_ports(run: OpenRun) -> None:
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
     environment, reward = await _environment_and_rewards(run, functions, trainer, engine)
-    watch = None if hooks.on_store is None else stack.enter_context(StoreWatch(hooks.on_store))
-    store = stack.enter_context(Store([store_metrics(run.recorder), *([watch] if watch else [])]))
+    store = stack.enter_context(Store([store_metrics(run.recorder)]))
     replay, given = config.replay, flat_values(config.algorithm)
     score_groups = _scores_groups(config, environment, functions)
     run.ports = Ports(
@@ -107,7 +105,6 @@ async def open_ports(run: OpenRun) -> None:
         weights=_reward_weights(run, reward),
         replay=ReplayBuffer(replay.size, replay.max_age, config.seed) if replay.size else None,
         hooks=hooks,
-        on_store_hook=watch,
         limits=_limits(run),
         note=run.journal.live.note,
     )

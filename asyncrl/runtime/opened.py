@@ -173,8 +173,6 @@ class OpenRun:
 
     def start(self) -> None:
         """Start the pumps. The supervisor must be open."""
-        if self.ports.on_store_hook is not None:
-            self.ports.on_store_hook.attach(self.supervisor.fail)
         self.supervisor.start("event loop lag", monitor, self.recorder)
         self.graph.start(self.supervisor)
         self.supervisor.start("first step", self._show_first_step)

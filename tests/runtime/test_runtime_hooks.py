@@ -15,7 +15,6 @@ from support.pages import blocks
 
 from asyncrl import Hooks, Runtime, SamplingParams, Trajectory, load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.store import StoreEvent
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, HookError
 from asyncrl.pumps.pipeline import StepReport
@@ -120,17 +119,6 @@ async def test_groups_of_a_program_pass_the_same_hooks(tmp_path: Path) -> None:
     assert [t.reward for t in report.groups[0].trajectories] == [0.0, 1.0]
 
 
-async def test_every_operation_of_the_store_is_told(tmp_path: Path) -> None:
-    events: list[StoreEvent] = []
-    reports = await reports_of(dry(tmp_path), Hooks(on_store=events.append))
-    counts = Counter(event.op for event in events)
-    trained = sum(len(report.groups) for report in reports)
-    assert counts["close"] == 1 and events[0].op == "put" and events[-1].op == "close"
-    assert counts["claim"] == trained == 12 and counts["put"] >= trained
-    assert sum(e.rows for e in events if e.op == "put") == sum(e.rows for e in events if e.op == "clear")
-    assert events[-1].held_rows == events[-1].held_bytes == 0
-
-
 def fails(*given: Any) -> Any:
     raise KeyError("of mine")
 
@@ -147,7 +135,6 @@ async def cancels(*given: Any) -> Any:
         (Hooks(before_group=fails), r"hook before_group \(fails\) failed: KeyError: 'of mine'"),
         (Hooks(after_rewards=fails), r"hook after_rewards \(fails\) failed: KeyError"),
         (Hooks(after_advantages=fails), r"hook after_advantages \(fails\) failed: KeyError"),
-        (Hooks(on_store=fails), r"hook on_store \(fails\) failed: KeyError"),
         (Hooks(before_group=cancels), r"hook before_group \(cancels\) was cancelled from inside"),
         (Hooks(before_group=lambda prompt: replace(prompt, group_id=-1)), "expected None or a Prompt of group"),
         (Hooks(after_rewards=lambda group: [1.0]), r"returned \[1.0\]; expected None or the Group \d+ with 4"),
@@ -165,22 +152,9 @@ async def test_a_hook_that_fails_ends_the_run_by_its_name(tmp_path: Path, hooks:
         await reports_of(dry(tmp_path), hooks)
 
 
-async def test_a_hook_that_fails_when_the_store_closes_is_heard_too(tmp_path: Path) -> None:
-    def at_the_end(event: StoreEvent) -> None:
-        if event.op == "close":
-            raise KeyError("late")
-
-    with pytest.raises(HookError, match=r"on_store .* failed: KeyError: 'late'"):
-        await reports_of(dry(tmp_path), Hooks(on_store=at_the_end))
-
-
 async def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
-    for hooks, words in (
-        (Hooks(on_store=cancels), "on_store is an async function"),
-        (Hooks(after_rewards="f.py:f"), "after_rewards is a str; expected a function"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ConfigError, match=words):
-            await reports_of(dry(tmp_path), hooks)
+    with pytest.raises(ConfigError, match="after_rewards is a str; expected a function"):
+        await reports_of(dry(tmp_path), Hooks(after_rewards="f.py:f"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"hooks.py:dry', a function; expected an asyncrl\.Hooks"):
         await reports_of(dry(tmp_path, f"hooks={__file__}:dry"), None)
     with pytest.raises(ConfigError, match=r"no_such_file\.py"):

@@ -218,7 +218,6 @@ def leave(*_):
 
 before = Hooks(before_group=leave)
 after = Hooks(after_advantages=leave)
-on_store = Hooks(on_store=leave)
 """
 
 
@@ -231,8 +230,7 @@ EXIT, INTERRUPT, CANCEL = "sys.exit(0)", "raise KeyboardInterrupt", "raise async
         # A task of its own leaves, and the loop goes on.
         ("rollout.environment={file}:Tools", (EXIT, INTERRUPT, CANCEL), 0, "1 failed"),
         ("hooks={file}:before", (EXIT, INTERRUPT, CANCEL), 13, "hook before_group (leave)"),
-        ("hooks={file}:after", (INTERRUPT,), 13, "hook after_advantages (leave)"),
-        ("hooks={file}:on_store", (EXIT,), 13, "hook on_store (leave)"),
+        ("hooks={file}:after", (EXIT, INTERRUPT), 13, "hook after_advantages (leave)"),
         ("rollout.environment={file}:leave", (EXIT, CANCEL), 2, "environment"),
         ("data.train={file}:leave", (INTERRUPT, CANCEL), 2, "data.train"),
     ],
