@@ -89,8 +89,6 @@ class _End:
         self._handlers[kind] = handler
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
-        if self._socket is not None or self._closed:
-            raise LifecycleError("the line was opened twice; create a new one")
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = opened = self._context.socket(kind)

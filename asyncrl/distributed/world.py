@@ -126,8 +126,6 @@ class World(RankInfo, Collectives):
         No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
         Errors: LifecycleError if the world or the process group is open already. PlatformError if other ranks do not join.
         """
-        if self._opened:
-            raise LifecycleError("the world was opened twice; create a new World")
         if World._owner is not None and (single_rank_group or self.world_size > 1):
             raise LifecycleError(
                 "a Runtime of this process holds its process group; with several ranks or fsdp close that Runtime first"
@@ -219,8 +217,6 @@ class World(RankInfo, Collectives):
         self._closed = True
 
     def __enter__(self) -> World:
-        if not self._opened:
-            raise LifecycleError("the world is not open; use `with world.open(device):`")
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
@@ -235,28 +231,27 @@ class World(RankInfo, Collectives):
 
     @property
     def host(self) -> str:
-        """Where a server of rank 0 must listen. Errors: LifecycleError."""
-        return self._rendezvous().host
+        """Where a server of rank 0 must listen."""
+        assert self._met is not None, "before `open`, or a single rank"
+        return self._met.host
 
     def announce_line(self, server: LineServer) -> None:
         """For rank 0: tell the other ranks the address of the open server. Blocks."""
-        self._rendezvous().store.set("line/0", advertised(server.address, self.master_addr))
+        assert self._met is not None, "before `open`, or a single rank"
+        self._met.store.set("line/0", advertised(server.address, self.master_addr))
 
     def join_line(self, silence_s: float) -> LineClient:
         """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
         Errors: RankLost if rank 0 does not do so in time."""
         try:
-            address = self.joined.address if self.joined else self._rendezvous().get("line", 0)
+            if self.joined is not None:
+                address = self.joined.address
+            else:
+                assert self._met is not None, "before `open`, or a single rank"
+                address = self._met.get("line", 0)
         except RuntimeError as error:
             raise RankLost(f"rank 0 has not opened its line; see its output ({error})") from error
         return LineClient(address, self.secret, f"rank {self.rank}", silence_s=silence_s)
-
-    def _rendezvous(self) -> Rendezvous:
-        if self._met is None:
-            raise LifecycleError(
-                "a world has a store and a secret between `open` and `close`, and only with more than one rank"
-            )
-        return self._met
 
 
 class SomeRanks(Collectives):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
@@ -202,22 +202,9 @@ class Orders:
             raise self._error
 
 
-class OrderDesk(Protocol):
-    """`Orders` as one node calls them. Errors of `wrote` and `next`: those of `Orders`. `store`: for the process groups."""
-
-    store: LineStore
-
-    async def wrote(self, version: int, outputs: Sequence[float] | None) -> None: ...
-
-    async def next(self, has: int) -> None: ...
-
-    def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
-        """`run(order)` runs this node's part of a broadcast. Register it before the first other call."""
-        ...
-
-
 class ServedOrders:
-    """The `OrderDesk` of rank 0, which keeps the `Orders` and serves them to the other nodes. `orders.run` must run meanwhile."""
+    """`Orders` at rank 0, which serves them to the other nodes. `orders.run` must run meanwhile. Errors of `wrote` and `next`: see
+    `Orders`. `store`: for the process groups."""
 
     def __init__(
         self,
@@ -249,6 +236,7 @@ class ServedOrders:
         await self.orders.next(self._server.name, has)
 
     def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
+        """`run(order)` runs this node's part of a broadcast. Register it before the first other call."""
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
@@ -271,7 +259,7 @@ class ServedOrders:
 
 
 class LineOrders:
-    """The `OrderDesk` of every other node."""
+    """The same calls on every other node."""
 
     def __init__(self, client: LineClient) -> None:
         self._client = client
@@ -293,3 +281,6 @@ class LineOrders:
             return await run(Order(*order)), ()
 
         self._client.on("weights/broadcast", handle)
+
+
+OrderDesk: TypeAlias = ServedOrders | LineOrders

@@ -175,11 +175,8 @@ class WeightPublisher(BoardOwner):
         self._computed_at, self._cost = -math.inf, 0.0
 
     async def post_first(self) -> PostedVersion:
-        """Write the policy's present version for workers that start afterwards. Errors: DivergenceError; LifecycleError if it was
-        called before."""
+        """Write the policy's present version for workers that start afterwards. Errors: DivergenceError."""
         async with self._one_at_a_time:
-            if self._current is not None:
-                raise LifecycleError("the weight board has its first version already")
             self._current = await self._lane.run(self._write_first, name="publish/write", priority=1)
             self._set_free(1)
         return self._current
