@@ -13,7 +13,6 @@ Guarantees
 * `put` and `score` copy arrays, because a caller may write to them later. Arrays with a lease are not copied: they are views
   of shared memory, and the lender does not change this memory before the release of the lease.
 * `clear` removes the rows and columns of a group, and releases its leases.
-* Every observer gets one event per operation, also if the operation fails. An error in an observer is only counted.
 
 Only for the thread of the event loop. No method awaits.
 """
@@ -21,10 +20,10 @@ Only for the thread of the event loop. No method awaits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +52,6 @@ REFERENCE = "reference_logprobs"
 # G arrays [s] float32: log-probs of the scored tokens under the policy before the first update of the step.
 OLD = "old_logprobs"
 Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value per member
-Status: TypeAlias = Literal["ok", "error"]
 
 
 class Lease(Protocol):
@@ -86,28 +84,12 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreEvent:
-    """One operation of the store. Observers get the event at the end of the operation."""
-
-    op: str  # put, score, write, claim, unclaim, clear, close
-    group_id: int  # -1: several groups
-    rows: int  # of the operation
-    bytes: int  # of the operation
-    seconds: float
-    status: Status
-    held_rows: int  # in the store, after the operation
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Sizes of the content now, and failures of observers since the store was created."""
+    """Sizes of the content now."""
 
     rows: int
     bytes: int
     claimed: int  # rows
-    observer_failures: int
-    observer_failure: str | None  # last failure
 
 
 class Store:
@@ -115,26 +97,22 @@ class Store:
 
     def __init__(
         self,
-        observers: Sequence[Callable[[StoreEvent], None]] = (),
+        recorder: Recorder | None = None,
         *,
         required: Sequence[str] = (REWARDS,),
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`required`: a group is ready if all of these columns are written."""
-        self._observers = list(observers)
+        """`recorder`: gets `queue/store/depth` and `store/*`. `required`: a group is ready if all of these columns are written."""
+        self._recorder = recorder
         self._required = frozenset(required)
-        self._clock = clock
         self._held: dict[int, Rows] = {}  # by group id
         self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`
         self._rows = self._bytes = 0
         self._closed = False
-        self._observer_failures = 0
-        self._observer_failure: str | None = None
 
     def close(self) -> None:
         """Remove all rows without a release of their leases. A second call does nothing."""
         if not self._closed:
-            with self._observed("close", -1, self._rows, self._bytes):
+            with self._timed("close"):
                 self._held.clear()
                 self._ready.clear()
                 self._rows = self._bytes = 0
@@ -151,13 +129,12 @@ class Store:
 
         Errors: DataError for a group that is already stored, or arrays of a member with different lengths.
         """
-        with self._observed("put", group.group_id) as set_event_sizes:
+        with self._timed("put"):
             if group.group_id in self._held:
                 raise DataError(f"group {group.group_id} is in the store already; clear the group first")
             members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
             rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
             rows.bytes = rows.count_bytes()
-            set_event_sizes(rows)
             self._rows += len(members)
             self._bytes += rows.bytes
             return rows.group
@@ -168,7 +145,7 @@ class Store:
         Arrays are copied unless they are the stored arrays: a user's code may have made them, and may keep and change them.
         Errors: KeyError for a group that is not stored, DataError for another number of members.
         """
-        with self._observed("score", group.group_id) as set_event_sizes:
+        with self._timed("score"):
             rows = self.rows(group.group_id)
             if len(group.trajectories) != len(rows.group.trajectories):
                 raise DataError(
@@ -180,7 +157,6 @@ class Store:
             with self._updating_bytes(rows):
                 rows.group = replace(group, trajectories=members)
                 rows.columns[REWARDS] = [t.reward for t in members]
-            set_event_sizes(rows)
             self._update_ready(rows)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
@@ -188,7 +164,7 @@ class Store:
 
         Errors: KeyError for a group that is not stored, DataError for another number of values.
         """
-        with self._observed("write", group_id) as set_event_sizes:
+        with self._timed("write"):
             rows = self.rows(group_id)
             members = len(rows.group.trajectories)
             if len(values) != members:
@@ -196,7 +172,6 @@ class Store:
                 raise DataError(f"group {group_id}: {found}; give one value per member")
             with self._updating_bytes(rows):
                 rows.columns[column] = values
-            set_event_sizes(rows)
             self._update_ready(rows)
 
     def ready(self) -> list[Ticket]:
@@ -205,22 +180,20 @@ class Store:
 
     def claim(self, group_id: int) -> Rows:
         """Take a ready group for a step. Errors: KeyError for a group that is not ready."""
-        with self._observed("claim", group_id) as set_event_sizes:
+        with self._timed("claim"):
             del self._ready[group_id]
             rows = self._held[group_id]
             rows.claimed = True
-            set_event_sizes(rows)
             return rows
 
     def unclaim(self, group_id: int) -> None:
         """Make a group ready again after its step was aborted, without the columns of the step. Errors: KeyError."""
-        with self._observed("unclaim", group_id) as set_event_sizes:
+        with self._timed("unclaim"):
             rows = self.rows(group_id)
             with self._updating_bytes(rows):
                 for column in (ADVANTAGES, TURN_ADVANTAGES, OLD):
                     rows.columns.pop(column, None)
             rows.claimed = False
-            set_event_sizes(rows)
             self._update_ready(rows)
 
     def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
@@ -232,7 +205,7 @@ class Store:
         if not cleared:
             return 0
         count, size = sum(len(rows.group.trajectories) for rows in cleared), sum(rows.bytes for rows in cleared)
-        with self._observed("clear", cleared[0].group_id if len(cleared) == 1 else -1, count, size):
+        with self._timed("clear"):
             self._rows -= count
             self._bytes -= size
             for rows in cleared:
@@ -252,7 +225,7 @@ class Store:
 
     def statistics(self) -> StoreStatistics:
         claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
-        return StoreStatistics(self._rows, self._bytes, claimed, self._observer_failures, self._observer_failure)
+        return StoreStatistics(self._rows, self._bytes, claimed)
 
     def _update_ready(self, rows: Rows) -> None:
         if not rows.claimed and self._required <= rows.columns.keys():
@@ -267,35 +240,21 @@ class Store:
             self._bytes += rows.bytes - before
 
     @contextmanager
-    def _observed(self, op: str, group_id: int, rows: int = 0, size: int = 0) -> Iterator[Callable[[Rows], None]]:
-        """Send an event for the operation in the block. The yielded function sets the event's `rows` and `bytes`."""
+    def _timed(self, op: str) -> Iterator[None]:
+        """Record the operation in the block in the metrics of the step."""
         if self._closed:
             raise LifecycleError(f"cannot {op}: the store is closed")
-        started = self._clock()
-        status: Status = "ok"
-        event_sizes = [rows, size]
-
-        def set_event_sizes(rows: Rows) -> None:
-            event_sizes[:] = len(rows.group.trajectories), rows.bytes
-
+        started, failed = time.perf_counter(), True
         try:
-            yield set_event_sizes
-        except BaseException:
-            status, event_sizes[:] = "error", (0, 0)
-            raise
+            yield
+            failed = False
         finally:
-            seconds = self._clock() - started
-            self._notify(
-                StoreEvent(op, group_id, event_sizes[0], event_sizes[1], seconds, status, self._rows, self._bytes)
-            )
-
-    def _notify(self, event: StoreEvent) -> None:
-        for observer in self._observers:
-            try:
-                observer(event)
-            except Exception as error:
-                self._observer_failures += 1
-                self._observer_failure = f"{type(error).__name__}: {error}"
+            if (recorder := self._recorder) is not None:
+                recorder.gauge("queue/store/depth", self._rows)
+                recorder.observe("store/bytes", self._bytes, reduce="max")
+                recorder.observe(f"store/{op}_ms", 1e3 * (time.perf_counter() - started))
+                if failed:
+                    recorder.count(f"store/{op}_error")
 
 
 def copy_group(group: Group) -> Group:
@@ -354,16 +313,3 @@ def _bytes(column: Column) -> int:
     if isinstance(column, np.ndarray):
         return column.nbytes
     return sum(value.nbytes if isinstance(value, np.ndarray) else 8 for value in column)
-
-
-def store_metrics(recorder: Recorder) -> Callable[[StoreEvent], None]:
-    """An observer that records every operation in the metrics of the step (`queue/store/depth`, `store/*`)."""
-
-    def observe(event: StoreEvent) -> None:
-        recorder.gauge("queue/store/depth", event.held_rows)
-        recorder.observe("store/bytes", event.held_bytes, reduce="max")
-        recorder.observe(f"store/{event.op}_ms", 1e3 * event.seconds)
-        if event.status != "ok":
-            recorder.count(f"store/{event.op}_{event.status}")
-
-    return observe

@@ -16,7 +16,7 @@ from asyncrl.config.resolve import last_version, row_limit, turns_bound, version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.replay import ReplayBuffer
-from asyncrl.data.store import Store, store_metrics
+from asyncrl.data.store import Store
 from asyncrl.data.texts import CompletionText
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line_ledger import LineLedger
@@ -71,7 +71,7 @@ async def open_ports(run: OpenRun) -> None:
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
     environment, reward = await _environment_and_rewards(run, functions, trainer, engine)
-    store = stack.enter_context(Store([store_metrics(run.recorder)]))
+    store = stack.enter_context(Store(run.recorder))
     replay, given = config.replay, flat_values(config.algorithm)
     score_groups = _scores_groups(config, environment, functions)
     run.ports = Ports(

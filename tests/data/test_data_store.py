@@ -21,10 +21,7 @@ from asyncrl.data.store import (
     TOKEN_DTYPES,
     Rows,
     Store,
-    StoreEvent,
     copy_group,
-    nbytes,
-    store_metrics,
 )
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.telemetry.recorder import Recorder
@@ -75,9 +72,14 @@ def held(store: Store) -> tuple[int, int, int]:
     return found.rows, found.bytes, found.claimed
 
 
-def listening(**options: Any) -> tuple[Store, list[StoreEvent]]:
-    heard: list[StoreEvent] = []
-    return Store([heard.append], **options), heard
+def recorded(**options: Any) -> tuple[Store, Recorder]:
+    recorder = Recorder(max_events=0, nvtx=False)
+    return Store(recorder, **options), recorder
+
+
+def failed(recorder: Recorder) -> list[str]:
+    """The operations that have failed since the last call."""
+    return [name for name in recorder.drain() if name.endswith("_error")]
 
 
 def contents(rows: Rows) -> tuple[Any, ...]:
@@ -136,7 +138,7 @@ def test_arrays_that_somebody_else_brings_with_the_scores_are_copied(leased: boo
 
 
 def test_a_lease_that_cannot_be_ended_keeps_no_other_one() -> None:
-    store, heard = listening()
+    store, recorder = recorded()
     broken, others = Counted(OSError("gone")), [Counted(), Counted()]
     put_and_score(store, 1, leases=[others[0], broken])
     put_and_score(store, 2, leases=[others[1]])
@@ -144,18 +146,13 @@ def test_a_lease_that_cannot_be_ended_keeps_no_other_one() -> None:
         store.clear([1, 2])
     assert [lease.ended for lease in others] == [1, 1] and broken.ended == 1
     assert held(store) == (0, 0, 0) and ready(store) == []
-    assert (heard[-1].op, heard[-1].status, heard[-1].held_rows) == ("clear", "error", 0)
+    assert failed(recorder) == ["store/clear_error"]
 
 
 def test_a_closed_store_holds_nothing_takes_nothing_and_ends_no_lease() -> None:
     lease = Counted()
-    heard: list[StoreEvent] = []
-    with Store([heard.append]) as store:
+    with Store() as store:
         put_and_score(store, 1, 2, leases=[lease])
-    size = 2 * (11 * A_TOKEN + 16)
-    assert (heard[-1].op, heard[-1].rows, heard[-1].bytes) == ("close", 4, size)
-    assert (heard[-1].held_rows, heard[-1].held_bytes) == (0, 0)
-    count = len(heard)
     store.close()  # twice is fine
     assert held(store) == (0, 0, 0) and ready(store) == [] and 1 not in store and lease.ended == 0
     for operation in (
@@ -167,7 +164,7 @@ def test_a_closed_store_holds_nothing_takes_nothing_and_ends_no_lease() -> None:
     ):
         with pytest.raises(LifecycleError, match="the store is closed"):
             operation()
-    assert store.clear([1]) == 0 and len(heard) == count
+    assert store.clear([1]) == 0
 
 
 # -- what fails changes nothing ----------------------------------------------------------------------------------------
@@ -210,76 +207,25 @@ FAILURES: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_fails_changes_nothing_and_is_told(name: str) -> None:
     operation, kind, message = FAILURES[name]
-    store, heard = listening()
+    store, recorder = recorded()
     put_and_score(store, 1, 2)
     store.write(1, REFERENCE, [np.zeros(3, np.float32), np.zeros(4, np.float32)])
     store.claim(2)
     before = {group_id: contents(store.rows(group_id)) for group_id in (1, 2)}
-    books, count = (held(store), ready(store)), len(heard)
+    books = held(store), ready(store)
+    assert failed(recorder) == []
     with pytest.raises(kind, match=message):
         operation(store)
     assert (held(store), ready(store)) == books and 4 not in store
     assert {group_id: contents(store.rows(group_id)) for group_id in (1, 2)} == before
-    [event] = heard[count:]
-    assert (event.op, event.status, event.rows, event.bytes) == (name.split(":")[0], "error", 0, 0)
-    assert (event.held_rows, event.held_bytes) == books[0][:2]
+    assert failed(recorder) == [f"store/{name.split(':')[0]}_error"]
 
 
-# -- observers ---------------------------------------------------------------------------------------------------------
-
-
-def test_one_event_an_operation_with_what_it_touched_and_what_is_held() -> None:
-    ticks = iter(range(100))
-    store, heard = listening(clock=lambda: float(next(ticks)))
-    size = 11 * A_TOKEN  # 5 + 6 tokens
-    put = store.put(make_group(1))
-    store.score(rewarded(put))
-    store.put(make_group(2))
-    store.claim(1)
-    store.write(1, ADVANTAGES, np.array([0.5, 1.0]))
-    store.unclaim(1)
-    store.clear([7])  # nothing happened
-    store.clear([1, 2])
-    store.put(make_group(3))
-    store.clear([3])
-    store.close()
-    seen = [(e.op, e.group_id, e.rows, e.bytes, e.held_rows, e.held_bytes) for e in heard]
-    assert seen == [
-        ("put", 1, 2, size, 2, size),
-        ("score", 1, 2, size + 16, 2, size + 16),
-        ("put", 2, 2, size, 4, 2 * size + 16),
-        ("claim", 1, 2, size + 16, 4, 2 * size + 16),
-        ("write", 1, 2, size + 32, 4, 2 * size + 32),
-        ("unclaim", 1, 2, size + 16, 4, 2 * size + 16),
-        ("clear", -1, 4, 2 * size + 16, 0, 0),
-        ("put", 3, 2, size, 2, size),
-        ("clear", 3, 2, size, 0, 0),
-        ("close", -1, 0, 0, 0, 0),
-    ]
-    assert all(event.status == "ok" and event.seconds == 1.0 for event in heard)
-    assert nbytes(put.trajectories[0]) == 5 * A_TOKEN
-
-
-def test_observers_that_fail_are_counted_and_break_nothing() -> None:
-    heard: list[str] = []
-
-    def broken(event: StoreEvent) -> None:
-        raise ValueError(f"no eyes for {event.op}")
-
-    store = Store([broken, lambda event: heard.append(event.op), broken])
-    put_and_score(store, 1)
-    store.claim(1)
-    with pytest.raises(DataError, match="already"):  # the operation's own error, not the observer's
-        store.put(make_group(1))
-    store.clear([1])
-    found = store.statistics()
-    assert heard == ["put", "score", "claim", "put", "clear"] and held(store) == (0, 0, 0)
-    assert (found.observer_failures, found.observer_failure) == (10, "ValueError: no eyes for clear")
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def test_operations_become_metrics_of_the_step() -> None:
-    recorder = Recorder(lambda: 0.0, max_events=0, nvtx=False)
-    store = Store([store_metrics(recorder)], clock=lambda: 0.0)
+    store, recorder = recorded()
     put_and_score(store, 1, 2)
     with pytest.raises(DataError):
         store.put(make_group(1))
@@ -287,6 +233,7 @@ def test_operations_become_metrics_of_the_step() -> None:
     metrics = recorder.drain()
     assert metrics["store/put_error"] == 1 and "store/score_error" not in metrics
     assert metrics["store/bytes"] == 2 * (11 * A_TOKEN + 16)  # the most of the step
+    assert metrics["queue/store/depth"] == 2 and metrics["store/clear_ms"] > 0
 
 
 # -- whatever the order ------------------------------------------------------------------------------------------------
@@ -299,18 +246,16 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store, self.heard = listening(required=(REWARDS, REFERENCE))
+        self.store, self.recorder = recorded(required=(REWARDS, REFERENCE))
         self.columns: dict[int, dict[str, int]] = {}  # of each group that is here, with their bytes
         self.sizes: dict[int, tuple[int, int]] = {}  # rows, bytes of the tokens
         self.order: list[int] = []
         self.claimed: set[int] = set()
         self.leases: dict[int, list[Counted]] = {}
         self.owed: list[tuple[Counted, int]] = []  # of groups that are gone: how often they were to be ended
-        self.operations = 0
 
     def told(self, status: str) -> None:
-        self.operations += 1
-        assert self.heard[-1].status == status
+        assert bool(failed(self.recorder)) == (status == "error")
 
     def look(self, group_id: int) -> None:
         found = self.columns[group_id]
@@ -424,9 +369,6 @@ class Operations(RuleBasedStateMachine):
         assert all(set(self.store.rows(g).columns) == set(found) for g, found in self.columns.items())
         assert all(lease.ended == 0 for leases in self.leases.values() for lease in leases)
         assert all(lease.ended == times for lease, times in self.owed)
-        assert len(self.heard) == self.operations
-        if self.heard:
-            assert (self.heard[-1].held_rows, self.heard[-1].held_bytes) == (rows, size)
 
     def teardown(self) -> None:
         self.clear(list(range(3)), True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -59,6 +59,17 @@ class CountingRecorder(Recorder):
         self.counted[name] += int(by)
 
 
+class CountingStore(Store):
+    """Also counts the calls that have cleared rows."""
+
+    clears = 0
+
+    def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
+        rows = super().clear(group_ids, release=release)
+        self.clears += bool(rows)
+        return rows
+
+
 class House:
     """One life of the pumps. Made by `live`."""
 
@@ -72,7 +83,6 @@ class House:
         self.plan = plan
         self.apart = apart
         self.brought = ports or {}
-        self.store_operations: Counter[str] = Counter()
         self.config = plan.config()
         self.log: list[Event] = []
         self.tokens_trained: list[tuple[int, Microbatch]] = []  # (trainer's version then, batch)
@@ -129,7 +139,7 @@ class House:
         if plan.engine:
             await stack.enter_async_context(engine)
             environment = SingleTurn(_NoWords(), SamplingParams(max_tokens=TOKENS), config.seed)
-        self.store = Store([lambda event: self.store_operations.update([event.op])])
+        self.store = CountingStore()
         self.book = RecordingBook(self, self.ledger, self.store)
         algorithm = config.algorithm
         self.ports = Ports(

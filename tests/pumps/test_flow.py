@@ -109,7 +109,7 @@ def test_7_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit(
         else:
             dispatched[-1].update(event.groups)
     assert dispatched[-1] == set()
-    assert house.store_operations["clear"] == 4
+    assert house.store.clears == 4
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------

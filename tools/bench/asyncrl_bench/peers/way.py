@@ -27,7 +27,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import resolve, turns_bound
 from asyncrl.config.schema import Config
-from asyncrl.data.store import Store, store_metrics
+from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.graph import Graph
@@ -99,7 +99,7 @@ class Way:
         rollout, given = config.rollout, flat_values(config.algorithm)
         ledger = LocalLedger(rollout.groups_per_step, turns_bound(config), rollout.late, recorder=self.recorder)
         self._ledger = await self._stack.enter_async_context(ledger)
-        self._store = self._stack.enter_context(Store([store_metrics(self.recorder)]))
+        self._store = self._stack.enter_context(Store(self.recorder))
         ports = Ports(
             config=config,
             recorder=self.recorder,
