@@ -236,10 +236,6 @@ class Ledger(Protocol):
         adds the groups of the other ranks."""
         ...
 
-    def committed_elsewhere(self) -> list[Ticket]:
-        """The `live_groups` in a step that another rank has committed and this rank has not."""
-        ...
-
     def last_step(self, rank: int) -> list[int]:
         """Ids of the groups of `rank` in the newest step that any rank has committed. `rank` may have died. Only rank 0 may ask."""
         ...

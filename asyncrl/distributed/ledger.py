@@ -214,10 +214,6 @@ class LocalLedger:
         """Groups that were admitted and not trained, by id. A checkpoint stores them, so that a resumed run skips no prompt."""
         return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
-    def committed_elsewhere(self) -> list[Ticket]:
-        """Empty: there is no other rank."""
-        return []
-
     def due(self) -> int:
         """0: one rank has no shares."""
         return 0

@@ -357,11 +357,6 @@ class LineLedger:
                 live |= {group_id: Ticket(group_id, -1, -1) for group_id in books.last_step if group_id not in live}
         return [ticket for _, ticket in sorted(live.items())]
 
-    def committed_elsewhere(self) -> list[Ticket]:
-        """The part of `live_groups` in a step that another rank has committed and this rank has not."""
-        self._refresh()
-        return [ticket for _, ticket in sorted(self._open.items())] if self._statistics.turn > self._turn else []
-
     def due(self) -> int:
         """See `ports.Ledger.due`. After an `admit` the number includes the change of that call."""
         self._refresh()

@@ -359,7 +359,7 @@ class OpenRun:
                     if error is not None and self.line is not None:
                         await self._tell_ranks(error)
                     if error is not None and self.world.world_size > 1:
-                        stop_signal, missing = await self.checkpointer.leave(version, state, self.stopped_by)
+                        stop_signal, missing = await self.checkpointer.leave(version, self.stopped_by)
                         if stop_signal is not None and isinstance(error, RankLost):
                             # All ranks are being stopped. The signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal

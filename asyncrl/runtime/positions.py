@@ -8,7 +8,7 @@ version, even if other ranks have died. A collective would hang: ranks of a stop
                  leave(version, signal)                rank 0 gets the rank's last version and the signal
 
 The announced state is exact for a checkpoint of that version: later groups of the rank were not trained, and a resumed run plays
-them again. If a rank died before it announced the last version, rank 0 has the state at the version before. The rank's groups in
+them again. If a rank ended before it announced the last version, rank 0 has the state at the version before. The rank's groups in
 the step between the two versions are in the shared ledger (`after_step`).
 """
 
@@ -120,8 +120,7 @@ class Positions:
         self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S
     ) -> dict[int, Departure]:
         """Tell rank 0 that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
-        Returns the departures of other ranks. From their versions a rank whose collective failed knows whether the other ranks
-        finished the step."""
+        Returns the departures of other ranks."""
         header = [self._rank, version, stopped_by, wait_s]
         departures: Sequence[Any] = ()
         # RuntimeError: rank 0 is lost.
@@ -141,11 +140,6 @@ class Positions:
                 await self._changed.wait()
         return [[rank, record.version, record.stopped_by] for rank, record in self._departures.items()], ()
 
-    async def announce_last(self, version: int, state: RankState) -> None:
-        """Announce a version that the other ranks reached without this rank, after `leave`."""
-        with contextlib.suppress(RuntimeError):  # rank 0 is lost
-            await self._send(version, state)
-
     async def gather(
         self, version: int, state: RankState, *, sharded: bool, wait_s: float | None = None
     ) -> tuple[list[RankState], list[int]]:
@@ -163,7 +157,7 @@ class Positions:
             return [], []
         await self._send(version, light, replay)
         timeout_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
-        failure = await self._wait(partial(self._lacking, version, has_replay), timeout_s, version if sharded else None)
+        failure = await self._wait(version, partial(self._lacking, version, has_replay), timeout_s, sharded=sharded)
         missing = self._lacking(version, False)
         newest = [self._newest(rank, version) for rank in self._ranks]
         absent = [rank for rank in missing if newest[rank] is None]
@@ -189,14 +183,16 @@ class Positions:
         known = [each for each in self._states[rank] if each <= version]
         return self._states[rank][max(known)][0] if known else self._resumed.get(rank)
 
-    async def _wait(self, lacking: Callable[[], list[int]], timeout_s: float, version: int | None) -> str | None:
-        """Wait for states of other ranks. `version`: the version at which the other ranks must be; None: any.
-        Returns a sentence after the timeout, or if a rank has ended at another version."""
+    async def _wait(
+        self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool
+    ) -> str | None:
+        """Wait for states of other ranks at this version. Returns a sentence after the timeout, or if nothing can come any more:
+        ranks have ended at another version, and they are all that is missing, or (`sharded`) every part is needed."""
         started = awake.now()
-        while lacking():
-            wrong = [self._names[rank] for rank, record in self._departures.items() if record.version != version]
-            if version is not None and wrong:
-                return f"ranks {wrong} ended at another version"
+        while missing := lacking():
+            wrong = [rank for rank, record in self._departures.items() if record.version != version]
+            if wrong and (sharded or {*wrong} >= {*missing}):
+                return f"ranks {[self._names[rank] for rank in wrong]} ended at another version"
             left_s = min(started + timeout_s, self._stop_deadline) - awake.now()
             if left_s <= 0:
                 stopped = ", and this run is being stopped" if self._stop_deadline < started + timeout_s else ""

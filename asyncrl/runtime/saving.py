@@ -38,10 +38,9 @@ from asyncrl.errors import (
 from asyncrl.pumps.pipeline import Ports
 from asyncrl.telemetry.sinks import each_row
 from asyncrl.training.snapshot import Snapshot, copy_to_host, non_finite_tensor, take_snapshot
-from asyncrl.types import Ticket
 
 from .directory import RunDirectory
-from .positions import LEAVE_TIMEOUT_S, Positions, RankState, after_step
+from .positions import Positions, RankState, after_step
 
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
@@ -268,36 +267,16 @@ class Checkpointer:
         if self._positions is not None:
             self._positions.hurry(_WAIT_FRACTION * grace_s)
 
-    async def leave(self, version: int, state: RankState, stopped_by: str | None) -> tuple[str | None, list[int]]:
+    async def leave(self, version: int, stopped_by: str | None) -> tuple[str | None, list[int]]:
         """Call when a run of several ranks ends early, before this rank closes its connections. Returns the name of the signal that
         stopped another rank, or None, and the ranks that did not say that they end. `stopped_by`: the signal that stopped this
         rank."""
-        positions = self._positions
-        if positions is None:
+        if self._positions is None:
             return None, []
-        departures = await positions.leave(version, stopped_by)
-        last = max((departure.version for departure in departures.values()), default=version)
-        if last > version and self._world.rank != 0:
-            # The other ranks have finished a step that this rank left early. Its groups are trained, and rank 0 may save the step.
-            trained = {ticket.group_id for ticket in await self._committed_elsewhere()}
-            after = {name: value for name, value in state.items() if name != "replay"}
-            after["turn"] += 1
-            after["untrained"] = [group for group in state["untrained"] if group not in trained]
-            await positions.announce_last(last, after)
+        departures = await self._positions.leave(version, stopped_by)
         silent = [rank for number, rank in enumerate(self._world.roles.train) if number not in departures]
         stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
         return stop_signal, [rank for rank in silent if rank != self._world.rank]
-
-    async def _committed_elsewhere(self) -> list[Ticket]:
-        ledger = self._ports.ledger
-        # The other rank committed the step before it sent its `Departure`. So the commit is visible here soon.
-        with anyio.move_on_after(LEAVE_TIMEOUT_S):
-            while ledger.statistics().turn <= ledger.turn:
-                seen = ledger.changes
-                # `wait_changed` does not notice a commit that came before `ledger.changes` was read.
-                if ledger.statistics().turn <= ledger.turn:
-                    await ledger.wait_changed(seen)
-        return ledger.committed_elsewhere()
 
     async def at_end(
         self,
@@ -453,7 +432,7 @@ class Checkpointer:
         return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, state: RankState) -> tuple[list[RankState], list[int]]:
-        """As `Positions.gather`. If a rank died after the last step, its state is computed from the shared ledger."""
+        """As `Positions.gather`. If a rank ended before it announced the last step, the ledger tells its state."""
         positions, core = self._positions, self._core
         if positions is None:
             return [state], []
