@@ -14,10 +14,10 @@ another rank counts as untrained until the ledger has admitted its group. So a c
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
@@ -208,7 +208,7 @@ class Dispatch:
             shares = self._shares(rest, peers)
             rest = []
 
-            async def ask(peer: str, share: list[int], left: list[int] = rest) -> None:
+            async def ask(peer: str, share: Sequence[int], left: list[int] = rest) -> None:
                 if not peer:
                     scored.extend(await play(version, share))
                     return
@@ -227,18 +227,12 @@ class Dispatch:
                         spawn(tasks, f"evaluation on {peer or 'this rank'}", ask, peer, share)
         return scored
 
-    def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, list[int]]:
+    def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, Sequence[int]]:
         """A rank plays rows in proportion to the groups that it has played since the last evaluation. A slow rank plays fewer."""
-        shares: dict[str, list[int]] = {peer: [] for peer in peers}
-        # (how long the rank would need for one more row, number, rank)
-        next_ends = [(1.0 / (1 + self._recent[peer]), number, peer) for number, peer in enumerate(peers)]
-        heapq.heapify(next_ends)
-        for row in rows:
-            _, number, peer = next_ends[0]
-            shares[peer].append(row)
-            heapq.heapreplace(next_ends, ((len(shares[peer]) + 1) / (1 + self._recent[peer]), number, peer))
+        parts = [*accumulate(1 + self._recent[peer] for peer in peers)]
+        ends = [0, *(len(rows) * part // parts[-1] for part in parts)]
         self._recent.clear()
-        return shares
+        return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
     async def tell_trained(self) -> None:
         """No step follows: the other ranks generate nothing more."""
