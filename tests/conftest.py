@@ -40,6 +40,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ): "names in /dev/shm and /proc: no disk",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",
+    ("asyncrl/concurrency/offload.py", ("offload",)): "the system has no thread left",
     ("asyncrl/environments/sandbox.py", ("_start", "_end")): "in a thread, a cancellation could lose the process",
     ("asyncrl/rewards/pool.py", ("__aenter__",)): "os.getcwd: no disk",
     ("asyncrl/config/imports.py", ("_load_file",)): "the user's code is imported before the first step",

@@ -58,7 +58,12 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
 
     # A daemon: an abandoned thread does not keep the process alive.
     thread = threading.Thread(target=work, name=f"asyncrl-{name}", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be had: the loop waits, and nothing is lost
+        if abandon:
+            raise
+        return function()
     cancelled = None
     if abandon:
         await asyncio.wait([done])
