@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.trajectories import trajectory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.algorithms.registry import build_loss
@@ -19,7 +20,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.embedded.sequences import Sequences
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, Prompt, SamplingParams, Ticket, Trajectory
+from asyncrl.types import GenerationRequest, Group, Microbatch, Prompt, SamplingParams, Ticket, Trajectory
 
 VOCABULARY, PROMPT, MEMBERS, GROUPS = 1024, 40, 8, 2
 LOSS = build_loss("grpo")
@@ -65,13 +66,7 @@ def groups(share: bool = True) -> list[tuple[Group, list[float]]]:
 
 def _trajectory(group: int, member: int, prompt: np.ndarray, completion: np.ndarray) -> Trajectory:
     tokens = np.concatenate([prompt, completion])
-    mask = np.arange(tokens.size) >= prompt.size
-    logprobs = np.where(mask, np.float32(-6.9), np.float32(0.0))
-    return Trajectory(
-        group_id=group, member=member, group_size=MEMBERS, prompt_length=prompt.size, tokens=tokens, mask=mask,
-        logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32), temperature=1.0,
-        finish_reason=FinishReason.LENGTH,
-    )  # fmt: skip
+    return trajectory(group, member, MEMBERS, tokens, prompt_length=prompt.size, logprob=-6.9)
 
 
 @dataclass(slots=True)

@@ -60,6 +60,7 @@ def test_training_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureF
     assert not list((tmp_path / "cache").glob("run-*")), "jobs and logs of a good run are removed"
 
 
+@pytest.mark.slow
 def test_turns_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["turns", "--quick", *places(tmp_path)])
     seen = capsys.readouterr()
@@ -87,6 +88,7 @@ def test_generation_through_the_whole_tool(tmp_path: Path, capsys: pytest.Captur
     assert written["versions"]["vllm"] == {"script": "vllm_generate.py", "prompts": 4}
 
 
+@pytest.mark.slow
 def test_the_sweep_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 x 64 positions of the tiny model take 32 KiB of keys and values, 2 x 16 take 9 KiB; there is room for 16 KiB."""
     room = ["--contexts", "16,64", "--cache-gib", str(16 / (1 << 20))]

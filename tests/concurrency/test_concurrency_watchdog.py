@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import anyio
 import pytest
 import uvloop
+import warm
 
 from asyncrl.concurrency import awake
 from asyncrl.concurrency.offload import offload
@@ -67,15 +69,8 @@ except StallError as error:
 def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "users_program.py"
     path.write_text(PROGRAM.format(body=textwrap.dedent(body)))
-    return subprocess.run(
-        [sys.executable, str(path)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=50.0,  # less than what hangs in these programs would take
-        check=False,
-    )
+    # Less than what hangs in these programs would take.
+    return warm.run([sys.executable, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=50.0)
 
 
 # what hangs -> the limit under test, what the body does, and what stderr says

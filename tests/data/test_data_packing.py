@@ -176,19 +176,6 @@ def test_never_more_tokens_than_the_trie_of_trl_of_the_same_rows(tree_row: type,
     assert batch.scored == theirs.trained
 
 
-def test_eight_branches_over_a_long_history_cost_their_distinct_tokens() -> None:
-    rng = np.random.default_rng(0)
-    branches = [(1000 + 50 * i, 999) for i in range(8)]
-    tokens = rng.integers(0, 50_000, 1400)
-    mask = np.arange(1400) >= 1000
-    tree = trajectory(0, 0, 1, tokens, prompt_length=900, mask=mask, branches=np.array(branches[1:], np.int32))
-    group = Group(Ticket(0, 0, 0), Prompt(0, tree.tokens[:900], ""), (tree,))
-    (batch,) = pack_groups([(group, [1.0])], 100)
-    # The last token of each branch is only predicted.
-    assert batch.tokens.size == 1400 - 8 and batch.node_length.tolist() == [1000] + [49] * 8
-    assert sum(row.tokens.size for row in rows_of(tree)) == 8 * 1050
-
-
 def test_prompt_once_per_microbatch_and_again_where_the_group_is_split() -> None:
     group = make_group(0, [1, 2, 3, 4], [([10 * i + 5] * 6, [True] * 6) for i in range(4)])
     (whole,) = pack_groups([group], 100)
@@ -223,33 +210,6 @@ def test_the_start_of_two_prompts_is_shared_if_it_saves_more_than_the_trie_of_tr
     # The four rows of the first group spare at least 1, 2, 1 and 1 tokens. No last token of a row is packed.
     saved = [2 * (shared + 1 + 4 * 3) - tokens(shared) for shared in (1, 3, 5, 6, 40)]
     assert saved == [0, 0, 0, 6, 40]
-
-
-def test_fully_masked_sequences_cost_no_token_and_are_counted() -> None:
-    group = make_group(0, [1, 2, 3], [([5, 6], [False, False])] * 3)
-    (batch,) = pack_groups([group], 2)
-    assert (batch.sequences, batch.scored, batch.tokens.size) == (3, 0, 0)
-    mixed = make_group(1, [1, 2, 3], [([5, 6], [False, False]), ([7], [True])])
-    (batch,) = pack_groups([mixed], 100)
-    assert (batch.sequences, batch.scored) == (2, 1)
-    assert batch.tokens.tolist() == [1, 2, 3] and batch.source.tolist() == [2]  # predicted by the last prompt token
-
-
-def test_trailing_unscored_tokens_run_no_forward() -> None:
-    group = make_group(0, [1, 2], [([5, 6, 7, 8, 9], [True, False, True, False, False])])
-    (batch,) = pack_groups([group], 100)
-    assert batch.tokens.tolist() == [1, 2, 5, 6] and batch.target.tolist() == [5, 7] and batch.source.tolist() == [1, 3]
-
-
-def test_members_with_different_prompts_share_what_is_equal() -> None:
-    a = make_trajectory(0, 0, 2, [1, 2], [5, 6], [True, True])
-    b = make_trajectory(0, 1, 2, [1, 3], [5, 6], [True, True])
-    group = Group(Ticket(0, 0, 2), Prompt(0, np.array([1, 2], np.int32), ""), (a, b))
-    (batch,) = pack_groups([(group, [0.0, 1.0])], 100)
-    assert batch.tokens.tolist() == [1, 2, 5, 1, 3, 5]  # a cut after one token would save too little
-    long = [make_trajectory(0, i, 2, [1, 2, 3, 4 + i], [8, 9], [True, True]) for i in range(2)]
-    (batch,) = pack_groups([(replace(group, trajectories=tuple(long)), [0.0, 1.0])], 100)
-    assert batch.tokens.tolist() == [1, 2, 3, 4, 8, 5, 8] and batch.node_length.tolist() == [3, 2, 2]
 
 
 def with_prompt_routes(lengths: list[int], routes: list[int | None]) -> tuple[Group, list[float]]:

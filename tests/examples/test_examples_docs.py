@@ -276,12 +276,17 @@ def test_a_loss_an_advantage_and_an_environment_of_ones_own_train(desk: Desk) ->
     assert [line["step"] for line in read_jsonl(desk.folder / "runs" / "quickstart" / "metrics.jsonl")] == [1, 2]
 
 
-def test_two_terminals_make_a_run(desk: Desk) -> None:
+def test_two_terminals_and_another_producer_make_a_run(desk: Desk) -> None:
     [block] = blocks("producer and run")
     run, producer = block.text.splitlines()
-    started = [desk.terminal(f"{run} train.max_steps=4"), desk.terminal(producer)]
-    outputs = [desk.finish(process) for process in started]
-    assert "done: version 4" in outputs[0] and "the run is over at version 4" in outputs[1]
+    other = 'import sys; sys.path.insert(0, "examples"); import external_producer as e; e.main("external", 1, 300.0)'
+    started = [desk.terminal(f"{run} train.max_steps=4"), desk.terminal(producer), desk.program(other)]
+    text, *producers = (desk.finish(process) for process in started)
+    assert "done: version 4" in text and "refused" not in text
+    assert all("the run is over at version 4" in each for each in producers)
+    lines = read_jsonl(desk.folder / "runs" / "external" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["staleness/max"] <= 2 and 0.3 < line["reward/mean"] < 1 for line in lines)
 
 
 def test_a_producer_pushes_into_a_run(desk: Desk) -> None:

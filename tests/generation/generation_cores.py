@@ -99,8 +99,13 @@ def _mixture(architecture: str, sizes: dict[str, Any]) -> PreTrainedModel:
 @torch.no_grad()
 def plain_routes(plain: PreTrainedModel, tokens: Tensor) -> npt.NDArray[Any]:
     """[L, layers, 2] by transformers' own forward over the row, for a model of `MIXTURES`."""
-    logits = plain(input_ids=tokens[None], use_cache=False, output_router_logits=True).router_logits
-    routes: npt.NDArray[Any] = torch.stack([each.softmax(-1).topk(2).indices for each in logits], 1).numpy()
+    return routes_in(plain(input_ids=tokens[None], use_cache=False, output_router_logits=True))
+
+
+def routes_in(output: Any) -> npt.NDArray[Any]:
+    routes: npt.NDArray[Any] = torch.stack(
+        [each.softmax(-1).topk(2).indices for each in output.router_logits], 1
+    ).numpy()
     return routes
 
 
@@ -157,9 +162,11 @@ class PlainCore:
 
     def _logits(self, name: str, each: Waiting) -> Tensor:
         tokens = torch.tensor([each.prompt + each.tokens])
-        logits: Tensor = self._plain(input_ids=tokens, use_cache=False).logits[0]
-        if self._policy.routing is not None:
-            self._routes[name] = plain_routes(self._plain, tokens[0])
+        chosen = {"output_router_logits": True} if self._policy.routing is not None else {}
+        output = self._plain(input_ids=tokens, use_cache=False, **chosen)
+        if chosen:
+            self._routes[name] = routes_in(output)
+        logits: Tensor = output.logits[0]
         return logits
 
     def _take(self, name: str, token: int, logits: Tensor) -> Any:

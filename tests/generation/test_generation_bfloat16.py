@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from generation_models import ATTENTION, SIZES, generate_all, opened, plain_logprobs, request
+from support.trajectories import trajectory
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -26,7 +27,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.passes import PolicyForward
-from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+from asyncrl.types import Group, Prompt, Ticket
 
 MEAN, WORST = 0.04, 0.36  # nats by which transformers and vLLM differ in bfloat16
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -60,18 +61,9 @@ def microbatch(asked: list[Any], answers: list[Any]) -> Any:
         rows = []
         for member in range(2):
             wanted, answer = asked[2 * number + member], answers[2 * number + member]
-            tokens = np.concatenate([wanted.prompt_ids, answer.token_ids]).astype(np.int32)
-            mask = np.arange(tokens.size) >= wanted.prompt_ids.size
-            logprobs = np.zeros(tokens.size, np.float32)
-            logprobs[mask] = answer.logprobs
-            rows.append(
-                Trajectory(
-                    group_id=number, member=member, group_size=2, prompt_length=int(wanted.prompt_ids.size),
-                    tokens=tokens, mask=mask, logprobs=logprobs, sampled_logprobs=logprobs,
-                    versions=np.where(mask, 0, -1).astype(np.int32), temperature=1.0,
-                    finish_reason=FinishReason.LENGTH,
-                )
-            )  # fmt: skip
+            tokens, before = np.concatenate([wanted.prompt_ids, answer.token_ids]), wanted.prompt_ids.size
+            logprobs = np.concatenate([np.zeros(before), answer.logprobs])
+            rows.append(trajectory(number, member, 2, tokens, prompt_length=before, logprob=logprobs))
         prompt = Prompt(number, asked[2 * number].prompt_ids, "", {})
         groups.append((Group(Ticket(number, 0, 0), prompt, tuple(rows)), np.zeros(2)))
     (batch,) = pack_groups(groups, 4096)

@@ -65,7 +65,7 @@ async def two_nodes(
 
 
 @pytest.mark.usefixtures("warm_workers")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def test_worker_processes_of_a_node_that_reads_no_weights(dtype: str, tmp_path: Path) -> None:
     overrides = [
         f"run.dir={tmp_path}", f"model.path={MODEL}:build", f"model.dtype={dtype}", f"data.train={MODEL}:rows",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from generation_cores import Workers, board_of, needs_vllm, opened_core, small_model
 from generation_models import generate_all, request
+from support.trajectories import trajectory
 from test_generation_vllm_engine import SAME, greedy
 
 from asyncrl.algorithms.registry import build_loss
@@ -20,7 +21,7 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.snapshot import Snapshot, take_snapshot
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import Generation, GenerationRequest, Group, Microbatch, Prompt, Ticket, Trajectory
+from asyncrl.types import Generation, GenerationRequest, Group, Microbatch, Prompt, Ticket
 from asyncrl.weights.sync import WeightPublisher, WeightReader
 
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
@@ -40,16 +41,10 @@ def batch_of(asked: list[GenerationRequest], answers: list[Generation]) -> Micro
     members = []
     for member, (each, answer) in enumerate(zip(asked, answers, strict=True)):
         before = each.prompt_ids.size
-        logprobs = np.concatenate([np.zeros(before, np.float32), answer.logprobs])
-        members.append(
-            Trajectory(
-                group_id=0, member=member, group_size=len(asked), prompt_length=before,
-                tokens=np.concatenate([each.prompt_ids, answer.token_ids]), mask=np.arange(logprobs.size) >= before,
-                logprobs=logprobs, sampled_logprobs=logprobs,
-                versions=np.concatenate([np.full(before, -1, np.int32), answer.versions]),
-                temperature=1.0, finish_reason=answer.finish_reason,
-            )
-        )  # fmt: skip
+        tokens = np.concatenate([each.prompt_ids, answer.token_ids])
+        logprobs, versions = (np.concatenate([np.zeros(before), part]) for part in (answer.logprobs, answer.versions))
+        given = {"prompt_length": before, "logprob": logprobs, "version": versions}
+        members.append(trajectory(0, member, len(asked), tokens, **given, finish_reason=answer.finish_reason))
     group = Group(Ticket(0, 0, 1), Prompt(0, asked[0].prompt_ids, ""), tuple(members))
     (batch,) = pack_groups([(group, np.random.default_rng(0).standard_normal(len(asked)))], 1000)
     return batch

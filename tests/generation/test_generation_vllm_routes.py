@@ -81,8 +81,8 @@ async def test_after_an_update_each_token_has_the_routes_it_was_sampled_with(
 ) -> None:
     policy, plain = policy_and_plain("qwen3_moe")
     models = {0: plain_copy(policy, plain)}
-    asked = [request(33 + index, index, max_tokens=60, temperature=1.0) for index in range(3)]
-    asked.append(request(33, 0, max_tokens=60, temperature=1.0))  # the first one's prompt
+    asked = [request(33 + index, index, max_tokens=30, temperature=1.0) for index in range(3)]
+    asked.append(request(33, 0, max_tokens=30, temperature=1.0))  # the first one's prompt
 
     def turn(policy: PolicyModel) -> int:
         turn_gates(policy)

@@ -372,7 +372,7 @@ def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> N
     """Their successors begin with the present version, which is not the first."""
 
     async def test(made: Opened) -> None:
-        requests = many(150, first=200)
+        requests = many(80, first=200)
         tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
         await until(lambda: sum(task.done() for task in tasks) > 20)
         pids = made.pids()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.trajectories import trajectory
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +25,7 @@ from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.rotary import describe, frequencies_differ, hold_frequencies, original_context
 from asyncrl.training.passes import PolicyForward
-from asyncrl.types import FinishReason, GenerationRequest, Group, Prompt, SamplingParams, Ticket, Trajectory
+from asyncrl.types import FinishReason, GenerationRequest, Group, Prompt, SamplingParams, Ticket
 
 CONTEXT, LONGEST, PROMPT = 16, 40, 6
 SMALL: dict[str, Any] = {
@@ -87,20 +88,15 @@ def packed(rows: list[np.ndarray]) -> tuple[Any, list[int]]:
     for number, prompt in enumerate(dict.fromkeys(prompts)):
         members = [place for place, own in enumerate(prompts) if own == prompt]
         places.update({place: (number, member) for member, place in enumerate(members)})
-        trajectories = tuple(trajectory(rows[place], *places[place], len(members)) for place in members)
+        trajectories = tuple(
+            trajectory(*places[place], len(members), rows[place], prompt_length=PROMPT, logprob=0.0)
+            for place in members
+        )
         group = Group(Ticket(number, 0, 0), Prompt(number, np.array(prompt, np.int32), ""), trajectories)
         groups.append((group, [0.0] * len(members)))
     batch = pack_groups(groups, 10_000)[0]
     order = [(int(group), int(member)) for group, member in zip(batch.group_ids, batch.members, strict=True)]
     return batch, [order.index(places[place]) for place in range(len(rows))]
-
-
-def trajectory(row: np.ndarray, group: int, member: int, members: int) -> Trajectory:
-    scored, nothing = np.arange(row.size) >= PROMPT, np.zeros(row.size, np.float32)
-    versions = np.where(scored, 0, -1).astype(np.int32)
-    return Trajectory(
-        group, member, members, PROMPT, row.astype(np.int32), scored, nothing, nothing, versions, 1.0, FinishReason.LENGTH,
-    )  # fmt: skip
 
 
 @torch.no_grad()

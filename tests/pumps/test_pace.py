@@ -108,8 +108,16 @@ class Cluster:
         return played[rank] / played.total()
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
+def grid(names: str, *pushed: tuple[Any, ...], nightly: list[tuple[Any, ...]]) -> Any:
+    """Some cases with each push, and the other combinations nightly."""
+    return pytest.mark.parametrize(names, [*pushed, *(pytest.param(*each, marks=pytest.mark.slow) for each in nightly)])
+
+
+# `wide`: all groups together, else one by one.
+WIDE_AND_STALENESS = grid("wide, staleness", (True, 1), (False, 2), nightly=[(True, 2), (False, 1)])
+
+
+@WIDE_AND_STALENESS
 def test_a_step_with_a_rank_five_times_slower_takes_what_the_sum_of_the_speeds_gives(
     wide: bool, staleness: int
 ) -> None:
@@ -121,8 +129,7 @@ def test_a_step_with_a_rank_five_times_slower_takes_what_the_sum_of_the_speeds_g
     assert min(equal.share(rank, 100) for rank in range(3)) > 0.31
 
 
-@pytest.mark.parametrize("sigma", [0.3, 0.8])
-@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
+@grid("wide, sigma", (True, 0.8), (False, 0.3), nightly=[(True, 0.3), (False, 0.8)])
 def test_a_rank_that_was_slow_for_a_while_plays_its_share_again(wide: bool, sigma: float) -> None:
     cluster = Cluster([1, 1, 0.2], wide=wide, steps=500, sigma=sigma)
 
@@ -135,9 +142,12 @@ def test_a_rank_that_was_slow_for_a_while_plays_its_share_again(wide: bool, sigm
     assert cluster.share(2, 50, 100) < 0.12 and cluster.share(2, 450) > 0.3
 
 
-@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
-@pytest.mark.parametrize("sigma", [0.8, 1.2])
-@pytest.mark.parametrize("ranks", [4, 16])
+@grid(
+    "ranks, sigma, wide",
+    (4, 1.2, True),
+    (16, 0.8, False),
+    nightly=[(4, 0.8, True), (4, 0.8, False), (4, 1.2, False), (16, 0.8, True), (16, 1.2, True), (16, 1.2, False)],
+)
 def test_long_groups_slow_no_rank_if_all_ranks_are_equal(
     ranks: int, sigma: float, wide: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,8 +157,7 @@ def test_long_groups_slow_no_rank_if_all_ranks_are_equal(
     assert paced.times[20] < 1.03 * free.times[20] and "pauses" not in caplog.text
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("wide", [True, False], ids=["all together", "one by one"])
+@WIDE_AND_STALENESS
 def test_a_slow_rank_costs_its_share_if_lengths_vary(wide: bool, staleness: int) -> None:
     equal, slowed = (
         [

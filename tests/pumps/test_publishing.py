@@ -449,16 +449,16 @@ def test_an_evaluation_that_fails_ends_the_run_and_the_pin() -> None:
     assert [event.version for event in house.events("told")] == [0, 1]  # the line of its version is written at the end
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["scope", "task"])
-def test_cancelled_at_any_moment_the_books_add_up_and_lines_are_in_order(native: bool) -> None:
-    plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=3.0)
+@pytest.mark.parametrize("first", [1, 2, *(pytest.param(first, marks=pytest.mark.slow) for first in (3, 4))])
+def test_cancelled_at_any_moment_the_books_add_up_and_lines_are_in_order(first: int) -> None:
+    native, plan = first % 2 == 0, Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=3.0)
     length = beside(plan, Workers()).ticks
     inside = 0
-    for tick in range(1 + native, length + 1, 2):
+    for tick in range(first, length + 1, 4):
         workers = Workers()
         house = beside(plan, workers, cancel_at_tick=tick, native_cancel=native)
         assert house.error is None or isinstance(house.error, asyncio.CancelledError), (tick, house.error)
         told = [event.version for event in house.events("told")]
         assert told == list(range(len(told))), (tick, told)
         inside += bool(workers.pins) and 2 not in house.evaluations
-    assert inside > 10, "few were cancelled during the evaluation"
+    assert inside > 5, "few were cancelled during the evaluation"

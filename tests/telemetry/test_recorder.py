@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.budget import DEPTH, RunBudget, budget, budget_metrics, kind_of, lane_budget, sum_budgets
+from asyncrl.telemetry.budget import DEPTH, RunBudget, budget, budget_metrics, lane_budget, sum_budgets
 from asyncrl.telemetry.parcels import add_parcel, take_parcel
 from asyncrl.telemetry.recorder import REMOTE_DELAY_S, Recorder
 from asyncrl.telemetry.records import Interval, Window
@@ -279,35 +279,9 @@ def window(
     return Window(0.0, end, lanes, busy, idle)
 
 
-def test_worked_example() -> None:
-    account = lane_budget(
-        window(
-            busy=[Interval("decode", "cpu", 0.0, 4.0), Interval("train_microbatch", "cpu", 5.0, 6.0)],
-            idle=[
-                Interval("group", None, 3.0, 9.0),
-                Interval("reward", None, 6.5, 7.0),
-                Interval("handoff", "cpu", 4.75, 5.0),
-                Interval("handoff", "other", 0.0, 10.0),
-            ],
-        ),
-        "cpu",
-    )
-    assert account.busy == {"decode": 4.0, "train": 1.0}
-    assert account.idle == pytest.approx(
-        {"group": 0.75 + 0.5 + 2.0, "handoff": 0.25, "reward": 0.5, "unexplained": 1.0}
-    )
-    assert account.shares()["idle/unexplained"] == pytest.approx(0.1)
-    assert sum(lane_budget(window(busy=[], idle=[], end=0.0), "cpu").shares().values()) == 0.0
-
-
 def test_of_nested_closures_the_inner_one_names_the_time() -> None:
     nested = [Interval("decode", "cpu", 0.0, 10.0), Interval("prefill", "cpu", 2.0, 3.0)]
     assert lane_budget(window(busy=nested, idle=[]), "cpu").busy == {"decode": 9.0, "prefill": 1.0}
-
-
-def test_kinds() -> None:
-    names = ["decode", "prefill", "train_microbatch", "finish_train_step", "compute_logprobs", "my.thing", "plain"]
-    assert [kind_of(name) for name in names] == ["decode", "prefill", "train", "train", "logprobs", "my", "plain"]
 
 
 def test_two_lanes_give_means_and_their_own_numbers() -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.trajectories import trajectory
 
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.rollouts import RolloutWriter
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, each_row, open_sinks, read_jsonl
-from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+from asyncrl.types import Group, Prompt, Ticket
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -144,25 +145,12 @@ def test_tensorboard_gets_every_scalar_once(tmp_path: Path) -> None:
 def make_group(group_id: int, size: int, completion: str = "four") -> Group:
     prompt = Prompt(group_id, np.array([1, 2], np.int32), "2+2=", {"answer": "4"})
     trajectories = tuple(
-        Trajectory(
-            group_id=group_id,
-            member=member,
-            group_size=size,
-            prompt_length=2,
-            tokens=np.arange(5, dtype=np.int32),
-            mask=np.array([0, 0, 1, 1, 1], bool),
-            logprobs=np.zeros(5, np.float32),
-            sampled_logprobs=np.zeros(5, np.float32),
-            versions=np.array([-1, -1, 3, 4, 4], np.int32),
-            temperature=1.0,
-            finish_reason=FinishReason.STOP,
-            completion=completion,
-            reward=float(member),
-            components={"exact": float(member), "style": None},
-            metadata={"turns": np.int64(1), "object": object},
+        trajectory(
+            group_id, member, size, np.arange(5), version=np.array([0, 0, 3, 4, 4]), completion=completion, reward=float(member),
+            components={"exact": float(member), "style": None}, metadata={"turns": np.int64(1), "object": object},
         )
         for member in range(size)
-    )
+    )  # fmt: skip
     return Group(Ticket(group_id, 3, 5), prompt, trajectories)
 
 

@@ -40,7 +40,7 @@ places = st.lists(
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_any_partition_over_ranks_is_the_same_step(name: str, ranks: Ranks) -> None:
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
     @given(where=places, seed=st.integers(0, 2**16))
     def holds(where: list[list[int]], seed: int) -> None:
         check(ranks, name, seed, where)

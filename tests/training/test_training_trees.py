@@ -39,19 +39,19 @@ def gradient(batches: list[Microbatch], loss: Loss, kind: str = "llama") -> tupl
 
 
 @pytest.mark.parametrize("name", STREAMED)
-@pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_a_packed_group_of_trees_has_the_gradient_of_its_rows(name: str, budget: int, exact_norms: None) -> None:
+def test_a_packed_group_of_trees_has_the_gradient_of_its_rows(name: str, exact_norms: None) -> None:
     """Every loss that can be streamed, with old log-probs, KL to a reference and the corrections, as far as the loss takes them."""
     loss = everything(name)
     for seed in range(2):
         groups = [make_trees(np.random.default_rng([seed, i]), i) for i in range(2)]
         assert any(t.branches is not None for group, _ in groups for t in group.trajectories)
-        found, gradients = gradient([with_columns(batch) for batch in pack_groups(groups, budget)], loss)
         expected, wanted = oracle_gradient(tiny_module(), groups, loss, columns_too=True)
-        assert found == pytest.approx(expected, abs=1e-11)
-        for parameter, grad in wanted.items():
-            torch.testing.assert_close(gradients[parameter], grad, rtol=0, atol=1e-10)
         assert max(grad.abs().max() for grad in wanted.values()) > 1e-4
+        for budget in (1, 40, 10_000):
+            found, gradients = gradient([with_columns(batch) for batch in pack_groups(groups, budget)], loss)
+            assert found == pytest.approx(expected, abs=1e-11)
+            for parameter, grad in wanted.items():
+                torch.testing.assert_close(gradients[parameter], grad, rtol=0, atol=1e-10)
 
 
 def test_rows_that_are_trained_apart_give_the_same_gradient() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.trajectories import trajectory
 from support.trees import lines_of, random_tree
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +29,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import FinishReason, Group, Microbatch, Normaliser, Prompt, StepResult, Ticket, Trajectory
+from asyncrl.types import Group, Microbatch, Normaliser, Prompt, StepResult, Ticket
 
 VOCABULARY = 41
 MAX_LENGTH = 12
@@ -101,22 +102,9 @@ def make_group(
             mask &= rng.random(tokens.size) < 0.6
         if member in masked:
             mask[:] = False
-        logprobs = np.where(mask, -rng.random(tokens.size) * 5 - 0.1, 0).astype(np.float32)
-        trajectories.append(
-            Trajectory(
-                group_id=group_id,
-                member=member,
-                group_size=size,
-                prompt_length=prompt_ids.size,
-                tokens=tokens,
-                mask=mask,
-                logprobs=logprobs,
-                sampled_logprobs=logprobs,
-                versions=np.where(mask, version, -1).astype(np.int32),
-                temperature=temperature,
-                finish_reason=FinishReason.STOP,
-            )
-        )
+        given = {"prompt_length": prompt_ids.size, "mask": mask, "version": version, "temperature": temperature}
+        logprob = -rng.random(tokens.size) * 5 - 0.1
+        trajectories.append(trajectory(group_id, member, size, tokens, **given, logprob=logprob))
     prompt = Prompt(group_id, prompt_ids, "")
     advantages = rng.standard_normal(size).astype(np.float32).astype(np.float64)
     return Group(Ticket(group_id, 0, 2), prompt, tuple(trajectories)), advantages

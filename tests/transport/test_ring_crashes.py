@@ -257,6 +257,7 @@ def test_an_owner_killed_at_every_store_of_its_life(name: str, tmp_path: Path) -
     assert Counter(trained) == Counter(range(2 * len(said))), "lost, or trained twice"
 
 
+@pytest.mark.slow
 def test_under_kills_stops_and_restarts_nothing_accepted_is_lost_torn_or_trained_twice() -> None:
     """The ten-second form of `tools/chaos stress`."""
     command = [sys.executable, str(ROOT / "tools" / "chaos"), "stress", "--seconds", "10"]

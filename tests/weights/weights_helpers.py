@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.trajectories import trajectory
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -20,7 +21,7 @@ from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board, SlabHalves
-from asyncrl.types import FinishReason, Group, Microbatch, PostedVersion, Prompt, Ticket, Trajectory
+from asyncrl.types import Group, Microbatch, PostedVersion, Prompt, Ticket
 from asyncrl.weights.sync import WeightPublisher
 
 KINDS = ("float32", "bfloat16", "lora float32", "lora bfloat16", "cut bfloat16")
@@ -86,18 +87,11 @@ def batch_of(seed: int, members: int = 4) -> Microbatch:
     tokens, prompt = [rng.integers(0, 96, 12).astype(np.int32) for _ in range(members)], 5
     for each in tokens:
         each[:prompt] = tokens[0][:prompt]
-    mask = np.arange(12) >= prompt
-    trajectories = []
-    for member, ids in enumerate(tokens):
-        logprobs = np.where(mask, -rng.random(12) * 4 - 0.1, 0).astype(np.float32)
-        trajectories.append(
-            Trajectory(
-                group_id=seed, member=member, group_size=members, prompt_length=prompt, tokens=ids, mask=mask,
-                logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
-                temperature=1.0, finish_reason=FinishReason.STOP,
-            )
-        )  # fmt: skip
-    group = Group(Ticket(seed, 0, 1), Prompt(seed, tokens[0][:prompt], ""), tuple(trajectories))
+    trajectories = tuple(
+        trajectory(seed, member, members, ids, prompt_length=prompt, logprob=-rng.random(12) * 4 - 0.1)
+        for member, ids in enumerate(tokens)
+    )
+    group = Group(Ticket(seed, 0, 1), Prompt(seed, tokens[0][:prompt], ""), trajectories)
     (batch,) = pack_groups([(group, rng.standard_normal(members))], 1000)
     return batch
 
