@@ -57,17 +57,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
         placed_as = partial(place, config, device, weights=weights, cards=cards)
-        # One rank of each kind: trains, generates, or both.
-        kinds = {(roles.trains(rank), roles.generates(rank)): rank for rank in reversed(range(world.world_size))}
-        placements = {
-            f"rank {rank}" if roles.differ else "one rank": placed_as(replace(world, rank=rank))
-            for rank in sorted(kinds.values())
-        }
-        if roles.listens and not roles.receivers:
-            # A node that joins only generates, as a rank of its own. Its devices are taken to be those of this machine.
-            joins = replace(roles, generate=(world.world_size,))
-            joined = replace(world, rank=world.world_size, local_rank=0, local_world_size=1, roles=joins)
-            placements["a node that joins"] = placed_as(joined)
+        placements = {name: placed_as(each) for name, each in _kinds(world).items()}
         cut = None
         if config.distributed.sharding == "fsdp":
             cut = cut_model(config, device, world, next(iter(placements.values())), cards)
@@ -107,6 +97,21 @@ def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World,
         world = World(0, Roles.ranks_named(config.distributed), 0, 1)
     world.roles = Roles.resolve(config.distributed, world.world_size)
     return world, world.roles
+
+
+def _kinds(world: World) -> dict[str, World]:
+    """Name -> the world of one rank of each kind: trains, generates, both, or joins the run."""
+    roles = world.roles
+    first = {(roles.trains(rank), roles.generates(rank)): rank for rank in reversed(range(world.world_size))}
+    kinds = {
+        f"rank {rank}" if roles.differ else "one rank": replace(world, rank=rank) for rank in sorted(first.values())
+    }
+    if roles.listens and not roles.receivers:
+        # A node that joins only generates, as a rank of its own. Its devices are taken to be those of this machine.
+        joins = replace(roles, generate=(world.world_size,))
+        joined = replace(world, rank=world.world_size, local_rank=0, local_world_size=1, roles=joins)
+        kinds["a node that joins"] = joined
+    return kinds
 
 
 def _notes(lines: Sequence[str]) -> list[str]:

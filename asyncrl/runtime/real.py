@@ -44,11 +44,11 @@ from asyncrl.weights.sync import SharedWeights
 
 from .absent import Absent
 from .gate import check_run_model
-from .inputs import measure_prompts
+from .inputs import PromptLengths, measure_prompts
 from .memory import GIB, Cut, cut_model, kv_positions, memory_warnings, predicted, table
 from .opened import REWARD_MODELS, OpenRun
 from .performance import measure_rates
-from .placement import avoid_plain_path, place
+from .placement import Placement, avoid_plain_path, place
 from .workers import open_generating, open_sender, open_workers, take_engine
 
 logger = logging.getLogger("asyncrl.runtime")
@@ -71,9 +71,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     cut = Cut(ranks)
     if config.distributed.sharding == "fsdp":
         cut = await offload(lambda: cut_model(config, device, world, placement), "memory")
-    parts = await offload(lambda: predicted(config, ranks, prompts, placement=placement, cut=cut), "memory")
-    for line in await offload(lambda: memory_warnings(parts, device), "memory"):
-        logger.warning("%s\n%s", line, table(parts))
+    needed = await offload(lambda: _predict(config, device, ranks, prompts, placement, cut), "memory")
 
     def on_start() -> None:
         # OpenMP has a number of threads for each calling thread, so the lane sets its own number.
@@ -85,7 +83,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))
     run.lanes = (lane,)
-    run.stages.show(f"loading: about {sum(parts.values()) / GIB:.2f} GiB for the run")
+    run.stages.show(f"loading: about {needed / GIB:.2f} GiB for the run")
     positions = kv_positions(config, prompts)
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         if world.generates:
@@ -115,6 +113,16 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)
     engine, sink = await open_engine(positions)
     return trainer, engine, [sink]
+
+
+def _predict(
+    config: Config, device: torch.device, ranks: int, prompts: PromptLengths, placement: Placement, cut: Cut
+) -> int:
+    """Bytes that the run will need. Logs a warning with the table if less is free."""
+    parts = predicted(config, ranks, prompts, placement=placement, cut=cut)
+    for line in memory_warnings(parts, device):
+        logger.warning("%s\n%s", line, table(parts))
+    return sum(parts.values())
 
 
 async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine, SharedWeights]:
