@@ -46,7 +46,7 @@ VOCABULARY = 97
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")  # models with experts
 # Architectures of which one is looked at with each push: vLLM itself is held against each of them by tools/vllm_check.
 MOST_MIXTURES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])]
-MOST = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3")), *MOST_MIXTURES]
+MOST = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", *MIXTURES))]
 HAS_VLLM = installed_version() is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: tools/vllm_check runs these")
 KINDS = ["plain", pytest.param("vllm", marks=needs_vllm)]

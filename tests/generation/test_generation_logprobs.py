@@ -33,7 +33,7 @@ def ragged(count: int) -> list[GenerationRequest]:
 @pytest.mark.parametrize(("architecture", "prefill_tokens"), [("qwen3", 33), ("qwen3", 1), ("qwen3", 64), ("llama", 7)])
 async def test_ragged_batch_equals_plain_forward_in_float32(architecture: str, prefill_tokens: int) -> None:
     policy, plain = policy_and_plain(architecture)
-    requests = ragged(24)
+    requests = ragged(15)
     async with opened(policy, max_sequences=7, prefill_tokens=prefill_tokens) as run:
         answers = await generate_all(run.engine, requests)
         statistics = run.engine.statistics()

@@ -392,7 +392,7 @@ def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> N
     held.run(test)
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["it lives", "it is killed"])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["it is killed", "it lives"])
 def test_a_pinned_worker_computes_with_its_version_to_the_end_whoever_dies(held: Held, kill: bool) -> None:
     """The other half is written meanwhile and the other worker moves; the version after that waits until it has left."""
 
