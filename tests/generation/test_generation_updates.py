@@ -118,16 +118,17 @@ def assert_mixed(answers: list[Generation]) -> None:
 
 async def test_a_shared_prompt_is_not_shared_across_versions() -> None:
     policy, plain = policy_and_plain("llama")
-    asked = [request(10, seed, prefix_key="q", max_tokens=6) for seed in range(3)]
-    async with opened(policy, max_sequences=1) as run:  # one row: the others wait, so the prompt is kept for them
+    asked = [request(10, seed, prefix_key="q", max_tokens=size) for seed, size in enumerate((20, 12, 6))]
+    # Two rows: the first request runs on with its prompt, while the third waits until the second has ended.
+    async with opened(policy, max_sequences=2) as run:
 
         async def update() -> None:
-            await steps(run, 8)
+            await steps(run, 6)
             await run.lane.run(lambda: change_weights(policy), name="train/finish", priority=1)
 
         answers = await generate_all(run.engine, asked, update)
         assert run.engine.statistics()["prefill_tokens"] == 18  # once per version
-    assert (answers[2].versions == 1).all()
+    assert answers[0].token_ids.size == 20 and (answers[2].versions == 1).all()
     assert_plain(plain_copy(policy, plain), asked[2:], answers[2:])
 
 
