@@ -155,6 +155,9 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 def _module_name(path: Path) -> str:
     """The name by which the file was imported, else its stem if `import` finds the file by its stem, else a generated name."""
+    known = getattr(sys.modules.get(_names.get(path, "")), "__spec__", None)
+    if known is not None and known.origin == str(path):
+        return _names[path]
     # Never `__main__`: a file that runs as the program is imported again, by a name of its own.
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
     # Python caches the files of a folder, and a new file may be missing in the cache.
@@ -164,9 +167,11 @@ def _module_name(path: Path) -> str:
     for name, spec in specs.items():
         origin = getattr(spec, "origin", None)
         if isinstance(origin, str) and origin.endswith(path.name) and Path(origin).resolve() == path:
+            _names[path] = name
             return name
     name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     _files[name] = path
+    _names[path] = name
     return name
 
 
@@ -174,6 +179,8 @@ def _find_spec(name: str, *_: object) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
 
 
+# File -> the name by which it was imported. A search among all modules takes milliseconds, and a run asks a dozen times.
+_names: dict[Path, str] = {}
 # Generated name -> file. Python's import system loads these files, with locks: no thread gets a module that is still loading.
 _files: dict[str, Path] = {}
 sys.meta_path.append(SimpleNamespace(find_spec=_find_spec))

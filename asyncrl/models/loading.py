@@ -179,6 +179,8 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
+        # The builder may return another model in the next run of this process.
+        _meta_models.clear()
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
@@ -205,24 +207,25 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
     return module, tokenizer
 
 
-# (model on the meta device, tokenizer) of each builder that cannot be called on the meta device.
-_meta_models: dict[Callable[[int], Any], tuple[PreTrainedModel, Any]] = {}
+# (model on the meta device, tokenizer) by builder and dtype of the masters. A run asks for both half a dozen times before it loads
+# the weights.
+_meta_models: dict[tuple[Callable[[int], Any], torch.dtype], tuple[PreTrainedModel, Any]] = {}
 
 
 def _describe_built(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """(model on the meta device, tokenizer) of a builder function. A builder that fails on the meta device, for example because it
-    loads weights, is called once on the host, and its weights are dropped."""
-    builder = load_builder(str(config.path), "model.path")
-    if builder not in _meta_models:
+    loads weights, is called on the host, and its weights are dropped."""
+    key = load_builder(str(config.path), "model.path"), _master_dtype(config)
+    if key not in _meta_models:
         try:
             with torch.device("meta"):
-                return _call_builder(config, 0)
+                module, tokenizer = _call_builder(config, 0)
         except ConfigError:
             # The cause may be the meta device or an error of the builder. The second call raises the errors of the builder.
             module, tokenizer = _call_builder(config, 0)
         nn.Module.to(module, "meta")
-        _meta_models[builder] = module, tokenizer
-    module, tokenizer = _meta_models[builder]
+        _meta_models[key] = module, tokenizer
+    module, tokenizer = _meta_models[key]
     return copy.deepcopy(module), tokenizer
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from asyncrl.algorithms.base import EntropyControl, Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.collectives import Collectives
-from asyncrl.errors import ConfigError, DivergenceError, TrainStepError
+from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.attention.context import require_context
 from asyncrl.models.copying import to_device
 from asyncrl.models.policy import PolicyModel
@@ -342,17 +342,13 @@ class TorchTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies the result of `state_dict`. Errors: TrainStepError while a step is open, ConfigError without the reference weights
-        that this trainer needs, KeyError for another missing entry."""
+        """Copies the result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
         flat = self.policy.weights
         if self.reference is not None:
             if "reference" not in state:
-                raise ConfigError(
-                    "resume=true: this run has a KL to the reference model, but the saved run had none, so the checkpoint has no "
-                    "reference weights; set algorithm.kl.coef=0, or start a new run from the checkpoint"
-                )
+                raise KeyError("the state has no reference model, but this trainer needs one (kl_coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
