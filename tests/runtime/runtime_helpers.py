@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,23 @@ from typing import Any
 import warm
 import yaml
 from ports import reserved_port
+from runtime_rewards import share
 
-import asyncrl.runtime.runtime  # noqa: F401  # else `main` would load it while its event loop runs, and that blocks
 from asyncrl.client import Scored
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.telemetry.explained import metric
 from asyncrl.telemetry.sinks import read_jsonl
 
 metric("loss")  # reads the table: not first where an event loop runs
-MODEL, REWARDS = (Path(__file__).with_name(f"runtime_{name}.py") for name in ("model", "rewards"))
+MODEL, REWARDS, HOOKS = (Path(__file__).with_name(f"runtime_{name}.py") for name in ("model", "rewards", "hooks"))
 ROOT = MODEL.parents[2]
 PROGRAM = ("-m", "asyncrl.main")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+# A rank that writes what it trained and ended with to rank_N.pt in the folder RANK_WEIGHTS.
+RANK = (str(MODEL.with_name("runtime_rank.py")),)
 # What depends on the clock, and nothing else: all other metrics of a sync run are the same in every run.
 CLOCKED = ("time", "perf/", "time/", "idle/", "busy/", "loop/", "lane/", "queue/")
 
@@ -39,6 +45,8 @@ REAL: dict[str, Any] = {
     "train": {"lr": 1e-2, "max_steps": 3, "tokens_per_microbatch": 128},
     "telemetry": {"live": "off"},
 }
+ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
+FAST: dict[str, Any] = {"telemetry": {"live": "off", "trace": False, "report": False}}
 DRY: dict[str, Any] = {
     "engine": {"kind": "dry_run"},
     "train": {"kind": "dry_run", "max_steps": 3, "tokens_per_microbatch": 128},
@@ -71,6 +79,7 @@ def started_by(launcher: str, number: int, place: Path) -> dict[str, str]:
 
 
 def write_yaml(folder: Path, tree: dict[str, Any], name: str = "run.yaml") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -79,6 +88,34 @@ def write_yaml(folder: Path, tree: dict[str, Any], name: str = "run.yaml") -> Pa
 def config_of(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Config:
     """The base configuration with overrides, its run directory in `folder`."""
     return load_config([write_yaml(folder, base)], [f"run.dir={folder}/runs", *overrides])
+
+
+def embedded(folder: Path, base: dict[str, Any] = REAL, *overrides: str) -> Config:
+    """Without prompts, rewards or an end: the program brings them."""
+    tree = {key: value for key, value in base.items() if key != "reward"}
+    tree["data"] = {"max_prompt_tokens": base["data"]["max_prompt_tokens"]}
+    tree["train"] = {key: value for key, value in base["train"].items() if key != "max_steps"}
+    return config_of(folder, "rollout.groups_per_step=2", *overrides, base=tree)
+
+
+async def feed(runtime: Runtime, groups: int) -> None:
+    for _ in range(groups):
+        group = await runtime.generate("a3=", n=4)
+        await runtime.submit(group, share([str(t.completion) for t in group], ["a"] * 4))
+
+
+async def train(folder: Path, *overrides: str, base: dict[str, Any] = REAL, **options: Any) -> RunSummary:
+    """A run in this process, to its end."""
+    async with Runtime(config_of(folder, *overrides, base=base), **options) as runtime:
+        return await runtime.run()
+
+
+async def reports_of(config: Config, **options: Any) -> list[StepReport]:
+    """Of each step of a run in this process."""
+    async with Runtime(config, **options) as runtime:
+        steps = runtime.steps()
+        await runtime.run()
+    return [report async for report in steps]
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
@@ -100,6 +137,13 @@ def rollouts_of(run: Path) -> list[dict[str, Any]]:
     """Every trajectory that was trained, in order of steps."""
     files = sorted((run / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem[5:]))
     return [row for path in files for row in read_jsonl(path)]
+
+
+def check_trained_once(run: Path, steps: int, open_at_the_end: int = 0) -> None:
+    """Each group of these steps was trained once. Of the last prompts, so many may have been left for others by the end."""
+    groups, count = Counter(row["group_id"] for row in rollouts_of(run)), steps * REAL["rollout"]["groups_per_step"]
+    assert set(groups.values()) == {REAL["rollout"]["group_size"]} and len(groups) == count, groups
+    assert sorted(groups)[: count - open_at_the_end] == list(range(count - open_at_the_end)), groups
 
 
 def weights_of(run: Path, version: int) -> dict[str, Any]:
@@ -189,30 +233,50 @@ def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
     return lambda: len(metrics_of(run)) >= count
 
 
+def start(folder: Path, tree: dict[str, Any], *overrides: str, **options: Any) -> Process:
+    """A program with this configuration."""
+    return Process(folder, str(write_yaml(folder, tree)), *overrides, **options)
+
+
+def complete(folder: Path, tree: dict[str, Any], *overrides: str, **options: Any) -> str:
+    """The output of such a program, which ended well."""
+    process = start(folder, tree, *overrides, **options)
+    assert process.wait(200) == 0, process.output
+    return process.output
+
+
 @contextlib.contextmanager
 def start_two(
     folder: Path,
     tree: dict[str, Any],
     program: Sequence[str] = PROGRAM,
-    own: Sequence[str] = ("", "", ""),
+    own: Sequence[str] = (),
     *,
     size: int = 2,
+    programs: Sequence[Sequence[str]] = (),
     **more: str,
 ) -> Iterator[list[Process]]:
-    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own. None
-    outlives the block. `size`: how many ranks."""
+    """Without torchrun, which would stop the one when the other has ended. None outlives the block. `size`: how many ranks.
+    `own`: of each rank, an override or an empty text. `programs`: of each rank, in place of `program`."""
     ranks = list[Process]()
     with reserved_port() as port:
         try:
             for rank in range(size):
-                place = folder / str(rank)
-                place.mkdir(exist_ok=True)
                 environ = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
                 environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-                settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs", *([own[rank]] if own[rank] else [])
-                ranks.append(Process(place, *settings, program=program, **environ))
+                settings = f"run.dir={folder}/runs", *filter(None, own[rank : rank + 1])
+                chosen = programs[rank] if programs else program
+                ranks.append(start(folder / str(rank), tree, *settings, program=chosen, **environ))
             yield ranks
         finally:
             for each in ranks:
                 each.kill()
+
+
+def run_ranks(folder: Path, tree: dict[str, Any], size: int = 2, *own: str, **options: Any) -> list[str]:
+    """The outputs of such ranks, each of which ended well."""
+    with start_two(folder, tree, size=size, own=own, **{"WARM_WORKERS": "", **options}) as ranks:
+        codes = [rank.wait(150) for rank in ranks]
+        assert codes == [0] * size, [rank.output[-3000:] for rank in ranks]
+        return [rank.output for rank in ranks]

@@ -4,6 +4,10 @@ commit      before the shared ledger hears of its commit: the other rank makes t
 committed   when it has made it: the other rank waits for that before its own
 say         both have committed, and it does not announce where it is; the other one waits for groups, in no collective
 line        it has committed, and its line is about to be written
+sums        before the first sum of the step: the others wait for it there
+during      its part of the gradients' reduction is on its way
+gather      the step is applied, and the others wait for its part of the report
+fails       as `sums`, but an error ends it
 """
 
 from __future__ import annotations
@@ -15,17 +19,24 @@ from typing import Any
 
 import anyio
 
+from asyncrl.distributed import collectives
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.runtime import positions
 from asyncrl.telemetry.sinks import JsonlSink
+from asyncrl.training.trainer import TorchTrainer
 
 rank, step, moment = os.environ.get("KILLED", "no 0 never").split()
 dies = os.environ.get("RANK", "0") == rank
+finishing = 0  # the version that the open step makes
 claim, commit, say, write = LineLedger.claim, LineLedger.commit, positions.Positions.announce, JsonlSink.write
+gather, finish, started = Collectives.all_gather_bytes, TorchTrainer.finish_train_step, collectives.dist.all_reduce
 
 
 def reached(now: str, number: int) -> None:
     if dies and now == moment and number == int(step):
+        if moment == "fails":
+            raise ArithmeticError("on purpose")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -54,6 +65,29 @@ def writing(sink: JsonlSink, version: int, *line: Any) -> None:
     write(sink, version, *line)
 
 
+def finishes(trainer: TorchTrainer) -> Any:
+    global finishing
+    finishing = trainer.version + 1
+    reached("sums", finishing)
+    reached("fails", finishing)
+    return finish(trainer)
+
+
+def starts(values: Any, **options: Any) -> Any:
+    work = started(values, **options)
+    if values.numel() > 1000:
+        reached("during", finishing)
+    return work
+
+
+def gathers(self: Collectives, value: bytes) -> list[bytes]:
+    reached("gather", finishing)
+    return gather(self, value)
+
+
+TorchTrainer.finish_train_step = finishes  # type: ignore[method-assign]
+collectives.dist.all_reduce = starts
+Collectives.all_gather_bytes = gathers  # type: ignore[method-assign]
 JsonlSink.write = writing  # type: ignore[method-assign]
 LineLedger.claim = claiming  # type: ignore[method-assign]
 LineLedger.commit = committing  # type: ignore[method-assign]

@@ -19,11 +19,23 @@ TEMPLATE = (
 )
 
 
-def build(seed: int) -> tuple[Any, Any]:
-    """(model, tokenizer): Qwen3-shaped, one layer, characters as tokens; the tokenizer has no chat template."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def made(family: str, seed: int, kind: str = "ForCausalLM", **settings: Any) -> tuple[Any, Any]:
+    """(model, tokenizer): transformers' class `family` + `kind`, its weights keyed by `seed`; characters as tokens, and no chat
+    template."""
+    import torch
+    import transformers
 
-    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=1, head_dim=16), make_tokenizer()
+    sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**sizes | special | settings)
+    return getattr(transformers, family + kind)(config), make_tokenizer()
+
+
+def build(seed: int) -> tuple[Any, Any]:
+    """Qwen3-shaped, one layer."""
+    return made("Qwen3", seed, head_dim=16)
 
 
 def build_other(seed: int) -> tuple[Any, Any]:
@@ -33,39 +45,24 @@ def build_other(seed: int) -> tuple[Any, Any]:
 
 def judge(seed: int) -> tuple[Any, Any]:
     """A reward model, with other weights on each rank."""
-    import os
-
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
-
-    rank = int(os.environ["RANK"])
-    return seeded(
-        Qwen2ForSequenceClassification, Qwen2Config, rank, num_hidden_layers=1, num_labels=1
-    ), make_tokenizer()
+    return made("Qwen2", int(os.environ["RANK"]), "ForSequenceClassification", num_labels=1)
 
 
 def build_wide(seed: int) -> tuple[Any, Any]:
     """The same with heads of the smallest size that vLLM's attention on CPUs takes."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=2, head_dim=32), make_tokenizer()
+    return made("Qwen3", seed, num_hidden_layers=2, head_dim=32)
 
 
 def build_deep(seed: int) -> tuple[Any, Any]:
     """A hundred thousand parameters: what is done with all of them at once, torch shares among threads."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=12, head_dim=16), make_tokenizer()
+    return made("Qwen3", seed, num_hidden_layers=12, head_dim=16)
 
 
 def build_broken(seed: int) -> tuple[Any, Any]:
     """A weight of the last of four layers is not a number: a model's first layers alone do not show it."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    model = seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=4, head_dim=16)
-    with torch.no_grad():
-        model.model.layers[-1].mlp.down_proj.weight[0, 0] = float("nan")
-    return model, make_tokenizer()
+    model, tokenizer = made("Qwen3", seed, num_hidden_layers=4, head_dim=16)
+    model.model.layers[-1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    return model, tokenizer
 
 
 def build_never(seed: int) -> tuple[Any, Any]:
@@ -74,24 +71,12 @@ def build_never(seed: int) -> tuple[Any, Any]:
 
 def build_experts(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
     """Four experts in each of two layers, two of them a token, balanced by an auxiliary loss."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-    model = seeded(
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        seed,
-        num_hidden_layers=2,
-        head_dim=head_dim,
-        initializer_range=0.1,
-        **experts,
-        **balance,
-    )
+    experts |= {"output_router_logits": True, "router_aux_loss_coef": 0.01, "initializer_range": 0.1}
+    model, tokenizer = made("Qwen3Moe", seed, num_hidden_layers=2, head_dim=head_dim, **experts)
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.mlp.gate.weight, std=0.5)
-    return model, make_tokenizer()
+        layer.mlp.gate.weight.data.normal_(std=0.5)
+    return model, tokenizer
 
 
 def build_wide_experts(seed: int) -> tuple[Any, Any]:
@@ -101,59 +86,27 @@ def build_wide_experts(seed: int) -> tuple[Any, Any]:
 
 def build_stateful(seed: int) -> tuple[Any, Any]:
     """A layer with a convolution, whose state a packed row would leak, and one that attends."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
-    return seeded(Lfm2ForCausalLM, Lfm2Config, seed, **layers), make_tokenizer()
+    return made("Lfm2", seed, **layers)
 
 
 def build_stretched(seed: int) -> tuple[Any, Any]:
     """Its rotary frequencies are others for rows of more than eight tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "factor": 8.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
-    return seeded(LlamaForCausalLM, LlamaConfig, seed, num_hidden_layers=1, rope_parameters=rope), make_tokenizer()
+    return made("Llama", seed, rope_parameters=rope)
 
 
 def build_own_scale(seed: int) -> tuple[Any, Any]:
     """Its rotary frequencies are scaled by a number that it chooses in every forward."""
-    from transformers import PhimoeConfig, PhimoeForCausalLM
-
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_mscale": 1.1}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "long_mscale": 1.3}
-    layers = {"num_hidden_layers": 1, "num_local_experts": 2, "rope_parameters": rope}
-    return seeded(PhimoeForCausalLM, PhimoeConfig, seed, **layers), make_tokenizer()
+    return made("Phimoe", seed, num_local_experts=2, rope_parameters=rope)
 
 
 def build_windowed(seed: int) -> tuple[Any, Any]:
     """Both layers see the last four tokens only."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    layers = {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 4}
-    return seeded(MistralForCausalLM, MistralConfig, seed, **layers), make_tokenizer()
-
-
-def seeded(kind: Any, config: Any, seed: int, **settings: Any) -> Any:
-    """A model of class `kind` with weights keyed by `seed`."""
-    import torch
-
-    torch.manual_seed(seed)
-    return kind(
-        config(
-            vocab_size=len(VOCABULARY),
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            **settings,
-        )
-    )
+    return made("Mistral", seed, num_hidden_layers=2, head_dim=16, sliding_window=4)
 
 
 def make_tokenizer() -> Any:

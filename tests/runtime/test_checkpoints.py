@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from runtime_helpers import DRY, MODEL, REAL, ROOT, Process, config_of, metrics_of, weights_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of, metrics_of, run_ranks, train, weights_of, write_yaml
 from runtime_model import build
 from transformers import GenerationConfig
 
@@ -46,42 +46,34 @@ async def test_checkpoints_are_written_by_time_where_no_interval_is_given(tmp_pa
     assert config_of(tmp_path).checkpoint.every_s == 600  # without being asked
     for name, settings in {
         "often": ["checkpoint.every_s=0.01"],
-        "interval": ["checkpoint.every_s=0.01", "checkpoint.every=11"],
+        "interval": ["checkpoint.every_s=0.01", "checkpoint.every=5"],
         "never": ["checkpoint.every_s=null"],
     }.items():
-        settings += [f"run.name={name}", "train.max_steps=12"]
-        async with Runtime(config_of(tmp_path, *settings, base=QUICK)) as runtime:
-            await runtime.run()
+        settings += [f"run.name={name}", "train.max_steps=6"]
+        await train(tmp_path, *settings, base=QUICK)
     often = versions(tmp_path / "runs/often")
-    assert len(often) > 1 and often[-1] == 12
-    assert versions(tmp_path / "runs/interval") == [11, 12]
-    assert versions(tmp_path / "runs/never") == [12]
+    assert len(often) > 1 and often[-1] == 6
+    assert versions(tmp_path / "runs/interval") == [5, 6]
+    assert versions(tmp_path / "runs/never") == [6]
 
 
-async def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_training_goes_on_while_a_checkpoint_is_written(here: Path) -> None:
     """The tokenizer of this model is written only once a later step has its line of metrics."""
-    monkeypatch.chdir(tmp_path)
     settings = [f"model.path={MODEL}:build_patient", "checkpoint.every=4", "train.max_steps=7"]
-    async with Runtime(config_of(tmp_path, *settings, base=QUICK)) as runtime:
-        await runtime.run()
-    assert versions(tmp_path / "runs/run") == [4, 7]
-    assert (tmp_path / "waited").read_text() == "saw step 6"
+    await train(here, *settings, base=QUICK)
+    assert versions(here / "runs/run") == [4, 7]
+    assert (here / "waited").read_text() == "saw step 6"
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
-def test_two_ranks_agree_on_the_time(tmp_path: Path, sharding: str) -> None:
+def test_two_ranks_agree_on_the_time(tmp_path: Path) -> None:
     """Each has to bring its part (of the model, of its replay buffer), or the first one would wait for it."""
-    tree = QUICK | {"distributed": {"sharding": sharding}, "replay": {"size": 4}}
-    tree = tree | {"checkpoint": {"keep": 0, "every_s": 0.01}, "train": QUICK["train"] | {"max_steps": 10}}
-    program = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "asyncrl.main")
-    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), program=program)
-    assert process.wait(200) == 0, process.output
+    tree = QUICK | {"distributed": {"sharding": "fsdp"}, "replay": {"size": 4}}
+    tree |= {"checkpoint": {"keep": 0, "every_s": 0.01}, "train": QUICK["train"] | {"max_steps": 6}}
+    run_ranks(tmp_path, tree)
     run = tmp_path / "runs/run"
-    found = versions(run)
-    assert len(found) > 1 and found[-1] == 10
-    again = Process(tmp_path, str(tmp_path / "run.yaml"), "resume=true", "train.max_steps=12", program=program)
-    assert again.wait(200) == 0, again.output
-    assert [line["step"] for line in metrics_of(run)] == list(range(1, 13))
+    assert len(versions(run)) > 1 and versions(run)[-1] == 6
+    run_ranks(tmp_path, tree | {"resume": True, "train": QUICK["train"] | {"max_steps": 8}})
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, 9))
 
 
 def test_a_run_in_which_no_thread_can_be_started_loses_nothing(
@@ -114,24 +106,21 @@ def test_a_run_in_which_no_thread_can_be_started_loses_nothing(
     )
 
 
-def test_a_run_that_diverges_leaves_the_last_good_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_diverges_leaves_the_last_good_version(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of 1e38 is too large for float32. What is there already stays, and is named."""
-    monkeypatch.chdir(tmp_path)
-    file = str(write_yaml(tmp_path, REAL))
+    file = str(write_yaml(here, REAL))
     assert main([file, "train.lr=1e38"]) == 3
     error = capsys.readouterr().err
     assert "version 1 has weights that are NaN or infinite" in error and "lower train.lr" in error
     assert "packed copy" not in error and "no version was saved" in error
-    assert versions(tmp_path / "runs/run") == []
+    assert versions(here / "runs/run") == []
     assert main([file, "run.name=two", "train.max_steps=2"]) == 0
     assert main([file, "run.name=two", "resume=true", "train.lr=1e38", "checkpoint.every=1"]) == 3
     error = capsys.readouterr().err
     assert "the last good version, all of it finite, is 2: runs/two/checkpoints/step_2" in error
-    assert versions(tmp_path / "runs/two") == [2]
-    assert (tmp_path / "runs/two/checkpoints/latest").resolve().name == "step_2"
-    assert non_finite_tensor(weights_of(tmp_path / "runs/two", 2)) is None
+    assert versions(here / "runs/two") == [2]
+    assert (here / "runs/two/checkpoints/latest").resolve().name == "step_2"
+    assert non_finite_tensor(weights_of(here / "runs/two", 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -143,17 +132,16 @@ def test_a_run_that_diverges_leaves_the_last_good_version(
     ],
 )
 def test_finite_weights_that_nothing_can_be_computed_with_are_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lr: str, words: str
+    here: Path, capsys: pytest.CaptureFixture[str], lr: str, words: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = str(write_yaml(tmp_path, REAL | {"preset": "sync"}))
+    file = str(write_yaml(here, REAL | {"preset": "sync"}))
     assert main([file, "train.max_steps=1"]) == 0
     assert main([file, "resume=true", f"train.lr={lr}"]) == 3
     error = capsys.readouterr().err
     assert words in error and "packed copy" not in error and "Traceback" not in error
     assert "the last good version, all of it finite, is 1: runs/run/checkpoints/step_1" in error
-    assert versions(tmp_path / "runs/run") == [1]
-    assert (tmp_path / "runs/run/checkpoints/latest").resolve().name == "step_1"
+    assert versions(here / "runs/run") == [1]
+    assert (here / "runs/run/checkpoints/latest").resolve().name == "step_1"
 
 
 async def test_a_state_that_is_not_finite_is_not_saved_though_the_weights_are(tmp_path: Path) -> None:
@@ -326,10 +314,9 @@ def eaten(left: int = 0) -> Iterator[None]:
 
 @pytest.mark.parametrize("free", [0, 3, 12])
 def test_the_start_says_what_is_missing_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int
+    here: Path, capsys: pytest.CaptureFixture[str], free: int
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = str(write_yaml(tmp_path, DRY))
+    file = str(write_yaml(here, DRY))
     with at_most(free):
         assert main([file]) == 2
     said = capsys.readouterr().err
@@ -438,27 +425,25 @@ def test_more_tokens_than_rows_are_named() -> None:
 
 @pytest.mark.parametrize("change", [unwritable_generation, unwritable_config, unwritable_tokenizer])
 def test_a_run_that_could_write_no_checkpoint_ends_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Callable[..., None]
+    here: Path, capsys: pytest.CaptureFixture[str], change: Callable[..., None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(
+    (here / "model.py").write_text(
         f"import {__name__} as own\n"
         "def build(seed):\n"
         "    built = own.build(seed)\n"
         f"    own.{change.__name__}(*built)\n"
         "    return built\n"
     )
-    file = str(write_yaml(tmp_path, REAL))
+    file = str(write_yaml(here, REAL))
     for more in ("--dry-run", "train.max_steps=1"):
         assert main([file, "model.path=model.py:build", more]) == 2
         assert "no checkpoint of this model and tokenizer can be written" in capsys.readouterr().err
-    assert not list((tmp_path / "runs").rglob("step_*"))
+    assert not list((here / "runs").rglob("step_*"))
 
 
-def test_a_seed_of_64_bits_is_taken_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_seed_of_64_bits_is_taken_everywhere(here: Path) -> None:
     largest = 2**64 - 1
-    file = str(write_yaml(tmp_path, REAL | {"replay": {"size": 8}, "seed": largest}))
+    file = str(write_yaml(here, REAL | {"replay": {"size": 8}, "seed": largest}))
     assert main([file, "train.max_steps=1", "model.lora.rank=2"]) == 0
     assert main([file, "train.max_steps=2", "model.lora.rank=2", "resume=true"]) == 0
     with pytest.raises(ConfigError, match=rf"seed is {largest + 1} .*expected an integer >= 0 and <= {largest}"):

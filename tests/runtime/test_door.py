@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from runtime_helpers import DRY, FED, REAL, REWARDS, ROOT, Process, config_of, metrics_of, scored, write_yaml
+from runtime_helpers import DRY, FED, REWARDS, ROOT, config_of, metrics_of, scored, start
 from transport_records import draft_of, drop
 
 from asyncrl import Runtime
@@ -150,9 +150,8 @@ async def test_an_incomplete_group_that_is_too_old_for_any_step_ends(tmp_path: P
 
 async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_ring(tmp_path: Path, name: str) -> None:
     """It must not push, and be dropped, as fast as the loop can read: that takes the time of the very step it waits for."""
-    async with fed(
-        tmp_path, name, "rollout.max_staleness=0", ring=RingSettings(size=1 << 20, slots=4, ring_bytes=1 << 16)
-    ) as f:
+    four = RingSettings(size=1 << 20, slots=4, ring_bytes=1 << 16)
+    async with fed(tmp_path, name, "rollout.max_staleness=0", ring=four) as f:
         trainer, over = f.runtime.built.ports.trainer, anyio.Event()
         finish = trainer.finish_train_step
 
@@ -296,12 +295,8 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({"sampled_logprobs": column(0, -math.inf, -1)}, {}, r"member 0: sampled_logprobs\[1\] is -inf"),
         ({"logprobs": column(0, -1e4, -1)}, {}, r"member 0: logprobs\[1\] is -10000"),
         ({"versions": np.array([-1, 0, -5], np.int32)}, {}, "member 0: versions holds -5"),
-        ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "claims to be sampled by version 9, but this run is at"),
-        (
-            {"routed_experts": np.zeros((3, 1, 1), np.int8)},
-            {},
-            "member 0: routed_experts is given, but this run replays no",
-        ),
+        ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "by version 9, but this run is at.* from an earlier run"),
+        ({"routed_experts": np.zeros((3, 1, 1), np.int8)}, {}, "member 0: routed_experts is given, but this run rep"),
         ({"prompt_length": 0}, {}, "member 0: prompt_length is 0 of 3 tokens"),
         ({"prompt_length": 4}, {}, "member 0: prompt_length is 4 of 3 tokens"),
         ({"mask": np.array([True, True, True])}, {}, r"member 0: mask\[0\] trains a token of the prompt"),
@@ -312,11 +307,7 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({}, {Section.REWARDS: [math.nan]}, "without a reward"),
         ({}, NAMED_BY_NUMBERS, "member 0: components holds the name 1"),
         ({}, {Section.METADATA: [RAW["integer"]]}, "member 0: an integer of texts or metadata has more than 64 bits"),
-        (
-            {},
-            {Section.GROUP_METADATA: RAW["nested"]},
-            "the group's metadata: texts or metadata are nested more than 64",
-        ),
+        ({}, {Section.GROUP_METADATA: RAW["nested"]}, "the group's metadata: texts or metadata are nested more than"),
         ({}, {Section.GROUP_METADATA: RAW["surrogate"]}, "the group's metadata: a text holds the lone surrogate"),
         ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is no JSON"),
         ({}, {Section.METADATA: [RAW["nested"]]}, "member 0: texts or metadata are nested more than 64 levels"),
@@ -331,21 +322,6 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
             assert re.match(f"group {group} of epoch 5: .*{words}", f.counts.last_refusal), f.counts.last_refusal
         await producer.close()
         assert (f.counts.submitted, f.counts.refused, f.ring.statistics().outstanding) == (0, len(bad), 0)
-
-
-async def test_a_group_of_a_version_that_the_run_has_not_reached_is_refused(tmp_path: Path, name: str) -> None:
-    """Left by an earlier run, or stamped wrongly: neither may end this one."""
-    async with fed(tmp_path, name) as f:
-        reports = f.runtime.steps()
-        async with await AsyncClient.attach(name) as client:
-            await client.push(0, [scored(version=18)])
-            await f.until(lambda: f.counts.refused == 1)
-            assert "claims to be sampled by version 18" in f.counts.last_refusal
-            assert "from an earlier run" in f.counts.last_refusal
-            await client.push(1, [scored()])
-            assert (await anext(reports)).version == 1
-        await f.until_released(2)
-        assert (f.counts.submitted, f.counts.refused) == (1, 1)
 
 
 @asynccontextmanager
@@ -397,8 +373,7 @@ async def test_without_prompts_and_without_a_ring_there_is_nothing_to_run(tmp_pa
 
 
 async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_path: Path, name: str) -> None:
-    file = write_yaml(tmp_path, FED)
-    run = Process(tmp_path, str(file), f"door.ring={name}", "train.max_steps=2", "rollout.max_staleness=1")
+    run = start(tmp_path, FED, f"door.ring={name}", "train.max_steps=2", "rollout.max_staleness=1")
     try:
         async with await AsyncClient.attach(name, timeout=200) as client:
             await client.push(99, [Scored([4, 600], 0.0, prompt_length=1)])  # of another tokenizer
@@ -421,20 +396,14 @@ async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_pa
 
 
 EPOCH = 5
-QUICKLY_FED: dict[str, Any] = {
-    **{key: value for key, value in REAL.items() if key not in ("reward", "data")},
-    "data": {"max_prompt_tokens": 12},
-    "rollout": {**REAL["rollout"], "groups_per_step": 2},
-    "door": {"ring_mib": 2, "producer_mib": 1, "producer_records": 16},
-}
-KL = ("algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3")  # of a policy that is far from the reference it is infinite
-PROMPT = [4] * 12  # so long that no two groups share a microbatch
+QUICKLY_FED = FED | {"door": {"ring_mib": 2, "producer_mib": 1, "producer_records": 16}}
+# Of a policy that is far from the reference this KL is infinite. No two groups share a microbatch.
+KL = ("algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "train.tokens_per_microbatch=20")
+PROMPT = [4] * 12
 
 
 @asynccontextmanager
-async def failing_run(
-    folder: Path, name: str, *overrides: str, **tree: Any
-) -> AsyncIterator[tuple[Runtime, RecordRing, Any]]:
+async def failing_run(folder: Path, name: str, *overrides: str, **tree: Any) -> AsyncIterator[tuple[Runtime, Any, Any]]:
     config, counts = config_of(folder, f"door.ring={name}", *overrides, base={**QUICKLY_FED, **tree}), DoorStatistics()
     async with ring_of(config) as ring, Runtime(config, write=False) as runtime:
         runtime.start("door", serve, runtime, ring, counts)
@@ -461,11 +430,7 @@ async def held(name: str) -> int:
 async def test_a_group_whose_loss_is_not_finite_is_dropped_by_name_and_the_run_ends_by_itself(
     tmp_path: Path, name: str
 ) -> None:
-    async with failing_run(tmp_path, name, "train.max_steps=2", *KL, "train.tokens_per_microbatch=20") as (
-        runtime,
-        ring,
-        _,
-    ):
+    async with failing_run(tmp_path, name, "train.max_steps=2", *KL) as (runtime, ring, _):
         async with await AsyncClient.attach(name, epoch=EPOCH) as client:
             for group in (0, 1):  # the policy is the reference until the first step
                 await client.push(group, good())
@@ -483,10 +448,7 @@ async def test_a_group_whose_loss_is_not_finite_is_dropped_by_name_and_the_run_e
 async def test_the_second_one_ends_the_run_and_neither_is_met_by_the_next_one(tmp_path: Path, name: str) -> None:
     said = rf"\(group 3 of epoch {EPOCH}\) failed in the step .*before it group \d+ \(group 2 of epoch {EPOCH}\) failed"
     with pytest.raises(DivergenceError, match=said):
-        async with failing_run(tmp_path, name, "train.max_steps=9", *KL, "train.tokens_per_microbatch=20") as (
-            runtime,
-            *_,
-        ):
+        async with failing_run(tmp_path, name, "train.max_steps=9", *KL) as (runtime, *_):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:
                 for group in (0, 1):
                     await client.push(group, good())
@@ -501,14 +463,10 @@ async def test_the_second_one_ends_the_run_and_neither_is_met_by_the_next_one(tm
 async def test_a_record_that_the_runs_reward_function_cannot_score(tmp_path: Path, name: str) -> None:
     """It asks for a column that the producer did not send: the first is refused by name, the second ends the run."""
     unscored = [Scored([4, 5, 6], None, [0, 1, 1], prompt_length=1)]
-    with pytest.raises(
-        RewardError, match=rf"group 2 of epoch {EPOCH}: .*'answer'.*before it, group 0 of epoch {EPOCH}"
-    ):
-        async with failing_run(tmp_path, name, "train.max_steps=9", reward=f"{REWARDS}:share") as (
-            runtime,
-            ring,
-            counts,
-        ):
+    words = rf"group 2 of epoch {EPOCH}: .*'answer'.*before it, group 0 of epoch {EPOCH}"
+    with pytest.raises(RewardError, match=words):
+        run = failing_run(tmp_path, name, "train.max_steps=9", reward=f"{REWARDS}:share")
+        async with run as (runtime, ring, counts):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:
                 await client.push(0, unscored)
                 await client.push(1, unscored, metadata={"answer": "a"})

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from runtime_door import SECONDS, Waiting, blocked, door_of, get, group, in_shared_memory, post, running
-from runtime_helpers import FED, metrics_of, rollouts_of, scored, write_yaml
+from runtime_helpers import FED, PROGRAM, RANK, TORCHRUN, metrics_of, rollouts_of, scored, write_yaml
 
 from asyncrl.client import Client
 from asyncrl.errors import RingDetached
@@ -116,10 +116,6 @@ def test_a_port_that_is_taken_ends_the_run_with_what_to_do(tmp_path: Path, name:
     assert "ConfigError" in process.output and "choose another port" in process.output
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-RANK = str(Path(__file__).with_name("runtime_rank.py"))
-
-
 def rewards_of(folder: Path) -> list[list[list[float]]]:
     """By rank and step, what that rank trained."""
     ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
@@ -129,7 +125,7 @@ def rewards_of(folder: Path) -> list[list[list[float]]]:
 def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_part(tmp_path: Path, name: str) -> None:
     pytest.importorskip("aiohttp", reason="needs the extra [http]")
     settings = (str(write_yaml(tmp_path, FED)), f"door.ring={name}", "door.http_port=0", "train.max_steps=4")
-    with running(tmp_path, *settings, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, RANK)) as process:
+    with running(tmp_path, *settings, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, *RANK)) as process:
         with Client.attach(name, timeout=200) as first, Client.attach(f"{name}-1", timeout=200) as second:
             for number in range(2):
                 second.push(number, [scored(reward=float(number))])
@@ -148,9 +144,10 @@ def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_par
     assert [line["train/groups"] for line in metrics_of(tmp_path / "runs/run")] == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_a_rank_that_has_a_group_and_one_that_has_none(tmp_path: Path, name: str) -> None:
     settings = (str(write_yaml(tmp_path, FED)), f"door.ring={name}", "train.max_steps=null", "train.time_limit_s=5")
-    with running(tmp_path, *settings, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, RANK)) as process:
+    with running(tmp_path, *settings, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, *RANK)) as process:
         with Client.attach(f"{name}-1", timeout=200) as client:  # before the limit begins to run
             client.push(0, [scored(reward=0.5)])
         assert process.wait(300) == 0, process.output
@@ -159,7 +156,7 @@ def test_the_time_limit_ends_a_rank_that_has_a_group_and_one_that_has_none(tmp_p
 
 def test_torchrun_that_is_stopped_lets_the_producers_of_every_rank_go(tmp_path: Path, name: str) -> None:
     settings = (str(write_yaml(tmp_path, FED)), f"door.ring={name}", "door.producer_records=1", "train.max_steps=99")
-    with running(tmp_path, *settings, program=(*TORCHRUN, "-m", "asyncrl.main")) as process:
+    with running(tmp_path, *settings, program=(*TORCHRUN, *PROGRAM)) as process:
         with Client.attach(name, timeout=200) as first, Client.attach(f"{name}-1", timeout=200) as second:
             waiting: list[Waiting] = []
             for client in (first, second):

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from runtime_helpers import DRY, config_of
-from test_runtime_embedding import embedded, feed, share_of_nothing
+from runtime_helpers import DRY, config_of, embedded, feed, train
+from test_runtime_embedding import share_of_nothing
 
 from asyncrl import Runtime
 from asyncrl.config.load import load_config
@@ -222,6 +222,5 @@ async def test_rollouts_that_cannot_be_written_leave_no_file_and_do_not_block_th
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RolloutWriter, "write", write)
-    async with Runtime(config_of(tmp_path, "train.max_steps=1", base=DRY), prompts=[{"prompt": "a"}]) as runtime:
-        await runtime.run()
+    await train(tmp_path, "train.max_steps=1", base=DRY, prompts=[{"prompt": "a"}])
     assert list((tmp_path / "runs/run/rollouts").iterdir()) == []

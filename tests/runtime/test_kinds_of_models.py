@@ -11,13 +11,24 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from runtime_helpers import DRY, MODEL, REAL, config_of, equal_weights, metrics_of, scored, weights_of
+from runtime_helpers import (
+    DRY,
+    FAST,
+    MODEL,
+    REAL,
+    config_of,
+    equal_weights,
+    metrics_of,
+    reports_of,
+    scored,
+    train,
+    weights_of,
+)
 from runtime_model import build, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from asyncrl.client import AsyncClient
 from asyncrl.config.resolve import resolve
-from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Generate
@@ -33,26 +44,16 @@ LORA: dict[str, Any] = REAL | {
     "train": REAL["train"] | {"max_steps": 6},
     "algorithm": {"kl": {"coef": 0.01}},
     "checkpoint": {"every": 3, "keep": 0},
-    "telemetry": {"live": "off", "trace": False, "report": False},
+    **FAST,
 }
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def config_in(folder: Path, *overrides: str) -> Config:
-    folder.mkdir(exist_ok=True)
-    return config_of(folder, *overrides, base=LORA)
-
-
-async def run(folder: Path, *overrides: str) -> None:
-    async with Runtime(config_in(folder, *overrides)) as runtime:
-        await runtime.run()
-
-
 async def test_run_checkpoint_and_resume(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    await run(tmp_path / "whole")
-    await run(tmp_path / "parts", "train.max_steps=3")
-    await run(tmp_path / "parts", "resume=true")
+    await train(tmp_path / "whole", base=LORA)
+    await train(tmp_path / "parts", "train.max_steps=3", base=LORA)
+    await train(tmp_path / "parts", "resume=true", base=LORA)
     whole, parts = tmp_path / "whole/runs/run", tmp_path / "parts/runs/run"
     assert equal_weights(weights_of(whole, 6), weights_of(parts, 6))
     assert [line["reward/mean"] for line in metrics_of(whole)] == [line["reward/mean"] for line in metrics_of(parts)]
@@ -88,7 +89,7 @@ MIXTURE: dict[str, Any] = REAL | {
     "preset": "sync",
     "model": {"path": f"{MODEL}:build_experts", "dtype": "float32"},
     "algorithm": {"router_replay": True},
-    "telemetry": {"live": "off", "report": False, "trace": False},
+    **FAST,
 }
 WORKER = ("generation.placement=worker", "generation.threads=1", "preset=one_off")
 
@@ -96,10 +97,8 @@ WORKER = ("generation.placement=worker", "generation.threads=1", "preset=one_off
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("placement", ((), WORKER), ids=("shared", "worker"))
 async def test_routes_come_to_the_trainer_and_are_replayed(tmp_path: Path, placement: tuple[str, ...]) -> None:
-    async with Runtime(config_of(tmp_path, *placement, "replay.size=4", base=MIXTURE)) as runtime:
-        steps = runtime.steps()
-        await runtime.run()
-        groups = [group async for report in steps for group in report.groups]
+    reports = await reports_of(config_of(tmp_path, *placement, "replay.size=4", base=MIXTURE))
+    groups = [group for report in reports for group in report.groups]
     assert len(groups) == 12
     for t in (t for group in groups for t in group.trajectories):
         routes = t.routed_experts
@@ -124,9 +123,7 @@ class Elsewhere(SingleTurn):
 
 async def test_what_is_replayed_is_what_the_trajectory_says(tmp_path: Path) -> None:
     environment = Elsewhere(make_tokenizer(), SamplingParams(max_tokens=8), 0)
-    config = config_of(tmp_path, "train.max_steps=1", "algorithm.mismatch_gate=null", base=MIXTURE)
-    async with Runtime(config, environment=environment) as runtime:
-        await runtime.run()
+    await train(tmp_path, "train.max_steps=1", "algorithm.mismatch_gate=null", base=MIXTURE, environment=environment)
     (line,) = metrics_of(tmp_path / "runs/run")
     assert line["mismatch/current_mean"] > 0.005
 
@@ -134,9 +131,8 @@ async def test_what_is_replayed_is_what_the_trajectory_says(tmp_path: Path) -> N
 async def test_groups_of_other_processes_need_their_routes(tmp_path: Path) -> None:
     name = f"experts-{os.getpid()}"
     tree = {k: v for k, v in MIXTURE.items() if k not in ("data", "reward")} | {"data": {"max_prompt_tokens": 12}}
-    config = config_of(
-        tmp_path, "rollout.groups_per_step=1", "algorithm.mismatch_gate=null", "train.max_steps=null", base=tree
-    )
+    one = "rollout.groups_per_step=1", "algorithm.mismatch_gate=null", "train.max_steps=null"
+    config = config_of(tmp_path, *one, base=tree)
     routes, counts = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[-1, -1], [-1, -1]]], np.int8), DoorStatistics()
     bad = {
         "member 0: routed_experts is missing, but this run replays": None,

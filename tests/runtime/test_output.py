@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import warm
-from runtime_helpers import DRY, MODEL, REAL, REWARDS, ROOT, Process, lines_at_least, metrics_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, REWARDS, ROOT, lines_at_least, metrics_of, start, write_yaml
 from test_runtime_signals import endless, last_checkpoint
 
 from asyncrl.cli.app import main
@@ -115,7 +115,7 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_behind_the_output(tmp_path: Path) -> None:
-    with open("/dev/full", "wb") as full, Run(tmp_path, REAL | {"telemetry": {"live": "plain"}}, stdout=full) as run:
+    with open("/dev/full", "wb") as full, Run(tmp_path, DRY | {"telemetry": {"live": "plain"}}, stdout=full) as run:
         assert run.ends() == 0
     assert len(metrics_of(run.directory)) == 3
 
@@ -139,7 +139,7 @@ def test_a_run_that_runs_and_then_dies_has_a_report(
     tree = {**DRY, "reward": "rewards.py:length", "run": {"name": "long"}}
     tree |= {"data": {**DRY["data"], "train": "train.jsonl"}, "train": {**DRY["train"], "max_steps": 1_000_000}}
     run = tmp_path / "runs" / "long"
-    process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
+    process = start(tmp_path, tree)
     monkeypatch.chdir(tmp_path)
     try:
         process.wait_until(lines_at_least(run, 3), "three lines")

@@ -15,16 +15,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from runtime_helpers import DRY, MODEL, REAL, ROOT, Process, config_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, ROOT, complete, config_of, train
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime.performance import DeviceRates, StepProfiler, measure_rates, needed_flop, stated_peak
-from asyncrl.runtime.runtime import Runtime
 from asyncrl.types import FinishReason, Group, Prompt, StepResult, Ticket, Trajectory
 
 EVALUATED: dict[str, Any] = {
@@ -47,9 +45,7 @@ def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_its_documented_name(tm
     listener, log = tmp_path / "listener.so", tmp_path / "ranges.txt"
     source = Path(__file__).with_name("nvtx_listener.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-Werror", "-o", str(listener), str(source)], check=True)
-    file = write_yaml(tmp_path, EVALUATED)
-    run = Process(tmp_path, str(file), NVTX_INJECTION64_PATH=str(listener), NVTX_LISTENER_LOG=str(log))
-    assert run.wait(200) == 0, run.output
+    complete(tmp_path, EVALUATED, NVTX_INJECTION64_PATH=str(listener), NVTX_LISTENER_LOG=str(log))
     lines = [line.split(" ", 2) for line in log.read_text().splitlines()]
     assert ["domain", "asyncrl"] in lines
     opened = {line[1]: line[2] for line in lines if line[0] == "start" and line[2].startswith("asyncrl/")}
@@ -62,10 +58,8 @@ def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_its_documented_name(tm
     assert counts["publish"] == 3 and counts["rollout"] >= 3 * 4 * 4  # three steps of four groups of four
 
 
-def profiled(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Config:
-    # sync: else a step may be trained before the profile of it begins, which is where the version before is published.
-    settings = "preset=sync", "telemetry.live=plain", "telemetry.profile.from=2"
-    return config_of(folder, *settings, *overrides, base=base)
+# sync: else a step may be trained before the profile of it begins, which is where the version before is published.
+PROFILED = ("preset=sync", "telemetry.live=plain", "telemetry.profile.from=2")
 
 
 def optimizer_steps(profile: Path) -> int:
@@ -74,28 +68,23 @@ def optimizer_steps(profile: Path) -> int:
     return sum(event.get("name", "").startswith("Optimizer.step#") and event.get("ph") == "X" for event in events)
 
 
-@pytest.mark.parametrize(("changes", "steps"), [((), 1), (("telemetry.profile.steps=2",), 2)])
 async def test_the_operators_of_the_named_steps_lie_in_the_run_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: tuple[str, ...], steps: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with Runtime(profiled(tmp_path, "train.max_steps=4", *changes)) as runtime:
-        await runtime.run()
-    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == steps
-    assert f"steps 2 to {1 + steps}, until version {1 + steps}, to" in capsys.readouterr().out
+    await train(tmp_path, *PROFILED, "train.max_steps=4", "telemetry.profile.steps=2")
+    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == 2
+    assert "steps 2 to 3, until version 3, to" in capsys.readouterr().out
 
 
 async def test_a_run_that_ends_inside_of_the_steps_keeps_what_was_recorded(tmp_path: Path) -> None:
-    async with Runtime(profiled(tmp_path, "train.max_steps=2", "telemetry.profile.steps=100")) as runtime:
-        await runtime.run()
+    await train(tmp_path, *PROFILED, "train.max_steps=2", "telemetry.profile.steps=100")
     assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == 1
 
 
 async def test_steps_that_the_run_does_not_have_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with Runtime(profiled(tmp_path, "train.max_steps=1", "telemetry.profile.from=9")) as runtime:
-        await runtime.run()
+    await train(tmp_path, *PROFILED, "train.max_steps=1", "telemetry.profile.from=9")
     assert "nothing was profiled: the run ended at version 1 and had none of steps 9 to 9" in capsys.readouterr().out
-    async with Runtime(profiled(tmp_path, "train.max_steps=2", "telemetry.profile.from=1", "resume=true")) as runtime:
-        await runtime.run()
+    await train(tmp_path, *PROFILED, "train.max_steps=2", "telemetry.profile.from=1", "resume=true")
     assert "ended at version 2 and had none of steps 1 to 1" in capsys.readouterr().out
     assert not (tmp_path / "runs/run/profile").exists()
 
@@ -120,7 +109,7 @@ async def test_on_a_gpu_the_range_of_the_profiler_api_is_opened_and_closed_on_th
     monkeypatch.setattr(torch.cuda.profiler, "start", heard("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", heard("stop"))
     notes: list[str] = []
-    config = profiled(tmp_path, "telemetry.profile.steps=2")
+    config = config_of(tmp_path, *PROFILED, "telemetry.profile.steps=2")
     async with ThreadLane("gpu") as lane:  # write=False is fine there: nothing is written
         profiler = StepProfiler(config, lane, torch.device("cuda", 0), None, 0, notes.append)
         for version in range(ends_at):
@@ -136,11 +125,9 @@ async def test_on_a_gpu_the_range_of_the_profiler_api_is_opened_and_closed_on_th
 
 async def test_where_there_is_nothing_to_profile_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a dry run has no device"):
-        async with Runtime(profiled(tmp_path, base=DRY), prompts=[{"prompt": "a"}], write=False):
-            pass
+        await train(tmp_path, *PROFILED, base=DRY, prompts=[{"prompt": "a"}], write=False)
     with pytest.raises(ConfigError, match="write=False has none"):
-        async with Runtime(profiled(tmp_path), write=False):
-            pass
+        await train(tmp_path, *PROFILED, write=False)
 
 
 BODY, HEAD, PROMPT = 1000, 300, 5

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import anyio
 import numpy as np
 import pytest
-from runtime_helpers import REAL, ROOT, Process, config_of
+from runtime_helpers import ROOT, Process, embedded
 from transport_records import drop
 
 from asyncrl import Runtime, load_config
@@ -35,13 +35,6 @@ ENVIRONMENT = ROOT / "examples" / "atropos_env.py"
 # An interpreter that has atroposlib; it is heavy, so tools/atropos_step.py gives it an environment of its own.
 ATROPOS = os.environ.get("ATROPOS_PYTHON") or (sys.executable if importlib.util.find_spec("atroposlib") else None)
 M = -100
-
-
-def embedded(folder: Path) -> Config:
-    tree: dict[str, Any] = {k: v for k, v in REAL.items() if k != "reward"}
-    tree["data"] = {"max_prompt_tokens": REAL["data"]["max_prompt_tokens"]}
-    tree["train"] = {k: v for k, v in REAL["train"].items() if k != "max_steps"}
-    return config_of(folder, "rollout.groups_per_step=2", base=tree)
 
 
 @asynccontextmanager
@@ -113,12 +106,6 @@ async def test_groups_over_http_and_through_shared_memory_train_one_run(tmp_path
     assert (counts.submitted, counts.refused, counts.too_old) == (4, 0, 0)
     with pytest.raises(OSError):
         await anyio.connect_tcp("127.0.0.1", urlsplit(door.url).port or 0)
-
-
-async def test_a_group_for_another_tokenizer_never_reaches_the_model(tmp_path: Path) -> None:
-    async with served(embedded(tmp_path), DoorStatistics()) as (_, door), aiohttp.ClientSession() as http:
-        async with http.post(f"{door.url}/scored_data", json=group(4, 600)) as reply:
-            assert reply.status == 422 and "use the tokenizer of the model" in (await reply.json())["message"]
 
 
 def ends_well(server: Process) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import shlex
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,31 @@ import pytest
 import torch
 from runtime_helpers import (
     CLOCKED,
+    HOOKS,
     MODEL,
+    PROGRAM,
     REAL,
-    ROOT,
-    Process,
+    check_trained_once,
     config_of,
     lines_at_least,
     metrics_of,
-    rollouts_of,
+    run_ranks,
     start_two,
+    train,
     weights_of,
 )
-from support.pages import blocks
-from test_runtime_roles import ASYNC, OTHER, SYNC, run_ranks, with_roles
+from test_runtime_roles import ASYNC, OTHER, SYNC, with_roles
 
 from asyncrl import Runtime
 from asyncrl.cli import nodes
-from asyncrl.errors import CheckpointError, ConfigError, OutOfMemory, RankLost, StallError, TrainStepError
+from asyncrl.errors import ConfigError, OutOfMemory, RankLost, StallError, TrainStepError
 from asyncrl.runtime.inputs import check_start
 from asyncrl.runtime.plan import plan
 
 STEPS = 5
 TREE: dict[str, Any] = SYNC | {"train": REAL["train"] | {"max_steps": STEPS}}
 # Several passes over minibatches; log-probs of a reference and of the policy; a term with a denominator of its own.
-COSTLY: dict[str, Any] = TREE | {
+COSTLY: dict[str, Any] = SYNC | {
     "algorithm": {
         "updates_per_batch": 2,
         "minibatches": 2,
@@ -75,44 +75,46 @@ def check_equal(run: Path, alone: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the same run by one rank, which trains the same groups."""
-    run_ranks(folder := tmp_path_factory.mktemp("alone"), TREE, 1)
+    asyncio.run(train(folder := tmp_path_factory.mktemp("alone"), base=TREE))
     return folder / "runs/run"
 
 
+# Of a model that has to be gathered for each microbatch, as with less memory.
+IN_ROUNDS = """
+import sys
+from asyncrl.main import main
+from asyncrl.runtime import real
+real.cut_model = lambda config, device, world, placement: real.Cut(world.world_size)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize(
-    ("size", "distributed"),
+    ("size", "distributed", "program"),
     [
-        (2, {}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
-        (4, {"sharding": "fsdp"}),
-        (3, {"roles": {"train": 2, "generate": 1}}),
+        (2, {}, PROGRAM),
+        (3, {"roles": {"train": 2, "generate": 1}}, PROGRAM),
+        pytest.param(4, {}, PROGRAM, marks=pytest.mark.slow),
+        pytest.param(4, {"sharding": "fsdp"}, ("-c", IN_ROUNDS), marks=pytest.mark.slow),
     ],
-    ids=["one set", "two sets", "two sets, fsdp", "siblings that only train"],
+    ids=["one set", "siblings that only train", "two sets", "two sets, fsdp in rounds"],
 )
 def test_ranks_that_share_sequences_train_the_weights_of_one_rank(
-    tmp_path: Path, alone: Path, size: int, distributed: dict[str, Any]
+    tmp_path: Path, alone: Path, size: int, distributed: dict[str, Any], program: tuple[str, ...]
 ) -> None:
-    """Only rank 0 has the weights of the other run."""
-    outputs = run_ranks(tmp_path, shared(TREE, **distributed), size, "", *[OTHER] * (size - 1))
+    """Only rank 0 has the weights of the other run. In rounds, each microbatch gathers the sharded weights, so all ranks of both
+    sets run their microbatches together."""
+    own = "", *[OTHER] * (size - 1)
+    outputs = run_ranks(tmp_path, shared(TREE, **distributed), size, *own, program=program)
     check_equal(tmp_path / "runs/run", alone)
     assert "20 admitted, 20 trained, 0 dropped, 0 failed" in outputs[0]
     assert "distributed.context: ranks 0-1 share sequences, led by rank 0" in outputs[1]
 
 
-def test_siblings_make_the_rounds_of_their_leader(tmp_path: Path, alone: Path) -> None:
-    """Each microbatch gathers the sharded weights, so all ranks of both sets run their microbatches together."""
-    environ = {"ROUNDS": "1", "RANK_WEIGHTS": str(tmp_path), "WARM_WORKERS": ""}
-    program = (str(MODEL.with_name("runtime_rank.py")),)
-    with start_two(tmp_path, shared(TREE, sharding="fsdp"), program, ("",) * 4, size=4, **environ) as ranks:
-        codes = [rank.wait(150) for rank in ranks]
-        assert codes == [0] * 4, [rank.output[-3000:] for rank in ranks]
-    check_equal(tmp_path / "runs/run", alone)
-
-
 @pytest.mark.parametrize("tree", [COSTLY, pytest.param(ROUTED, marks=pytest.mark.slow)], ids=["surveys", "routes"])
-def test_siblings_make_every_call_of_their_leader(tmp_path: Path, tree: dict[str, Any]) -> None:
-    run_ranks(tmp_path / "alone", tree, 1)
-    run_ranks(tmp_path / "shared", shared(tree), 2)
+async def test_siblings_make_every_call_of_their_leader(tmp_path: Path, tree: dict[str, Any]) -> None:
+    await train(tmp_path / "alone", base=tree)
+    await asyncio.to_thread(run_ranks, tmp_path / "shared", shared(tree))
     check_equal(tmp_path / "shared/runs/run", tmp_path / "alone/runs/run")
 
 
@@ -136,18 +138,6 @@ def test_a_run_that_streams_its_steps_trains_each_prompt_once(
     assert re.search(r"^3 +\S+ +trains with rank 2 and generates +4 ", shown, re.M), shown
 
 
-def test_the_command_of_the_page(tmp_path: Path) -> None:
-    [block] = blocks("context")
-    launcher, *words = shlex.split(block.text)
-    assert launcher == "torchrun"
-    short = ["train.max_steps=2", "run.overwrite=false", "rollout.groups_per_step=4", "telemetry.live=plain"]
-    arguments = [str(ROOT / word) if word.endswith(".yaml") else word for word in words]
-    program = ("-m", "torch.distributed.run")
-    run = Process(tmp_path, *arguments, *short, f"run.dir={tmp_path}/runs", program=program, WARM_WORKERS="")
-    assert run.wait(150) == 0, run.output
-    assert "8 trained" in run.output and "ranks 0-1 share sequences, led by rank 0" in run.output
-
-
 ENDLESS = ASYNC | {
     "train": ASYNC["train"] | {"max_steps": 1000},
     "watchdog": {"loop_timeout_s": 4.0},
@@ -156,32 +146,34 @@ ENDLESS = ASYNC | {
 
 
 @pytest.mark.parametrize(
-    ("number", "rank"),
+    ("number", "rank", "size"),
     [
-        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
-        (signal.SIGKILL, 2),
-        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
-        (signal.SIGSTOP, 3),
+        (signal.SIGKILL, 2, 4),
+        pytest.param(signal.SIGKILL, 0, 4, marks=pytest.mark.slow),
+        (signal.SIGSTOP, 1, 2),
+        pytest.param(signal.SIGSTOP, 3, 4, marks=pytest.mark.slow),
     ],
-    ids=["a sibling", "a leader", "rank 0", "a sibling stops", "a sibling of another rank stops"],
+    ids=["a leader", "rank 0", "a sibling stops", "a sibling of another rank stops"],
 )
-def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(tmp_path: Path, number: signal.Signals, rank: int) -> None:
+def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(
+    tmp_path: Path, number: signal.Signals, rank: int, size: int
+) -> None:
     """With weights on each rank, rank 0 first saves the last step."""
     run = tmp_path / "runs/run"
-    with start_two(tmp_path, shared(ENDLESS), size=4, own=("",) * 4, WARM_WORKERS="") as ranks:
+    with start_two(tmp_path, shared(ENDLESS), size=size, WARM_WORKERS="") as ranks:
         ranks[0].wait_until(lines_at_least(run, 3), "step 3")
         ranks[rank].send(number)
         others = [each for other, each in enumerate(ranks) if other != rank]
-        assert [each.wait(60) for each in others] == [RankLost.exit_code] * 3, [each.output[-2000:] for each in others]
+        codes = [each.wait(60) for each in others]
+        assert codes == [RankLost.exit_code] * (size - 1), [each.output[-2000:] for each in others]
         if rank == 0:
             assert all("rank 0" in each.output for each in others)
             return
-        other = {1: "0", 2: "3", 3: "2"}[rank]
         text = " ".join(ranks[0].output.split())
-        assert f"rank {rank} shares sequences with rank {other}: distributed.context" in text, ranks[0].output[-3000:]
-        steps = [line["step"] for line in metrics_of(run)]
-        assert weights_of(run, steps[-1])
+        assert f"rank {rank} shares sequences with rank {rank ^ 1}: distributed.context" in text, ranks[0].output[
+            -3000:
+        ]
+        assert weights_of(run, metrics_of(run)[-1]["step"])
 
 
 DIES = """
@@ -209,29 +201,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [pytest.param("_make", marks=pytest.mark.slow), "commit", pytest.param("_publish", marks=pytest.mark.slow)],
-)
-def test_a_sibling_that_dies_at_a_moment_of_a_step_costs_no_prompt(tmp_path: Path, moment: str) -> None:
-    """Before a call, between the optimizer step and the commit, and before its publish. The run is resumed from the last step."""
-    (program := tmp_path / "rank.py").write_text(DIES)
-    with start_two(tmp_path, shared(ENDLESS), (str(program),), WARM_WORKERS="", DIES=f"1 {moment}") as ranks:
-        assert ranks[0].wait(90) == RankLost.exit_code, ranks[0].output[-3000:]
-        assert "rank 1 shares sequences with rank 0" in " ".join(ranks[0].output.split()), ranks[0].output[-3000:]
-    last = 10
-    tree = shared(ASYNC) | {"resume": True, "train": ASYNC["train"] | {"max_steps": last}}
-    assert "resume: " in run_ranks(tmp_path, tree, 2)[0]
-    groups = Counter(row["group_id"] for row in rollouts_of(tmp_path / "runs/run"))
-    assert set(groups.values()) == {REAL["rollout"]["group_size"]}
-    assert len(groups) == last * REAL["rollout"]["groups_per_step"]
-
-
 def test_a_sibling_that_is_stopped_alone_ends_the_run(tmp_path: Path) -> None:
     """Rank 0 waits for groups of that rank, and not in a collective."""
-    run, hooks = tmp_path / "runs/run", {"hooks": f"{MODEL.with_name('runtime_hooks.py')}:waiting"}
+    run, tree = tmp_path / "runs/run", with_roles(ENDLESS, [0, 1], [1], context=2) | {"hooks": f"{HOOKS}:waiting"}
     environ = {"GATE": str(tmp_path / "never"), "GATE_FROM": "12", "WARM_WORKERS": ""}
-    with start_two(tmp_path, with_roles(ENDLESS, [0, 1], [1], context=2) | hooks, size=2, **environ) as ranks:
+    with start_two(tmp_path, tree, **environ) as ranks:
         ranks[0].wait_until(lines_at_least(run, 3), "step 3")
         ranks[1].send(signal.SIGTERM)
         assert [rank.wait(30) for rank in ranks] == [143, 143], [rank.output[-3000:] for rank in ranks]
@@ -262,14 +236,13 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("rank", "method"),
-    [pytest.param(0, "_run", marks=pytest.mark.slow), (1, "_run"), (0, "compute_logprobs")],
-    ids=["the leader", "the sibling", "the reference of the leader"],
+    [(1, "_run"), *(pytest.param(0, name, marks=pytest.mark.slow) for name in ("_run", "compute_logprobs"))],
+    ids=["the sibling", "the leader", "the reference of the leader"],
 )
 def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, rank: int, method: str) -> None:
     """No group is dropped, as a single rank would do: the other rank is in a collective with that group."""
-    (program := tmp_path / "rank.py").write_text(FAILS)
     tree, environ = ENDLESS | {"algorithm": {"kl": {"coef": 0.1}}}, {"FAILS": str(rank), "METHOD": method}
-    with start_two(tmp_path, shared(tree), (str(program),), WARM_WORKERS="", **environ) as ranks:
+    with start_two(tmp_path, shared(tree), ("-c", FAILS), WARM_WORKERS="", **environ) as ranks:
         codes = [each.wait(60) for each in ranks]
         texts = [" ".join(each.output.split()) for each in ranks]
         assert codes[1 - rank] == RankLost.exit_code, texts[1 - rank][-3000:]
@@ -280,49 +253,52 @@ def test_a_closure_that_fails_on_one_rank_ends_all_ranks_with_its_error(tmp_path
 
 @pytest.mark.slow
 def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
-    (program := tmp_path / "rank.py").write_text(FAILS)
     tree = ENDLESS | {"watchdog": {"lane_timeout_s": 3.0, "interval_s": 0.5, "abort_grace_s": 4.0}}
     environ = {"WARM_WORKERS": "", "FAILS": "1", "METHOD": "_run", "HANGS": ""}
-    with start_two(tmp_path, shared(tree), (str(program),), **environ) as ranks:
+    with start_two(tmp_path, shared(tree), ("-c", FAILS), **environ) as ranks:
         assert [each.wait(90) for each in ranks] == [StallError.exit_code] * 2, [each.output for each in ranks]
         assert "trainer waits for the call microbatch from rank 1 since" in ranks[0].output
-        assert re.search(r'rank\.py", line \d+, in fail', ranks[1].output), ranks[1].output
+        assert re.search(r"line \d+, in fail", ranks[1].output), ranks[1].output
 
 
-@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_stopped_run_is_resumed_and_trains_each_prompt_once(tmp_path: Path, sharding: str) -> None:
-    """With weights on each rank, the resumed run has a third rank that generates for the set, and then no set."""
-    run = tmp_path / "runs/run"
-    first = shared(ENDLESS, sharding=sharding)
-    with start_two(tmp_path, first, size=2, WARM_WORKERS="") as ranks:
-        ranks[0].wait_until(lines_at_least(run, 4), "step 4")
-        for rank in ranks:
-            rank.send(signal.SIGTERM)
-        assert [rank.wait(60) for rank in ranks] == [143, 143], [rank.output[-3000:] for rank in ranks]
+@pytest.mark.parametrize(
+    ("moment", "sharding"),
+    [
+        ("commit", "replicate"),
+        *(pytest.param(moment, "replicate", marks=pytest.mark.slow) for moment in ("_make", "_publish", "SIGTERM")),
+        pytest.param("SIGTERM", "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_cut_off_is_resumed_and_trains_each_prompt_once(
+    tmp_path: Path, moment: str, sharding: str
+) -> None:
+    """Its sibling dies before a call, between the optimizer step and the commit, or before its publish; or all are stopped. Groups
+    are live on both ranks then. With weights on each rank, the resumed run has a third rank that generates for the set, and then no
+    set and another rank that generates."""
+    run, tree = tmp_path / "runs/run", shared(ENDLESS, sharding=sharding)
+    with start_two(tmp_path, tree, ("-c", DIES), WARM_WORKERS="", DIES=f"1 {moment}") as ranks:
+        if moment == "SIGTERM":
+            ranks[0].wait_until(lines_at_least(run, 4), "step 4")
+            for rank in ranks:
+                rank.send(signal.SIGTERM)
+        expected = 143 if moment == "SIGTERM" else RankLost.exit_code
+        assert ranks[0].wait(90) == expected, ranks[0].output[-3000:]
+        ranks[1].wait(60)
+        named = "rank 1 shares sequences with rank 0" in " ".join(ranks[0].output.split())
+        assert named or moment == "SIGTERM", ranks[0].output[-3000:]
     last = metrics_of(run)[-1]["step"]
     later = [(2, shared(ASYNC, sharding=sharding))]
     if sharding == "replicate":
-        later = [(3, with_roles(ASYNC, 2, 1, context=2)), (2, with_roles(ASYNC, 1, 1))]
+        later = [(3, with_roles(ASYNC, 2, 1, context=2)), (3, with_roles(ASYNC, 1, 2))]
     for size, tree in later:
         last += 3
-        output = run_ranks(tmp_path, tree | {"resume": True, "train": ASYNC["train"] | {"max_steps": last}}, size)[0]
-        assert "resume: " in output
-    groups = Counter(row["group_id"] for row in rollouts_of(run))
-    assert set(groups.values()) == {REAL["rollout"]["group_size"]}
-    trained = last * REAL["rollout"]["groups_per_step"]
-    assert len(groups) == trained
-    # A prompt is missing only if the last run ended before its turn.
-    assert sorted(groups)[: trained - 12] == list(range(trained - 12))
+        tree |= {"resume": True, "train": ASYNC["train"] | {"max_steps": last}}
+        assert "resume: " in run_ranks(tmp_path, tree, size)[0]
+    check_trained_once(run, last, 12)
 
 
-def test_a_resume_that_needs_other_cursors_is_refused(tmp_path: Path) -> None:
-    run_ranks(tmp_path, ASYNC, 2)
-    with start_two(tmp_path, shared(ASYNC) | {"resume": True}, WARM_WORKERS="") as ranks:
-        assert CheckpointError.exit_code in [rank.wait(60) for rank in ranks], ranks[0].output[-3000:]
-        assert "without distributed.roles and distributed.context" in " ".join(ranks[0].output.split())
-
-
-@pytest.mark.parametrize("sharding", [pytest.param("replicate", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 def test_a_time_limit_ends_all_ranks_after_one_step(tmp_path: Path, sharding: str) -> None:
     tree = ENDLESS | {"train": ENDLESS["train"] | {"time_limit_s": 3.0}}
     run_ranks(tmp_path, shared(tree, sharding=sharding), 2)

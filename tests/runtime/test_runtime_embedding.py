@@ -20,8 +20,7 @@ import psutil
 import pytest
 import torch
 import uvloop
-from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
-from runtime_rewards import share
+from runtime_helpers import DRY, MODEL, REAL, ROOT, embedded, feed, train
 
 from asyncrl import Hooks, Runtime, SamplingParams
 from asyncrl.config.schema import Config
@@ -34,20 +33,6 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
 }
-
-
-def embedded(folder: Path, base: dict[str, Any] = REAL, *overrides: str) -> Config:
-    """Without prompts, rewards or an end: the program brings them."""
-    tree = {k: v for k, v in base.items() if k != "reward"}
-    tree["data"] = {"max_prompt_tokens": base["data"]["max_prompt_tokens"]}
-    tree["train"] = {k: v for k, v in base["train"].items() if k != "max_steps"}
-    return config_of(folder, "rollout.groups_per_step=2", *overrides, base=tree)
-
-
-async def feed(runtime: Runtime, groups: int) -> None:
-    for _ in range(groups):
-        group = await runtime.generate("a3=", n=4)
-        await runtime.submit(group, share([str(t.completion) for t in group], ["a"] * 4))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -262,6 +247,8 @@ async def test_submit_refuses_tokens_that_the_model_does_not_have(tmp_path: Path
             with pytest.raises(ValueError, match=f"member 1: tokens holds {token}; the model's ids are 0 to"):
                 await runtime.submit([one, replace(other, tokens=tokens)], [0.0, 1.0])
         assert runtime.summary().books.admitted == 0
+        with pytest.raises(GenerationError):
+            await runtime.generate([4] * 10_000, n=2)
 
 
 async def test_a_member_without_trained_tokens_may_count_in_the_comparison_alone(tmp_path: Path) -> None:
@@ -307,28 +294,18 @@ async def test_generate_raises_what_it_documents_and_no_group_around_it(tmp_path
         assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def test_a_prompt_that_cannot_be_generated_from_is_a_generation_error(tmp_path: Path) -> None:
-    async with Runtime(embedded(tmp_path), write=False) as runtime:
-        with pytest.raises(GenerationError):
-            await runtime.generate([4] * 10_000, n=2)
-
-
 class Unusual:
     """An environment whose trajectories cannot be trained."""
 
     async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Trajectory:
-        trajectory = await SingleTurn(ByteTokenizer(), SamplingParams(max_tokens=4), 0).run(
-            prompt, member, group_size, generate
-        )
+        inner = SingleTurn(ByteTokenizer(), SamplingParams(max_tokens=4), 0)
+        trajectory = await inner.run(prompt, member, group_size, generate)
         return replace(trajectory, mask=trajectory.mask[1:])
 
 
 async def test_what_an_environment_returns_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match=r"group \d+ that cannot be trained: member \d: mask has \d+ entries for"):
-        async with Runtime(
-            config_of(tmp_path, base=DRY), environment=Unusual(), rewards=share_of_nothing, write=False
-        ) as runtime:
-            await runtime.run()
+        await train(tmp_path, base=DRY, environment=Unusual(), rewards=share_of_nothing, write=False)
 
 
 async def test_a_reader_of_steps_may_leave_early(tmp_path: Path) -> None:
@@ -424,10 +401,8 @@ async def cycle(config: Config, how: str) -> None:
     """Open, train a little, leave: in order, by an exception or by a cancellation from outside."""
     if how == "cancel":
         with anyio.CancelScope() as scope:
-            async with (
-                Runtime(config, rewards=share_of_nothing, write=False) as runtime,
-                anyio.create_task_group() as tasks,
-            ):
+            runtime = Runtime(config, rewards=share_of_nothing, write=False)
+            async with runtime, anyio.create_task_group() as tasks:
                 tasks.start_soon(feed, runtime, 50)
                 async for _ in runtime.steps():
                     scope.cancel()

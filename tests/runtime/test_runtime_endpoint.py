@@ -15,14 +15,11 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from runtime_agents import over_http, scored_here  # noqa: E402
-from runtime_helpers import REAL  # noqa: E402
+from runtime_helpers import REAL, ROOT, embedded  # noqa: E402
 from test_runtime_agents import of_agents  # noqa: E402
-from test_runtime_embedding import embedded  # noqa: E402
 
 from asyncrl import Runtime, Trajectory, load_config  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_the_same_agent_gives_the_same_tokens_in_process_and_over_http(tmp_path: Path) -> None:

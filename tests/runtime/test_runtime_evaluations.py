@@ -13,7 +13,6 @@ import pytest
 from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.config.schema import Config
 from asyncrl.errors import LifecycleError
 from asyncrl.generation.worker.pin import Pin
 from asyncrl.pumps.evaluate import EvaluatePump
@@ -57,13 +56,8 @@ class Beside:
             self.moved = anyio.Event()
 
 
-def configured(folder: Path, *overrides: str, base: dict[str, Any]) -> Config:
-    folder.mkdir(exist_ok=True)
-    return config_of(folder, *overrides, base=base)
-
-
 async def run(folder: Path, *overrides: str, base: dict[str, Any] = TWO, beside: Beside | None = None) -> RunSummary:
-    async with Runtime(configured(folder, *overrides, base=base)) as runtime, anyio.create_task_group() as tasks:
+    async with Runtime(config_of(folder, *overrides, base=base)) as runtime, anyio.create_task_group() as tasks:
         if beside is not None:
             tasks.start_soon(beside.watch, runtime)
         await runtime.run()
@@ -142,7 +136,7 @@ async def test_no_checkpoint_is_written_before_the_evaluations_of_the_versions_u
 async def own_loop(folder: Path, steps: int, *overrides: str) -> RunSummary:
     """A program that samples and submits groups, a step at a time, and evaluates as a run does."""
     tree = SYNC | {"data": {"eval": SYNC["data"]["eval"], "max_prompt_tokens": 12}}
-    async with Runtime(configured(folder, *overrides, base=tree)) as runtime:
+    async with Runtime(config_of(folder, *overrides, base=tree)) as runtime:
         while runtime.version < steps:
             done = runtime.steps()
             for letter in "abcd":

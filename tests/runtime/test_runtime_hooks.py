@@ -10,11 +10,10 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from runtime_helpers import DRY, REAL, Process, config_of, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import DRY, REAL, complete, config_of, metrics_of, reports_of, rollouts_of, start
 from support.pages import blocks
 
 from asyncrl import Hooks, Runtime, SamplingParams, Trajectory, load_config
-from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, HookError
 from asyncrl.pumps.pipeline import StepReport
@@ -40,15 +39,9 @@ class Scored:
         return replace(await inner.run(prompt, member, group_size, generate), reward=float(member))
 
 
-def dry(folder: Path, *overrides: str) -> Config:
-    return config_of(folder, *overrides, base=DRY)
-
-
-async def reports_of(config: Config, hooks: Hooks | None) -> list[StepReport]:
-    async with Runtime(config, environment=Scored(), hooks=hooks, prompts=ROWS, write=False) as runtime:
-        steps = runtime.steps()
-        await runtime.run()
-    return [report async for report in steps]
+async def dry(folder: Path, hooks: Hooks | None, *overrides: str) -> list[StepReport]:
+    config = config_of(folder, *overrides, base=DRY)
+    return await reports_of(config, environment=Scored(), hooks=hooks, prompts=ROWS, write=False)
 
 
 def tenth(group: Group) -> Group:
@@ -74,7 +67,7 @@ async def test_every_stage_is_given_and_may_be_changed(tmp_path: Path) -> None:
         return [1.0, 2.0, 3.0, 4.0]
 
     hooks = Hooks(before_group=before_group, after_rewards=after_rewards, after_advantages=after_advantages)
-    reports = await reports_of(dry(tmp_path), hooks)
+    reports = await dry(tmp_path, hooks)
     assert len(reports) == 3 and seen["after_advantages"] == 12 <= seen["after_rewards"] <= seen["before_group"]
     for report in reports:
         assert report.metrics["reward/mean"] == pytest.approx(0.15)
@@ -87,7 +80,7 @@ async def test_what_answers_nothing_changes_nothing(tmp_path: Path) -> None:
         return None
 
     plain, watched = [
-        await reports_of(dry(tmp_path, "preset=sync"), hooks)
+        await dry(tmp_path, hooks, "preset=sync")
         for hooks in (Hooks(), Hooks(before_group=look, after_rewards=look, after_advantages=look))
     ]
     for one, other in zip(plain, watched, strict=True):
@@ -101,8 +94,8 @@ async def test_filters_see_the_rewards_of_the_hook(tmp_path: Path) -> None:
             return None
         return replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories))
 
-    config = dry(tmp_path, "rollout.filter.dynamic_sampling=true")
-    reports = await reports_of(config, Hooks(after_rewards=equal_in_odd_groups))
+    hooks = Hooks(after_rewards=equal_in_odd_groups)
+    reports = await dry(tmp_path, hooks, "rollout.filter.dynamic_sampling=true")
     assert {group.group_id % 2 for report in reports for group in report.groups} == {0}
 
 
@@ -149,34 +142,32 @@ async def cancels(*given: Any) -> Any:
 )
 async def test_a_hook_that_fails_ends_the_run_by_its_name(tmp_path: Path, hooks: Hooks, words: str) -> None:
     with anyio.fail_after(60), pytest.raises(HookError, match=words):
-        await reports_of(dry(tmp_path), hooks)
+        await dry(tmp_path, hooks)
 
 
 async def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="after_rewards is a str; expected a function"):
-        await reports_of(dry(tmp_path), Hooks(after_rewards="f.py:f"))  # type: ignore[arg-type]
+        await dry(tmp_path, Hooks(after_rewards="f.py:f"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"hooks.py:dry', a function; expected an asyncrl\.Hooks"):
-        await reports_of(dry(tmp_path, f"hooks={__file__}:dry"), None)
+        await dry(tmp_path, None, f"hooks={__file__}:dry")
     with pytest.raises(ConfigError, match=r"no_such_file\.py"):
-        await reports_of(dry(tmp_path, "hooks=no_such_file.py:f"), None)
+        await dry(tmp_path, None, "hooks=no_such_file.py:f")
 
 
 def test_the_example_of_the_page_trains_from_the_configuration(tmp_path: Path) -> None:
     code, settings = blocks("hooks")
     (tmp_path / "hooks.py").write_text(code.text)
-    base, mine = write_yaml(tmp_path, REAL, "x.yaml"), tmp_path / "hooks.yaml"
+    mine = tmp_path / "hooks.yaml"
     mine.write_text(settings.text)
     assert load_config([mine]).hooks == f"{tmp_path}/hooks.py:hooks"  # counted from its own folder
-    run = Process(tmp_path, str(base), str(mine), "train.max_steps=2")
-    assert run.wait(200) == 0, run.output
+    complete(tmp_path, REAL, str(mine), "train.max_steps=2")
     rewards = [row["reward"] for row in rollouts_of(tmp_path / "runs/run")]
     assert len(metrics_of(tmp_path / "runs/run")) == 2 and max(rewards) <= 0.5
 
 
 def test_a_hook_of_the_configuration_that_fails_ends_the_program_with_its_own_code(tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text(BROKEN)
-    file = write_yaml(tmp_path, {**REAL, "hooks": "hooks.py:hooks"})
-    run = Process(tmp_path, str(file))
+    run = start(tmp_path, {**REAL, "hooks": "hooks.py:hooks"})
     assert run.wait(200) == HookError.exit_code == 13
     file = tmp_path / "hooks.py"
     words = f"HookError: hook after_rewards (broken) failed: AttributeError: 'Group' object has no attribute 'nothing' ({file}:"

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_helpers import DRY, MODEL, REAL, REWARDS, metrics_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, REWARDS, ROOT, metrics_of, write_yaml
 
 from asyncrl.config import hub
 from asyncrl.errors import ConfigError
 from asyncrl.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
 AGENTS = Path(__file__).with_name("runtime_agents.py")
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
 
@@ -44,34 +43,31 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
     assert error.count("\n") == 5 and not (here / "runs").exists()
 
 
+def played(environment: str, **settings: Any) -> dict[str, Any]:
+    return {"rollout": REAL["rollout"] | {"environment": environment} | settings}
+
+
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ({"reward": f"{REWARDS}:shar"}, "did you mean 'share'"),
-        (
-            {"reward": "rewards.py"},
-            "reward.functions: 'rewards.py' is not an address of user code; write `file.py:name`",
-        ),
-        ({"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinkin"}}, "did you mean 'Thinking'"),
-        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:plain"}}, "write `async def episode(task, policy)`"),
-        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:one_argument"}}, "expected `async def episode"),
-        ({"rollout": REAL["rollout"] | {"environment": f"{AGENTS}:Desk"}}, "Desk' has no `async def run(self, prompt"),
-        (
-            {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinking", "max_turns": 3}},
-            "rollout.max_turns is for `async def episode(task, policy)`, but environment",
-        ),
-        (
-            {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinking", "tool_timeout_s": 3}},
-            "rollout.tool_timeout_s is for `async def episode(task, policy)`, but environment",
+        ({"reward": "rewards.py"}, "'rewards.py' is not an address of user code; write `file.py:name`"),
+        (played(f"{MODEL}:Thinkin"), "did you mean 'Thinking'"),
+        (played(f"{AGENTS}:plain"), "write `async def episode(task, policy)`"),
+        (played(f"{AGENTS}:one_argument"), "expected `async def episode"),
+        (played(f"{AGENTS}:Desk"), "Desk' has no `async def run(self, prompt"),
+        *(
+            (
+                played(f"{MODEL}:Thinking", **{name: 3}),
+                f"rollout.{name} is for `async def episode(task, policy)`, but env",
+            )
+            for name in ("max_turns", "tool_timeout_s")
         ),
         ({"hooks": f"{MODEL}:build"}, "a function; expected an asyncrl.Hooks"),
         ({"data": REAL["data"] | {"train": "empty.jsonl"}}, "empty.jsonl holds no rows"),
         ({"data": REAL["data"] | {"train": "other.jsonl"}}, "other.jsonl row 1 has no column 'prompt'; found question"),
-        (
-            {"data": REAL["data"] | {"train": "null.jsonl"}},
-            "null.jsonl row 2: the prompt is NoneType; expected a string",
-        ),
+        ({"data": REAL["data"] | {"train": "null.jsonl"}}, "null.jsonl row 2: the prompt is NoneType; expected a str"),
         ({"data": REAL["data"] | {"train": "late.jsonl"}}, "late.jsonl row 2 has no column 'prompt'; found question"),
         ({"data": REAL["data"] | {"train": "chat.jsonl"}}, "chat.jsonl row 2: message 1 of the prompt is"),
         ({"data": REAL["data"] | {"train": f"{MODEL}:row"}}, "has no 'row'; did you mean 'rows'"),
@@ -113,7 +109,20 @@ def test_a_path_that_looks_local_is_not_looked_for_on_the_hub(
     assert asked == []
 
 
-def test_files_are_read_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+COUNTING = """
+from pathlib import Path
+from runtime_model import build as build_model
+
+def build(seed):
+    with Path("calls").open("a") as file:
+        file.write("x")
+    return build_model(seed)
+"""
+
+
+def test_files_are_read_once_and_a_builder_is_called_for_shapes_and_for_weights(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     inside = Path.read_bytes
 
@@ -123,8 +132,12 @@ def test_files_are_read_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Path, "read_bytes", counted)
     (here / "rows.jsonl").write_text('{"prompt": "a3=", "answer": "a"}\n' * 8)
-    assert main([str(write_yaml(here, REAL)), "data.train=rows.jsonl", "train.max_steps=1"]) == 0
-    assert read.count("rows.jsonl") == 1
+    (here / "model.py").write_text(COUNTING)
+    own = "data.train=rows.jsonl", "model.path=model.py:build", "train.max_steps=1"
+    for name, calls in (("one", 2), ("two", 4)):
+        assert main([str(write_yaml(here, REAL)), *own, f"run.name={name}"]) == 0
+        assert (here / "calls").read_text() == "x" * calls
+    assert read.count("rows.jsonl") == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
@@ -172,10 +185,7 @@ def score_answer(answer, entry):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            "correct",
-            "correct: it needs 'solution', but the row has only: answer, api_key, base_url, completion_ids, completions, ",
-        ),
+        ("correct", "correct: it needs 'solution', but the row has only: answer, api_key, base_url, completion_ids, "),
         ("compute_score", "compute_score: it has verl's signature and needs the columns data_source, ground_truth"),
         ("score_answer", "score_answer: it scores entries of a reasoning-gym data set (question, answer, metadata)"),
     ],
@@ -206,11 +216,9 @@ def test_a_hub_that_does_not_answer_is_told_at_once(
         monkeypatch.setattr(hub, "_TIMEOUT_S", 0.3)
         assert main([file, *settings]) == 2
     said = capsys.readouterr().err
+    missing = f"there is no directory '{path}' (looked from {here}), and as a model of the hub it cannot"
     for setting in ("model.path", "model.tokenizer", "reward.model"):
-        assert (
-            f"{setting}: there is no directory '{path}' (looked from {here}), and as a model of the hub it cannot"
-            in said
-        )
+        assert f"{setting}: {missing}" in said
     assert f"http://127.0.0.1:{port} does not answer (" in said and "name a directory, or start where the hub" in said
     assert "data.train: " in said and said.count("\n") == 4
     monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}")  # closed now
@@ -233,7 +241,6 @@ def test_a_model_that_was_downloaded_needs_no_hub(
     assert caplog.text.count("set HF_HUB_OFFLINE=1 to skip the retries") == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.require_hub("an/other", "model.path")
-    with pytest.raises(
-        ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and the model was not downloaded before; name"
-    ):
+    words = r"'not/there' .*HF_HUB_OFFLINE is set, and the model was not downloaded before; name"
+    with pytest.raises(ConfigError, match=words):
         hub.require_hub("not/there", "model.path")

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import MODEL, REAL, config_of, metrics_of, reports_of, rollouts_of, write_yaml
 from support.judge_server import JudgeServer
 from support.pages import blocks
 
-from asyncrl import Runtime
 from asyncrl.main import main
 
 FUNCTIONS = """
@@ -103,10 +102,7 @@ async def asks(completions, base_url, api_key, log_extra):
 
 async def test_a_reward_function_may_ask_the_policy_which_is_not_trained_on_that(here: Path) -> None:
     (here / "asks.py").write_text(ASKS)
-    async with Runtime(config_of(here, "reward.functions=[asks.py:asks]", "preset=async"), write=False) as runtime:
-        steps = runtime.steps()
-        runtime.start("the run", runtime.run)
-        reports = [report async for report in steps]
+    reports = await reports_of(config_of(here, "reward.functions=[asks.py:asks]", "preset=async"), write=False)
     assert [report.version for report in reports] == [1, 2, 3]
     trained = [t for report in reports for group in report.groups for t in group.trajectories]
     assert len({t.extras["asks/text"] for t in trained}) > 1
@@ -115,19 +111,14 @@ async def test_a_reward_function_may_ask_the_policy_which_is_not_trained_on_that
 
 async def test_the_policy_may_be_its_own_judge(here: Path) -> None:
     """Ten thousand parameters that know a few letters: all their judgements are garbage, and none is a failed request."""
-    judge = "reward.judge={url: policy, criteria: The answer is long.}"
-    chosen = [
-        judge,
-        f"model.path={MODEL}:build_chat",
+    chosen = ["reward.judge={url: policy, criteria: The answer is long.}", f"model.path={MODEL}:build_chat"]
+    chosen += [
         "rollout.max_context=2048",
         "train.tokens_per_microbatch=2048",
         "reward.on_error=none",
         "reward.retries=0",
     ]
-    async with Runtime(config_of(here, *chosen), write=False) as runtime:
-        steps = runtime.steps()
-        runtime.start("the run", runtime.run)
-        reports = [report async for report in steps]
+    reports = await reports_of(config_of(here, *chosen), write=False)
     assert [report.version for report in reports] == [1, 2, 3]
     for report in reports:
         found = [report.metrics[f"reward/judge/{name}/mean"] for name in ("requests", "garbage", "failures")]
@@ -136,15 +127,12 @@ async def test_the_policy_may_be_its_own_judge(here: Path) -> None:
 
 async def test_the_replies_of_an_agent_have_rewards_of_their_own(here: Path) -> None:
     (here / "agent.py").write_text(AGENT)
-    chosen = [
+    chosen = (
         "rollout.environment=agent.py:episode",
         "reward.functions=[agent.py:each_reply]",
         "data.max_prompt_tokens=30",
-    ]
-    async with Runtime(config_of(here, *chosen), write=False) as runtime:
-        steps = runtime.steps()
-        runtime.start("the run", runtime.run)
-        reports = [report async for report in steps]
+    )
+    reports = await reports_of(config_of(here, *chosen), write=False)
     trained = [trajectory for report in reports for group in report.groups for trajectory in group.trajectories]
     assert len(trained) == 3 * 16 and {t.turn_rewards for t in trained} == {(0.25, 2.0)}
     assert {t.reward for t in trained} == {2.25}
@@ -155,9 +143,8 @@ def test_such_a_function_is_refused_where_each_completion_is_scored_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(here, "reward.batch=trajectory", reward="rewards.py:longest") == 2
-    assert (
-        "'longest' compares the completions of a group (`whole_group`), but reward.batch is" in capsys.readouterr().err
-    )
+    words = "'longest' compares the completions of a group (`whole_group`), but reward.batch is"
+    assert words in capsys.readouterr().err
 
 
 def test_the_documented_rubric_trains_and_evaluates(here: Path) -> None:
@@ -190,11 +177,8 @@ class HalfSilent(JudgeServer):
 def test_an_evaluation_says_for_how_many_completions_a_judge_gave_a_score(here: Path) -> None:
     with HalfSilent().serve_in_thread() as url:
         judge = {"url": url, "criteria": "It is long."}
-        sections = {
-            "reward": {"judge": judge, "on_error": "none", "retries": 0},
-            "data": REAL["data"] | {"eval": f"{MODEL}:held_out"},
-        }
-        assert run(here, "evaluate.every=2", **sections) == 0
+        reward, data = {"judge": judge, "on_error": "none", "retries": 0}, REAL["data"] | {"eval": f"{MODEL}:held_out"}
+        assert run(here, "evaluate.every=2", reward=reward, data=data) == 0
     trained, evaluated = both(metrics_of(here / "runs/run"))
     assert evaluated["eval/single_turn/judge/applicable"] == evaluated["eval/single_turn/judge/garbage/mean"] == 0.5
     assert trained["reward/judge/applicable"] == 0.5

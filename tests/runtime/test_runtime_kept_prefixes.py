@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_helpers import CLOCKED, REAL, config_of
+from runtime_helpers import CLOCKED, REAL, config_of, metrics_of, rollouts_of, train
 from transport_helpers import until
 
 from asyncrl import Runtime
@@ -50,15 +50,11 @@ async def test_a_run_reuses_what_was_cached_and_has_no_row_left_at_the_end(tmp_p
 async def test_a_sync_run_does_not_depend_on_how_long_tools_take(tmp_path: Path) -> None:
     runs = []
     for name in ("one", "two"):
-        config = config_of(tmp_path, f"run.name={name}", *ROOMY, "rollout.max_tokens=6", "preset=sync", base=REAL)
-        async with Runtime(config, environment=patient) as runtime:
-            await runtime.run()
-        assert runtime.directory is not None
-        folder = runtime.directory.path
-        lines = read_jsonl(folder / "metrics.jsonl")
+        own = f"run.name={name}", *ROOMY, "rollout.max_tokens=6", "preset=sync"
+        await train(tmp_path, *own, environment=patient)
+        lines = metrics_of(tmp_path / "runs" / name)
         assert not any(key.startswith("engine/kept_prefix") for line in lines for key in line)
-        rollouts = [row for file in sorted(folder.glob("rollouts/*")) for row in read_jsonl(file)]
-        runs.append((lines, rollouts))
+        runs.append((lines, rollouts_of(tmp_path / "runs" / name)))
     (first, rollouts), (second, others) = runs
     assert [row["completion"] for row in rollouts] == [row["completion"] for row in others]
     for one, two in zip(first, second, strict=True):

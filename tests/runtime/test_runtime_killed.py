@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, Process, metrics_of, start_two, started_by, write_yaml
+from runtime_helpers import ENDLESS as WITHOUT_END
+from runtime_helpers import RANK, complete, metrics_of, start, start_two, started_by
 
-KILLED, RANK = (str(Path(__file__).with_name(name)) for name in ("runtime_killed.py", "runtime_rank.py"))
+KILLED = (str(Path(__file__).with_name("runtime_killed.py")),)
 GROUPS, STEP = 4, 5
-ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}, "telemetry": {"live": "plain"}}
-ENDLESS["run"] = {"overwrite": True}  # of first starts alone
+# The last setting is for first starts alone.
+ENDLESS = WITHOUT_END | {"telemetry": {"live": "plain"}, "run": {"overwrite": True}}
 
 
 def trained(run: Path) -> tuple[int, set[int]]:
@@ -48,7 +49,7 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     tree["watchdog"] = {"abort_grace_s": 15.0}  # less than torchrun's 30: a part that never comes is waited for 9 s
     run = tmp_path / "runs/run"
     job = [started_by("torchrun", number, tmp_path) for number in (0, 1)]
-    with start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}", **job[0]) as (first, other):
+    with start_two(tmp_path, tree, KILLED, KILLED=f"1 {STEP} {moment}", **job[0]) as (first, other):
         assert other.wait() == -signal.SIGKILL, other.output
         if moment == "say":  # rank 0 waits for its groups, and is stopped, as torchrun does
             first.send(signal.SIGTERM)
@@ -64,7 +65,7 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     assert lines[-1].get("train/ranks_reported") == (None if moment == "say" else 1)
 
     tree["train"] = tree["train"] | {"max_steps": version + 3}
-    with start_two(tmp_path, tree, (RANK,), RANK_WEIGHTS=str(tmp_path), **job[1]) as ranks:
+    with start_two(tmp_path, tree, RANK, RANK_WEIGHTS=str(tmp_path), **job[1]) as ranks:
         assert [each.wait() for each in ranks] == [0, 0], ranks[0].output + ranks[1].output
     dumps = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
     since = [group for dump in dumps for step in dump["groups"] for group in step]
@@ -77,41 +78,30 @@ def test_a_run_that_is_killed_before_the_line_of_a_step_writes_each_once(tmp_pat
     """The step is in the books, and no checkpoint has it: it is trained again, and has its line then."""
     tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}}
     run = tmp_path / "runs/run"
-    settings = f"run.dir={tmp_path}/runs"
     job = [started_by("SLURM", number, tmp_path) for number in (0, 1)]
-    here = str(write_yaml(tmp_path, tree)), settings
-    killed = Process(tmp_path, *here, program=(KILLED,), KILLED=f"0 {STEP} line", **job[0])
+    killed = start(tmp_path, tree, program=KILLED, KILLED=f"0 {STEP} line", **job[0])
     assert killed.wait() == -signal.SIGKILL, killed.output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP))
 
     tree["train"] = tree["train"] | {"max_steps": STEP + 2}
-    resumed = Process(tmp_path, str(write_yaml(tmp_path, tree)), settings, **job[1])
-    assert resumed.wait() == 0, resumed.output
-    assert f"restart 1 of this job by SLURM: the run in {run} goes on from its newest checkpoint" in resumed.output
+    output = complete(tmp_path, tree, f"run.dir={tmp_path}/runs", **job[1])
+    assert f"restart 1 of this job by SLURM: the run in {run} goes on from its newest checkpoint" in output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP + 3))
 
 
-@pytest.mark.parametrize("moment", ["during", pytest.param("sums", marks=pytest.mark.slow), "gather"])
-def test_ranks_name_the_one_that_was_killed_in_a_collective_and_save_first(tmp_path: Path, moment: str) -> None:
-    """Of three ranks."""
-    run = tmp_path / "runs/run"
-    tree = ENDLESS | {"checkpoint": {"every": None, "save_final": True}}
-    program = (str(Path(__file__).with_name("runtime_reduced.py")),)
-    with start_two(tmp_path, tree, program, size=3, KILLED=f"1 {STEP} {moment}") as (first, killed, third):
-        assert killed.wait() == -signal.SIGKILL, killed.output
-        for each in (first, third):
-            assert each.wait() == 12, each.output
-            assert "rank 1 did not say why" in each.output, each.output
-    version = json.loads((run / "checkpoints/latest/state/run.json").read_text())["version"]
-    assert version == STEP if moment == "gather" else STEP - 1 if moment == "sums" else version in (STEP - 1, STEP)
-
-
-def test_a_rank_that_fails_says_why_to_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moment", ["during", "fails", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("sums", "gather"))]
+)
+def test_ranks_name_the_one_that_was_killed_or_failed_in_a_collective_and_save_first(
+    tmp_path: Path, moment: str
+) -> None:
     """Of three ranks. On nccl the collectives of the others would not fail."""
     tree = ENDLESS | {"checkpoint": {"every": None, "save_final": True}}
-    program = (str(Path(__file__).with_name("runtime_reduced.py")),)
-    with start_two(tmp_path, tree, program, size=3, KILLED=f"1 {STEP} fails") as (first, failed, third):
-        assert failed.wait() == 1, failed.output
+    with start_two(tmp_path, tree, KILLED, size=3, KILLED=f"1 {STEP} {moment}") as (first, lost, third):
+        assert lost.wait() == (1 if moment == "fails" else -signal.SIGKILL), lost.output
+        why = "has ended: ArithmeticError: on purpose" if moment == "fails" else "did not say why"
         for each in (first, third):
             assert each.wait() == 12, each.output
-            assert "rank 1 has ended: ArithmeticError: on purpose" in each.output, each.output
+            assert f"rank 1 {why}" in each.output, each.output
+    version = json.loads((tmp_path / "runs/run/checkpoints/latest/state/run.json").read_text())["version"]
+    assert version in {"gather": (STEP,), "during": (STEP - 1, STEP)}.get(moment, (STEP - 1,))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +13,17 @@ import pytest
 from ports import reserved_port
 from runtime_helpers import (
     DRY,
+    ENDLESS,
+    HOOKS,
     MODEL,
     PROGRAM,
     REAL,
     REWARDS,
     Process,
+    check_trained_once,
     lines_at_least,
     metrics_of,
-    rollouts_of,
-    write_yaml,
+    start_two,
 )
 
 from asyncrl.cli import nodes
@@ -38,38 +38,15 @@ DIES = Path(__file__).with_name("runtime_dies.py")
 TELEMETRY = {"live": "plain", "trace": False, "report": False, "rollouts_per_step": 64}
 
 
-@contextmanager
-def run_of(
-    folder: Path, tree: dict[str, Any], faults: Sequence[str], *, runs: Path | None = None, **more: str
-) -> Iterator[list[Process]]:
+def run_of(folder: Path, tree: dict[str, Any], faults: Sequence[str], **more: str) -> Any:
     """Rank 0 trains. `faults`: "MOMENT SIGNAL" of each rank that generates, or an empty text."""
-    size = 1 + len(faults)
     tree = tree | {
         "distributed": {"roles": {"train": 1, "generate": len(faults)}} | tree.get("distributed", {}),
         "watchdog": {"loop_timeout_s": LIMIT_S} | tree.get("watchdog", {}),
         "telemetry": TELEMETRY,
     }
-    ranks = list[Process]()
-    with reserved_port() as port:
-        try:
-            for rank, fault in enumerate(["", *faults]):
-                (place := folder / str(rank)).mkdir()
-                environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "WARM_WORKERS": ""}
-                environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-                program = (str(DIES), *fault.split()) if fault else PROGRAM
-                arguments = str(write_yaml(place, tree)), f"run.dir={runs or folder}/runs"
-                ranks.append(Process(place, *arguments, program=program, **environ))
-            yield ranks
-        finally:
-            for rank in ranks:
-                rank.kill()
-
-
-def check_trained_once(run: Path, steps: int) -> None:
-    """Every prompt up to the last was trained once."""
-    groups = Counter(row["group_id"] for row in rollouts_of(run))
-    size, per_step = DRY["rollout"]["group_size"], DRY["rollout"]["groups_per_step"]
-    assert groups == dict.fromkeys(range(steps * per_step), size), groups
+    programs = [(str(DIES), *fault.split()) if fault else PROGRAM for fault in ["", *faults]]
+    return start_two(folder, tree, programs=programs, size=len(programs), WARM_WORKERS="", **more)
 
 
 def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(
@@ -115,7 +92,7 @@ def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resume
     """Rank 1 is killed in a bucket of weights. Rank 2 is stopped for longer than the limit, with groups on their way, and goes on
     later. Rank 3 is killed when no other rank is left. Then two ranks resume the run."""
     run = tmp_path / "runs/run"
-    tree = REAL | {"train": REAL["train"] | {"max_steps": 1000}, "checkpoint": {"every": 50}}
+    tree = ENDLESS | {"checkpoint": {"every": 50}}
     with run_of(tmp_path, tree, ["bucket SIGKILL", "sends SIGSTOP", ""]) as (first, second, third, fourth):
         first.wait_until(lambda: "warning: rank 1 on" in first.output, "the loss of rank 1")
         first.wait_until(lambda: "warning: rank 2 on" in first.output, "the loss of rank 2")
@@ -129,32 +106,21 @@ def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resume
         assert "no rank is left that generates: rank 3 has given no sign of life" in first.output, first.output
     stopped_at = metrics_of(run)[-1]["step"]
     tree = REAL | {"train": REAL["train"] | {"max_steps": stopped_at + 4}, "resume": True}
-    (tmp_path / "again").mkdir()
-    with run_of(tmp_path / "again", tree, [""], runs=tmp_path) as ranks:
+    with run_of(tmp_path, tree, [""]) as ranks:
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output[-3000:]
     check_trained_once(run, stopped_at + 4)
 
 
-@pytest.mark.parametrize(
-    ("fault", "code", "reason"),
-    [
-        ("", 128 + signal.SIGTERM, "another rank was stopped by SIGTERM; this rank ends, too"),
-        ("fails", RankLost.exit_code, "RankLost: rank 0 has ended: HookError: hook after_advantages (fails) failed"),
-    ],
-    ids=["SIGTERM", "an error"],
-)
-def test_a_rank_that_generates_names_the_reason_why_rank_0_ends(
-    tmp_path: Path, fault: str, code: int, reason: str
-) -> None:
+def test_a_rank_that_generates_names_the_reason_why_rank_0_ends(tmp_path: Path) -> None:
     tree = DRY | {"train": DRY["train"] | {"max_steps": 1000}, "reward": f"{REWARDS}:short"}
-    if fault:
-        tree["hooks"] = f"{DIES.with_name('runtime_hooks.py')}:failing"
-    with run_of(tmp_path, tree, [""]) as (first, second):
-        if not fault:
-            first.wait_until(lines_at_least(tmp_path / "runs/run", 2), "step 2")
-            first.send(signal.SIGTERM)
-        assert second.wait() == code, second.output
-        assert reason in second.output, second.output
+    with run_of(tmp_path / "stopped", tree, [""]) as (first, second):
+        first.wait_until(lines_at_least(tmp_path / "stopped/runs/run", 2), "step 2")
+        first.send(signal.SIGTERM)
+        assert second.wait() == 128 + signal.SIGTERM, second.output
+        assert "another rank was stopped by SIGTERM; this rank ends, too" in second.output
+    with run_of(tmp_path / "fails", tree | {"hooks": f"{HOOKS}:failing"}, [""]) as (_, second):
+        assert second.wait() == RankLost.exit_code, second.output
+        assert "RankLost: rank 0 has ended: HookError: hook after_advantages (fails) failed" in second.output
 
 
 @pytest.mark.slow

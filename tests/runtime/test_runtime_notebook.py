@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runtime_helpers import DRY, ROOT
+from runtime_helpers import DRY, ROOT, embedded, feed
 from support.pages import blocks
-from test_runtime_embedding import embedded, feed
 
 from asyncrl import NotebookRuntime
 from asyncrl.errors import AsyncrlError, LifecycleError

@@ -29,6 +29,8 @@ from asyncrl.runtime.runtime import Runtime
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ONE = World(0, 1, 0, 1, "", 0, 0)
+VLLM = "generation.engine=vllm"
+WORKER = ("generation.placement=worker",)
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +46,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), 0, 0, 8, "shared, on the trainer's cpu (auto: no second device)"),
         (("generation.placement=shared",), 0, 0, 8, "shared, on the trainer's cpu (as set)"),
         (("generation.placement=worker",), 1, 4, 4, "1 worker(s) on cpu, 4 thread(s) each, 4 for the trainer (as set)"),
-        (
-            ("generation.workers=3",),
-            3,
-            2,
-            2,
-            "3 worker(s) on cpu, 2 thread(s) each, 2 for the trainer (auto: workers, threads or",
-        ),
+        (("generation.workers=3",), 3, 2, 2, "3 worker(s) on cpu, 2 thread(s) each, 2 for the trainer (auto: workers"),
         (("generation.threads=6",), 1, 6, 2, "1 worker(s) on cpu, 6 thread(s) each, 2 for the trainer"),
         (("generation.threads=6", "threads=5"), 1, 6, 5, "1 worker(s) on cpu, 6 thread(s) each, 5 for the trainer"),
         (("generation.workers=20",), 20, 1, 1, "20 worker(s) on cpu, 1 thread(s) each, 1 for the trainer"),
@@ -93,18 +89,13 @@ def test_threads_follow_the_variable_and_else_the_model_and_the_free_cores(
     assert (placement.threads, placement.trainer_threads) == threads and placement.line.endswith(why), placement
 
 
-def test_with_roles_a_rank_that_trains_and_generates_has_workers() -> None:
-    placement = place(load_config([], []), CPU, replace(ONE, world_size=2, roles=Roles((0, 1), (0,))))
+def test_ranks_with_roles_have_workers_and_ranks_of_one_machine_share_its_cores() -> None:
+    two, config = replace(ONE, world_size=2), load_config([], [])
+    placement = place(config, CPU, replace(two, roles=Roles((0, 1), (0,))))
     assert placement.workers == 1 and "(auto: distributed.roles or distributed.listen is set)" in placement.line
-
-
-def test_a_device_without_workers_is_refused_with_roles_by_their_name() -> None:
     with pytest.raises(ConfigError, match=r"the trainer is on mps: .*; leave distributed.roles out"):
-        place(load_config([], []), torch.device("mps"), replace(ONE, world_size=2, roles=Roles((0,), (0, 1))))
-
-
-def test_ranks_of_one_machine_share_its_cores() -> None:
-    placement = place(load_config([], ["generation.workers=1"]), CPU, replace(ONE, world_size=2, local_world_size=2))
+        place(config, torch.device("mps"), replace(two, roles=Roles((0,), (0, 1))))
+    placement = place(load_config([], ["generation.workers=1"]), CPU, replace(two, local_world_size=2))
     assert (placement.threads, placement.trainer_threads) == (2, 2)
 
 
@@ -125,17 +116,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
             (1, 2, 3, 1, 2),
             "5 worker(s) on cuda:1, cuda:2, cuda:3, 1 thread(s) each, 3 for",
         ),
-        (
-            1,
-            ("generation.placement=worker",),
-            (0,),
-            "1 worker(s) on cuda:0, 4 thread(s) each, 4 for the trainer (as set)",
-        ),
+        (1, WORKER, (0,), "1 worker(s) on cuda:0, 4 thread(s) each, 4 for the trainer (as set)"),
         (
             3,
             ("generation.devices=cuda:2",),
             (2,),
-            "1 worker(s) on cuda:2, 4 thread(s) each, 4 for the trainer (auto: work",
+            "1 worker(s) on cuda:2, 4 thread(s) each, 4 for the trainer (auto: w",
         ),
         (3, ("generation.devices=[cuda:0, cuda:2]",), (0, 2), "2 worker(s) on cuda:0, cuda:2, 2 thread(s) each, 4 for"),
         (
@@ -154,12 +140,8 @@ def test_a_gpu_that_trains_nothing_generates(
     assert [device.index for device in placement.devices] == list(devices)
     assert placement.line.startswith(f"generation: {line}")
     assert [placement.on_other_device(index) for index in range(placement.workers)] == [index != 0 for index in devices]
-
-
-def test_a_trainer_without_a_number_is_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
-    placement = place(load_config([], ["generation.placement=worker"]), torch.device("cuda"), ONE)
-    assert placement.trainer == GPU and not placement.on_other_device(0)
+    # A trainer without a number is on the first GPU.
+    assert place(load_config([], overrides), torch.device("cuda"), ONE).trainer == GPU
 
 
 @pytest.mark.parametrize(
@@ -187,22 +169,18 @@ def test_ranks_of_one_machine_share_out_the_gpus(
 @pytest.mark.parametrize(
     ("device", "overrides", "words"),
     [
-        (
-            torch.device("mps"),
-            ("generation.placement=worker",),
-            "the trainer is on mps: .* CUDA IPC; use generation.placement=shared",
-        ),
+        (torch.device("mps"), WORKER, "the trainer is on mps: .* CUDA IPC; use generation.placement=shared"),
         (
             GPU,
-            ("generation.engine=vllm", "algorithm.router_replay=true"),
-            "generation.engine is vllm, algorithm.router_replay is true and the trainer is on cuda:0: .*use generation.eng",
+            (VLLM, "algorithm.router_replay=true"),
+            "router_replay is true and the trainer is on cuda:0: .*use generation",
         ),
         (GPU, ("generation.devices=cpu",), "generation.devices has cpu and the trainer is on cuda:0"),
         (CPU, ("generation.devices=[cuda:0]",), "generation.devices has cuda:0 and the trainer is on cpu"),
         (
             GPU,
             ("generation.devices=cuda:2",),
-            r"has cuda:2, and torch sees 2 GPU\(s\) here; give numbers from cuda:0 to cuda:1",
+            r"has cuda:2, and torch sees 2 GPU\(s\) here; give .* from cuda:0 to cuda:1",
         ),
         (GPU, ("generation.devices=cuda",), "has cuda, and torch sees"),
         (GPU, ("generation.devices=second",), "has 'second', which is no device"),
@@ -277,15 +255,11 @@ def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("base", "overrides", "words"),
     [
-        (DRY, ("generation.placement=worker",), "generation.placement is worker but engine.kind is dry_run"),
+        (DRY, WORKER, "generation.placement is worker but engine.kind is dry_run"),
         (REAL, ("generation.placement=shared", "generation.workers=2"), "generation.workers is 2 but .* is shared"),
         (REAL, ("generation.placement=shared", "generation.devices=cuda:1"), "generation.devices is .* is shared"),
         (REAL, ("rollout.weight_sync_interval=2",), "generation.placement=worker"),
-        (
-            REAL,
-            ("generation.engine=embedded", "generation.tensor_parallel=2"),
-            "which runs on one device; set generation.eng",
-        ),
+        (REAL, ("generation.engine=embedded", "generation.tensor_parallel=2"), "one device; set generation.eng"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import orjson
 import pytest
-from runtime_helpers import DRY, REAL, REWARDS, config_of, metrics_of, rollouts_of, unclocked
+from runtime_helpers import DRY, FAST, REAL, REWARDS, config_of, metrics_of, rollouts_of, train, unclocked
 
 from asyncrl.data.prompts import REROLLS
 from asyncrl.errors import ConfigError
@@ -23,7 +23,7 @@ POLICY: dict[str, Any] = REAL | {
     "reroll": {"start_fraction": 0.25, "reward_at_most": 0.0},
     "train": REAL["train"] | {"max_steps": STEPS},
     "checkpoint": {"every": 1, "keep": 0},
-    "telemetry": {"live": "off", "trace": False, "report": False},
+    **FAST,
 }
 
 
@@ -44,8 +44,6 @@ async def run(folder: Path, *overrides: str, stop_at: int | None = None) -> RunS
 
 async def test_a_run_with_replay_and_re_roll_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
-        folder.mkdir()
     summary = await run(whole)
     lines = metrics_of(whole / "runs/run")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -75,8 +73,7 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
     }
     tree |= {"replay": {}, "reroll": {}, "reward": {"functions": f"{REWARDS}:stingy"}}
     tree |= {"train": POLICY["train"] | {"max_steps": 4}, "checkpoint": {}}
-    async with Runtime(config_of(tmp_path, base=tree)) as runtime:
-        summary = await runtime.run()
+    summary = await train(tmp_path, base=tree)
     assert summary.version == 4 and summary.books.trained == 16
     assert summary.reasons["dropped: no signal"] > 8
     lines = metrics_of(tmp_path / "runs/run")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,28 @@ import zmq
 from ports import reserved_port
 from runtime_helpers import (
     DRY,
+    ENDLESS,
+    FAST,
+    PROGRAM,
+    RANK,
     REAL,
-    Process,
-    config_of,
+    TORCHRUN,
     equal_weights,
     lines_at_least,
     metrics_of,
+    run_ranks,
+    start,
     start_two,
+    train,
     weights_of,
-    write_yaml,
 )
 
-from asyncrl import Runtime
-
-DUMP = str(Path(__file__).with_name("runtime_rank.py"))
 SYNC: dict[str, Any] = REAL | {
     "preset": "sync",
     "model": REAL["model"] | {"dtype": "float64"},
     "rollout": REAL["rollout"] | {"groups_per_step": 5},
     "train": REAL["train"] | {"max_steps": 3},
-    "telemetry": {"live": "off", "trace": False, "report": False},
+    **FAST,
 }
 
 
@@ -45,15 +49,13 @@ async def test_two_ranks_train_their_ordinals_of_each_step_and_the_weights_of_on
     for name in ("first", "again"):
         folder = tmp_path / name
         folder.mkdir()
-        with start_two(folder, SYNC, program=(DUMP,), RANK_WEIGHTS=str(folder)) as ranks:
-            assert [each.wait(120) for each in ranks] == [0, 0], [each.output for each in ranks]
+        await asyncio.to_thread(partial(run_ranks, folder, SYNC, program=RANK, RANK_WEIGHTS=str(folder)))
         ended.append([torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)])
     (one, other), again = ended
     assert one["groups"] == [[0, 2, 4], [6, 8], [10, 12, 14]] and other["groups"] == [[1, 3], [5, 7, 9], [11, 13]]
     for rank in (0, 1):
         assert equal_weights(again[rank]["weights"], one["weights"]) and again[rank]["rows"] == ended[0][rank]["rows"]
-    async with Runtime(config_of(tmp_path, base=SYNC)) as runtime:
-        await runtime.run()
+    await train(tmp_path, base=SYNC)
     expected = weights_of(tmp_path / "runs/run", 3)
     for name, weight in weights_of(tmp_path / "first/runs/run", 3).items():
         assert weight.dtype == torch.float64
@@ -63,18 +65,12 @@ async def test_two_ranks_train_their_ordinals_of_each_step_and_the_weights_of_on
 def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: Path) -> None:
     """The ranks meet at each optimizer step: a rank that came late would find no group of its step and end without a word."""
     tree = DRY | {"train": DRY["train"] | {"max_steps": 12}, "data": REAL["data"], "reward": REAL["reward"]}
-    with start_two(tmp_path, tree) as ranks:
-        assert [each.wait(120) for each in ranks] == [0, 0], [each.output for each in ranks]
-    found = re.search(
-        r"done: version 12 in .*: (\d+) admitted, (\d+) trained, (\d+) dropped, 0 failed", ranks[0].output
-    )
-    assert found is not None, ranks[0].output
+    output = run_ranks(tmp_path, tree)[0]
+    found = re.search(r"done: version 12 in .*: (\d+) admitted, (\d+) trained, (\d+) dropped, 0 failed", output)
+    assert found is not None, output
     admitted, trained, dropped = map(int, found.groups())
     assert (admitted - dropped, trained) == (48, 48)
     assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == list(range(1, 13))
-
-
-ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -99,11 +95,9 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 def test_a_stranger_who_finds_the_ports_of_the_ranks_can_neither_read_nor_write_there(tmp_path: Path) -> None:
     """It asks every port at which the ranks listen to commit a step and for its settings, with another secret and with none."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
     run = tmp_path / "runs/run"
     with reserved_port() as port, zmq.Context() as context:
-        program = (*torchrun, str(port), "-m", "asyncrl.main")
-        process = Process(tmp_path, str(write_yaml(tmp_path, ENDLESS)), program=program)
+        process = start(tmp_path, ENDLESS, program=(*TORCHRUN, "--master-port", str(port), *PROGRAM))
         try:
             process.wait_until(lines_at_least(run, 2), "second step")
             launchers = dist.TCPStore("127.0.0.1", port, is_master=False)

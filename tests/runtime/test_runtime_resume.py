@@ -10,94 +10,80 @@ import anyio
 import pytest
 import yaml
 from runtime_helpers import (
+    FAST,
     MODEL,
     REAL,
-    Process,
+    complete,
     config_of,
     equal_weights,
     lines_at_least,
     metrics_of,
     rollouts_of,
+    start,
+    train,
     unclocked,
     weights_of,
-    write_yaml,
 )
+from runtime_model import rows
 
 from asyncrl.atropos.door import ServedTerms
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.runtime.runtime import RunSummary, Runtime
+from asyncrl.runtime.runtime import Runtime
 from asyncrl.types import LedgerStatistics, StepResult
 
 SYNC: dict[str, Any] = REAL | {
     "preset": "sync",
-    "train": REAL["train"] | {"max_steps": 40, "schedule": "linear", "warmup_steps": 2},
+    "train": REAL["train"] | {"max_steps": 30, "schedule": "linear", "warmup_steps": 2},
     "checkpoint": {"every": 1, "keep": 0},
 }
-FAST = {"telemetry": {"live": "off", "trace": False, "report": False}}
 
 
-async def run(folder: Path, *overrides: str, base: dict[str, Any]) -> RunSummary:
-    async with Runtime(config_of(folder, *overrides, base=base)) as runtime:
-        return await runtime.run()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sync run of 40 steps that nobody disturbed, in a process of its own."""
-    folder = tmp_path_factory.mktemp("whole")
-    process = Process(folder, str(write_yaml(folder, SYNC)))
-    assert process.wait() == 0, process.output
-    return folder / "runs/run"
-
-
-async def test_two_sync_runs_are_bit_identical(whole: Path, tmp_path: Path) -> None:
-    """In another process and on another loop (asyncio's here, uvloop there)."""
-    await run(tmp_path, base=SYNC)
-    again = tmp_path / "runs/run"
-    assert len(metrics_of(whole)) == 40
-    assert unclocked(metrics_of(again)) == unclocked(metrics_of(whole))
-    assert rollouts_of(again) == rollouts_of(whole)
-    assert equal_weights(weights_of(again, 40), weights_of(whole, 40))
-    rewards = [line["reward/mean"] for line in metrics_of(whole)]
-    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])  # it learns: this is no comparison of two runs that do nothing
-
-
-async def test_a_killed_sync_run_resumes_as_if_nothing_had_happened(whole: Path, tmp_path: Path) -> None:
-    killed = Process(tmp_path, str(write_yaml(tmp_path, SYNC)))
-    place = tmp_path / "runs/run"
-    killed.wait_until(lines_at_least(place, 8), "eighth step")
+async def test_a_killed_sync_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Compared to the last bit with a run of 30 steps that nobody disturbed, in a process of its own. What is resumed goes on in
+    this process, and on another loop (asyncio's here, uvloop there)."""
+    complete(tmp_path / "whole", SYNC)
+    killed = start(tmp_path, SYNC)
+    whole, place = tmp_path / "whole/runs/run", tmp_path / "runs/run"
+    killed.wait_until(lines_at_least(place, 5), "fifth step")
     killed.kill()
-    reached = metrics_of(place)[-1]["step"]
-    assert reached < 40
-    summary = await run(tmp_path, "resume=true", base=SYNC)
-    assert summary.version == 40
-    assert unclocked(metrics_of(place)) == unclocked(metrics_of(whole))
+    assert metrics_of(place)[-1]["step"] < 30
+    assert (await train(tmp_path, "resume=true", base=SYNC)).version == 30
+    lines = metrics_of(whole)
+    assert len(lines) == 30 and unclocked(metrics_of(place)) == unclocked(lines)
     assert rollouts_of(place) == rollouts_of(whole)
-    assert equal_weights(weights_of(place, 40), weights_of(whole, 40))
+    assert equal_weights(weights_of(place, 30), weights_of(whole, 30))
+    # This is no comparison of two runs that do nothing.
+    assert (
+        not equal_weights(weights_of(place, 30), weights_of(place, 1))
+        and len({row["reward"] for row in rollouts_of(place)}) > 2
+    )
+
+
+EPOCHS = 6
 
 
 async def test_an_async_run_that_is_stopped_skips_and_repeats_no_prompt(tmp_path: Path) -> None:
     """Stopped twice in the middle, by a cancellation and by a kill; every prompt is trained exactly once per epoch."""
     tree = REAL | {"checkpoint": {"every": 1}} | FAST
-    tree["train"] = tree["train"] | {"max_steps": 200, "max_epochs": 12, "schedule": "linear", "lr": 1e-3}
+    tree["train"] = tree["train"] | {"max_steps": 200, "max_epochs": EPOCHS, "schedule": "linear", "lr": 1e-3}
     place = tmp_path / "runs/run"
     books = await _cancelled_at(5, config_of(tmp_path, base=tree))
     assert books.dropped > 0  # groups were under way: their prompts are trained after the resume
-    killed = Process(tmp_path, str(write_yaml(tmp_path, tree)), "resume=true")
+    killed = start(tmp_path, tree, "resume=true")
     killed.wait_until(lines_at_least(place, 12), "twelfth step")
     killed.kill()
-    last = await run(tmp_path, "resume=true", base=tree)
-    assert last.version == 24 * 12 // 4
+    steps = EPOCHS * 24 // 4
+    assert (await train(tmp_path, "resume=true", base=tree)).version == steps
     lines = metrics_of(place)
-    assert [line["step"] for line in lines] == list(range(1, 73))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in lines:  # the schedule goes on where it was: linear from 1e-3, over 200 steps
         assert line["optim/lr"] == pytest.approx(1e-3 * (1 - (line["step"] - 1) / 200))
     trained = Counter(row["group_id"] for row in rollouts_of(place))
-    assert trained == dict.fromkeys(range(24 * 12), 4)
-    for epoch in range(12):
+    assert trained == dict.fromkeys(range(24 * EPOCHS), 4)
+    for epoch in range(EPOCHS):
         prompts = Counter(row["prompt"] for row in rollouts_of(place) if row["epoch"] == epoch and row["member"] == 0)
-        assert prompts == Counter(row["prompt"] for row in _rows())
+        assert prompts == Counter(row["prompt"] for row in rows())
 
 
 async def _cancelled_at(version: int, config: Config) -> LedgerStatistics:
@@ -116,22 +102,16 @@ async def _cancelled_at(version: int, config: Config) -> LedgerStatistics:
     return runtime.summary().books
 
 
-def _rows() -> list[dict[str, str]]:
-    from runtime_model import rows
-
-    return rows()
-
-
 async def test_a_changed_configuration_is_shown_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = SYNC | {"telemetry": {"live": "plain"}}
-    await run(tmp_path, "train.max_steps=4", base=tree)
+    await train(tmp_path, "train.max_steps=4", base=tree)
     capsys.readouterr()
     with pytest.raises(ConfigError, match=r"rollout\.group_size: 4 -> 8") as refused:
-        await run(tmp_path, "resume=true", "rollout.group_size=8", "data.shuffle=false", base=tree)
+        await train(tmp_path, "resume=true", "rollout.group_size=8", "data.shuffle=false", base=tree)
     assert "data.shuffle: true -> false" in str(refused.value)
     saved = yaml.safe_load((tmp_path / "runs/run/config.yaml").read_text())
     assert saved["rollout"]["group_size"] == 4  # a refusal changes nothing
-    summary = await run(tmp_path, "resume=true", "train.max_steps=5", "train.lr=0.003", base=tree)
+    summary = await train(tmp_path, "resume=true", "train.max_steps=5", "train.lr=0.003", base=tree)
     assert summary.version == 5
     output = capsys.readouterr().out
     assert "resume: train.lr: 0.01 -> 0.003" in output
@@ -140,10 +120,10 @@ async def test_a_changed_configuration_is_shown_or_refused(tmp_path: Path, capsy
 
 async def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
-        await run(tmp_path, "resume=true", base=SYNC)
-    await run(tmp_path, "train.max_steps=4", "checkpoint.save_final=false", "checkpoint.every=100", base=SYNC)
+        await train(tmp_path, "resume=true", base=SYNC)
+    await train(tmp_path, "train.max_steps=4", "checkpoint.save_final=false", "checkpoint.every=100", base=SYNC)
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        await run(tmp_path, "resume=true", base=SYNC)
+        await train(tmp_path, "resume=true", base=SYNC)
     with pytest.raises(ConfigError, match="write=False"):
         async with Runtime(config_of(tmp_path, "resume=true", base=SYNC), write=False):
             pass
@@ -152,14 +132,11 @@ async def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> N
 async def test_reference_model_and_embedding_ids_survive_a_resume(tmp_path: Path) -> None:
     """KL is measured against the weights at the very start, not at the resume; `rt.generate` repeats no randomness."""
     tree = SYNC | {"algorithm": {"kl": {"coef": 0.1}}}
-    await run(tmp_path, "train.max_steps=8", base=tree)
-    await run(tmp_path, "train.max_steps=10", "resume=true", base=tree)
+    await train(tmp_path, "train.max_steps=8", base=tree)
+    await train(tmp_path, "train.max_steps=10", "resume=true", base=tree)
     lines = metrics_of(tmp_path / "runs/run")
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 0.2 * lines[7]["kl"] > 0
-    await run(tmp_path, "train.max_steps=1", "run.name=plain", base=SYNC)
-    with pytest.raises(ConfigError, match="the saved run had none"):
-        await run(tmp_path, "train.max_steps=2", "run.name=plain", "resume=true", base=tree)
 
     embedded = {k: v for k, v in tree.items() if k not in ("data", "reward")} | {"data": {"max_prompt_tokens": 12}}
     embedded["run"] = {"name": "embedded"}
@@ -177,13 +154,13 @@ async def test_a_resume_does_not_change_the_rotary_frequencies(tmp_path: Path) -
     """The model's original context is 8, and rows of the first run stay within it. What was refused once is refused again."""
     base = REAL | {"model": REAL["model"] | {"path": f"{MODEL}:build_stretched"}} | FAST
     base |= {"data": REAL["data"] | {"max_prompt_tokens": 4}, "checkpoint": {"every": 1}}
-    await run(tmp_path, "rollout.max_tokens=4", "train.max_steps=1", base=base)
+    await train(tmp_path, "rollout.max_tokens=4", "train.max_steps=1", base=base)
     for _ in range(2):
         with pytest.raises(
             ConfigError, match=r"the longest row had \d+ tokens and has \d+ .* restore both, or start a new run"
         ):
-            await run(tmp_path, "rollout.max_tokens=5", "train.max_steps=2", "resume=true", base=base)
-    summary = await run(tmp_path, "rollout.max_tokens=3", "train.max_steps=2", "resume=true", base=base)
+            await train(tmp_path, "rollout.max_tokens=5", "train.max_steps=2", "resume=true", base=base)
+    summary = await train(tmp_path, "rollout.max_tokens=3", "train.max_steps=2", "resume=true", base=base)
     assert summary.version == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from runtime_helpers import MODEL, REAL, metrics_of, rollouts_of, write_yaml
-from runtime_model import LETTERS, make_tokenizer, seeded
+from runtime_model import LETTERS, made, make_tokenizer
 from support.pages import blocks
 
 from asyncrl.config.schema_rollouts import RewardModelConfig
@@ -24,13 +24,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `my/classifier` and `rewards.py`."""
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
-
     monkeypatch.chdir(tmp_path)
-    model = seeded(
-        Qwen2ForSequenceClassification, Qwen2Config, 5, num_hidden_layers=2, num_labels=1, initializer_range=0.3
-    )
-    tokenizer = make_tokenizer()
+    settings = {"num_hidden_layers": 2, "num_labels": 1, "initializer_range": 0.3}
+    model, tokenizer = made("Qwen2", 5, "ForSequenceClassification", **settings)
     tokenizer.chat_template = TEMPLATE
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "my/classifier")
@@ -57,9 +53,8 @@ def test_the_documented_example_trains_on_what_the_classifier_says(here: Path) -
     assert len(lines) == 3 and len(rows) == 3 * 16
     judge = load_reward_model(RewardModelConfig(path="my/classifier"), "float32", CPU, 128)
     for row in rows:
-        [alone] = judge.scores(
-            [judge.text(row["prompt"], row["completion"])]
-        )  # in the run, sixteen or so were beside it
+        # In the run, sixteen or so were beside it.
+        [alone] = judge.scores([judge.text(row["prompt"], row["completion"])])
         assert row["components"]["classifier"] == pytest.approx(alone, rel=1e-4, abs=1e-5)
         assert row["reward"] == pytest.approx(alone - 0.1 * len(row["completion"]), rel=1e-4, abs=1e-4)
     for number, line in enumerate(lines):

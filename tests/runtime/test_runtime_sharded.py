@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime_helpers import (
+    ENDLESS,
+    FAST,
+    RANK,
     REAL,
-    Process,
-    config_of,
     equal_weights,
     lines_at_least,
     metrics_of,
     rollouts_of,
+    run_ranks,
     start_two,
+    train,
     unclocked,
     weights_of,
     write_yaml,
 )
+from transformers import AutoModelForCausalLM
 
-from asyncrl import Runtime
 from asyncrl.checkpoint.manifest import compare
+from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import CheckpointError, ConfigError
 
-DUMP = str(Path(__file__).with_name("runtime_rank.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-FAST = {"telemetry": {"live": "off", "trace": False, "report": False}}
 SHARDED: dict[str, Any] = REAL | {
     "distributed": {"sharding": "fsdp"},
     "rollout": REAL["rollout"] | {"groups_per_step": 6},
@@ -41,30 +44,17 @@ SHARDED: dict[str, Any] = REAL | {
 }
 
 
-async def run(folder: Path, *overrides: str, base: dict[str, Any]) -> list[dict[str, Any]]:
-    async with Runtime(config_of(folder, *overrides, base=base)) as runtime:
-        await runtime.run()
-    return metrics_of(folder / "runs/run")
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    found = tmp_path / "fsdp", tmp_path / "replicate"
-    for folder in found:
-        folder.mkdir()
-    return found
-
-
-async def test_a_sync_run_on_one_shard_is_the_replicated_run(folders: tuple[Path, Path]) -> None:
+async def test_a_sync_run_on_one_shard_is_the_replicated_run(tmp_path: Path) -> None:
     """float64: the same completions, the same metrics, the same weights to 1e-10; and each goes on from the other's state."""
     tree = SHARDED | FAST | {"preset": "sync", "algorithm": {"kl": {"coef": 0.1}, "updates_per_batch": 2}}
     tree["model"] = tree["model"] | {"dtype": "float64"}
-    one, other = folders
-    for folder, sharding in ((one, "fsdp"), (other, "replicate")):
-        await run(folder, f"distributed.sharding={sharding}", "train.max_steps=2", base=tree)
-    await run(one, "resume=true", "distributed.sharding=replicate", base=tree)
-    lines = await run(other, "resume=true", "distributed.sharding=fsdp", base=tree)
-    for mine, theirs in zip(unclocked(metrics_of(one / "runs/run")), unclocked(lines), strict=True):
+    one, other = folders = [tmp_path / sharding for sharding in ("fsdp", "replicate")]
+    for folder in folders:
+        await train(folder, f"distributed.sharding={folder.name}", "train.max_steps=2", base=tree)
+    await train(one, "resume=true", "distributed.sharding=replicate", base=tree)
+    await train(other, "resume=true", "distributed.sharding=fsdp", base=tree)
+    ours, others = (unclocked(metrics_of(folder / "runs/run")) for folder in folders)
+    for mine, theirs in zip(ours, others, strict=True):
         assert {name: value for name, value in mine.items() if isinstance(value, float)} == pytest.approx(
             {name: value for name, value in theirs.items() if isinstance(value, float)}, rel=1e-6, abs=1e-8
         )
@@ -78,46 +68,77 @@ async def test_a_sync_run_on_one_shard_is_the_replicated_run(folders: tuple[Path
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
-    """Four asynchronous steps by two ranks, then two more after a resume, which generates in a worker beside each rank."""
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two asynchronous runs of two ranks. The time limit of the first run, which has rounds, passes on each rank at a
+    moment of its own. The second run resumes it for two steps, keeps weights and gradients, and generates in workers."""
     folder = tmp_path_factory.mktemp("two")
-    path = str(write_yaml(folder, SHARDED | FAST))
-    # The first run has rounds, and the second one keeps weights and gradients.
-    first = Process(folder, path, RANK_WEIGHTS=str(folder), ROUNDS="1", program=(*TORCHRUN, DUMP))
-    assert first.wait(300) == 0, first.output
-    more = ("resume=true", "train.max_steps=6", "generation.placement=worker", "generation.threads=1")
-    second = Process(folder, path, *more, RANK_WEIGHTS=str(folder), WARM_WORKERS="", program=(*TORCHRUN, DUMP))
-    assert second.wait(300) == 0, second.output
-    return folder, second
+    tree = SHARDED | FAST | {"train": SHARDED["train"] | {"max_steps": None, "time_limit_s": 3.0}}
+    (folder / "first").mkdir()
+    run_ranks(folder, tree, program=RANK, RANK_WEIGHTS=str(folder / "first"), ROUNDS="1")
+    tree |= {"resume": True, "train": SHARDED["train"] | {"max_steps": len(metrics_of(folder / "runs/run")) + 2}}
+    tree |= {"generation": {"placement": "worker", "threads": 1}}
+    run_ranks(folder, tree, program=RANK, RANK_WEIGHTS=str(folder))
+    return folder
 
 
-def test_two_ranks_finish_and_resume_with_the_same_weights(two_ranks: tuple[Path, Process]) -> None:
-    folder, _ = two_ranks
-    one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert one["version"] == other["version"] == 6
+def dumps(folder: Path) -> list[dict[str, Any]]:
+    """What each rank trained, and what it ended with."""
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def test_two_ranks_share_the_groups_of_every_step_and_end_with_the_same_weights(two_ranks: Path) -> None:
+    run, (one, other) = two_ranks / "runs/run", dumps(two_ranks / "first")
+    assert one["version"] == other["version"] >= 1 and equal_weights(one["weights"], other["weights"])
+    assert equal_weights(weights_of(run, one["version"]), one["named"])
+    assert {len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)} == {6}
+    trained = [group for step in one["groups"] + other["groups"] for group in step]
+    assert len(trained) == len(set(trained)) == 6 * one["version"]
+    assert any(one["groups"]) and any(other["groups"])
+    state = json.loads((run / "checkpoints/step_1/state/run.json").read_text())
+    assert state["world_size"] == 2 and set(state["prompts"]) == {"0", "1"}
+
+
+OVER_RANKS = ("reward/", "completions/", "staleness/", "frac_reward_zero_std", "train/", "reroll/")
+
+
+def test_two_ranks_report_the_figures_of_both(two_ranks: Path) -> None:
+    """Each rank, and the file: what one rank with the groups of both would report."""
+    one, other = dumps(two_ranks / "first")
+    lines = metrics_of(two_ranks / "runs/run")[: one["version"]]
+    steps = zip(one["rows"], other["rows"], one["metrics"], other["metrics"], lines, strict=True)
+    uneven = 0
+    for mine, theirs, here, there, line in steps:
+        rewards, lengths, tokens = zip(*mine, *theirs, strict=True)
+        assert line["reward/mean"] == pytest.approx(np.mean(rewards), rel=1e-12)
+        assert line["completions/mean_length"] == pytest.approx(np.mean(lengths), rel=1e-12)
+        assert line["completions/max_length"] == max(lengths) and line["completions/min_length"] == min(lengths)
+        assert line["train/groups"] == 6 and line["train/tokens"] == sum(tokens)
+        assert line["perf/tokens_per_s"] == pytest.approx(sum(tokens) / line["time/step"])
+        names = {name for name in line if name.startswith(OVER_RANKS)}
+        assert {"reward/share/std", "frac_reward_zero_std", "staleness/dropped"} <= names
+        for name in names:
+            assert line[name] == here[name] == there[name], name
+        uneven += bool(mine) and abs(np.mean([reward for reward, _, _ in mine]) - line["reward/mean"]) > 1e-6
+    assert uneven > 0  # else a rank's own figures would have passed
+
+
+def test_two_ranks_resume_and_finish_with_the_same_weights(two_ranks: Path) -> None:
+    run, (first, _), (one, other) = two_ranks / "runs/run", dumps(two_ranks / "first"), dumps(two_ranks)
+    assert one["version"] == other["version"] == first["version"] + 2
     assert equal_weights(one["weights"], other["weights"])
-    assert equal_weights(weights_of(folder / "runs/run", 6), one["named"])
+    assert equal_weights(weights_of(run, one["version"]), one["named"])
     assert [len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)] == [6, 6]
-    lines = metrics_of(folder / "runs/run")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == [*range(1, one["version"] + 1)]
     assert {line["train/sequences"] for line in lines} == {24}
     assert all(line["optim/grad_norm"] > 0 for line in lines)
-    logs = (folder / "runs/run/workers").rglob("*.log")
-    assert sorted(str(path.relative_to(folder / "runs/run/workers")) for path in logs) == [
-        "rank_0/worker-0.log",
-        "rank_1/worker-0.log",
-    ]
+    assert sorted(path.parent.name for path in (run / "workers").rglob("worker-0.log")) == ["rank_0", "rank_1"]
 
 
-def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: tuple[Path, Process]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from asyncrl.checkpoint.store import CheckpointStore
-
-    folder, _ = two_ranks
-    checkpoints = folder / "runs/run/checkpoints"
-    model = AutoModelForCausalLM.from_pretrained(checkpoints / "step_6", dtype=torch.float32)
-    found = CheckpointStore(checkpoints).load(6)
+def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: Path) -> None:
+    checkpoints, version = two_ranks / "runs/run/checkpoints", dumps(two_ranks)[0]["version"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{version}", dtype=torch.float32)
+    found = CheckpointStore(checkpoints).load(version)
     assert (found.path / "state/shard_1.pt").exists() and not list((checkpoints / "shards").iterdir())
     state = found.trainer()
     loaded = dict(model.named_parameters())
@@ -125,13 +146,13 @@ def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: tup
     for name, parameter in loaded.items():
         assert torch.equal(state["masters"][name], parameter.data)
         assert state["optimizer"][name]["exp_avg"].shape == parameter.shape
-        assert float(state["optimizer"][name]["step"]) == 6
+        assert float(state["optimizer"][name]["step"]) == version
 
 
-def test_a_bit_of_another_ranks_part_is_noticed(two_ranks: tuple[Path, Process]) -> None:
+def test_a_bit_of_another_ranks_part_is_noticed(two_ranks: Path) -> None:
     """The last checkpoint that the first rank made of both, and the first: its digest came with the rank's message."""
-    checkpoints = two_ranks[0] / "runs/run/checkpoints"
-    for version in (1, 6):
+    checkpoints = two_ranks / "runs/run/checkpoints"
+    for version in (1, dumps(two_ranks)[0]["version"]):
         shard = checkpoints / f"step_{version}/state/shard_1.pt"
         assert compare(shard.parents[1]).faults == ()
         content = shard.read_bytes()
@@ -140,22 +161,16 @@ def test_a_bit_of_another_ranks_part_is_noticed(two_ranks: tuple[Path, Process])
         shard.write_bytes(content)
 
 
-async def test_another_number_of_ranks_is_refused(two_ranks: tuple[Path, Process]) -> None:
-    folder, _ = two_ranks
+async def test_another_number_of_ranks_is_refused(two_ranks: Path) -> None:
     with pytest.raises(CheckpointError, match="written by 2 ranks and this run has 1; start the run with 2 ranks"):
-        await run(folder, "resume=true", "train.max_steps=7", base=SHARDED | FAST)
+        await train(two_ranks, "resume=true", "train.max_steps=70", base=SHARDED | FAST)
 
 
-def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
-    tree = SHARDED | FAST | {"checkpoint": {}}
-    tree["train"] = tree["train"] | {"max_steps": 100_000}
-    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), program=(*TORCHRUN, "-m", "asyncrl.main"))
-    place = tmp_path / "runs/run"
-    process.wait_until(lines_at_least(place, 3), "third step", 300)
-    process.send(signal.SIGTERM)
-    assert process.wait(120) != 0
-    assert "SIGTERM: aborting the open step" in process.output
-    assert (place / "checkpoints/latest/state/shard_1.pt").exists(), process.output
+def test_a_resume_that_needs_other_cursors_is_refused(two_ranks: Path) -> None:
+    tree = SHARDED | FAST | {"resume": True, "distributed": {"sharding": "fsdp", "context": 2}}
+    with start_two(two_ranks, tree, WARM_WORKERS="") as ranks:
+        assert CheckpointError.exit_code in [rank.wait(60) for rank in ranks], ranks[0].output[-3000:]
+        assert "without distributed.roles and distributed.context" in " ".join(ranks[0].output.split())
 
 
 @pytest.mark.parametrize(
@@ -164,8 +179,7 @@ def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
 )
 def test_two_ranks_whose_directory_is_lost_leave_a_checkpoint(tmp_path: Path, what: str, every: int | None) -> None:
     """And rank 1 writes its part neither into a directory of another run nor where its own directory lay."""
-    tree = SHARDED | FAST | {"checkpoint": {"every": every}}
-    tree["train"] = tree["train"] | {"max_steps": 100_000}
+    tree = SHARDED | FAST | {"checkpoint": {"every": every}, "train": ENDLESS["train"]}
     place = tmp_path / "runs/run"
     with start_two(tmp_path, tree) as ranks:
         ranks[0].wait_until(lines_at_least(place, 3), "third step", 300)
@@ -212,37 +226,13 @@ def test_a_part_that_cannot_be_written_fails_the_checkpoint_at_once(tmp_path: Pa
     assert "version 2 was not saved: rank 1: rank 1 could not" in ranks[0].output
 
 
-REWARD = """
-import os
-
-calls = 0
-
-def reward(completions, **columns):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and calls > 20:
-        raise RuntimeError("this rank has had enough")
-    return [float(len(set(text))) for text in completions]
-"""
-
-
-@pytest.mark.parametrize("end", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
-def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
+def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> None:
     """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way,
     the line says so."""
-    tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
-    tree["train"] = tree["train"] | {"max_steps": 100_000}
-    tree["watchdog"] = {"loop_timeout_s": 10}
-    (tmp_path / "rewards.py").write_text(REWARD)
-    if end == "raises":
-        tree["reward"] = f"{tmp_path}/rewards.py:reward"
-    with start_two(tmp_path, tree) as ranks:
-        if end == "killed":
-            ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step", 300)
-            ranks[1].kill()
-        else:
-            assert ranks[1].wait(300) == 6, ranks[1].output
-            assert "this rank has had enough" in ranks[1].output
+    tree = SHARDED | FAST | {"checkpoint": {"save_final": False}, "train": ENDLESS["train"]}
+    with start_two(tmp_path, tree | {"watchdog": {"loop_timeout_s": 10}}) as ranks:
+        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step", 300)
+        ranks[1].kill()
         assert ranks[0].wait(200) not in (0, None)  # a time-out would take 600 s
 
 

@@ -7,19 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runtime_helpers import REAL, config_of
+from runtime_helpers import REAL, embedded
 
-from asyncrl.config.schema import Config
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.types import Trajectory
 
-
-def embedded(folder: Path, *overrides: str) -> Config:
-    """Without prompts, rewards or an end: the program brings them."""
-    tree = {k: v for k, v in REAL.items() if k != "reward"}
-    tree["data"] = {"max_prompt_tokens": REAL["data"]["max_prompt_tokens"]}
-    tree["train"] = {k: v for k, v in REAL["train"].items() if k != "max_steps"}
-    return config_of(folder, "rollout.groups_per_step=1", *overrides, base=tree)
+ONE = ("rollout.groups_per_step=1",)
 
 
 def branched(t: Trajectory) -> Trajectory:
@@ -31,10 +24,12 @@ def branched(t: Trajectory) -> Trajectory:
     return replace(t, branches=branches, turns=turns, turn_rewards=(float(t.member), 0.0), **columns)
 
 
-@pytest.mark.parametrize("terms", [(), ("algorithm.kl.coef=0.1", "algorithm.updates_per_batch=2")])
-@pytest.mark.parametrize("credit", ["episode", "discounted", "last_turn"])
+@pytest.mark.parametrize(
+    ("credit", "terms"),
+    [("episode", ()), ("discounted", ("algorithm.kl.coef=0.1", "algorithm.updates_per_batch=2")), ("last_turn", ())],
+)
 async def test_a_step_of_trees(tmp_path: Path, credit: str, terms: tuple[str, ...]) -> None:
-    async with Runtime(embedded(tmp_path, f"algorithm.credit={credit}", *terms), write=False) as runtime:
+    async with Runtime(embedded(tmp_path, REAL, *ONE, f"algorithm.credit={credit}", *terms), write=False) as runtime:
         steps = runtime.steps()
         group = [branched(t) for t in await runtime.generate("a3=", n=4)]
         await runtime.submit(group, [0.0, 1.0, 2.0, 3.0])
