@@ -27,7 +27,9 @@ from torch import Tensor
 
 from asyncrl import Runtime
 from asyncrl.algorithms.registry import LOSSES
+from asyncrl.config.resolve import resolve
 from asyncrl.main import main
+from asyncrl.runtime.memory import predicted
 from asyncrl.types import Trajectory
 
 
@@ -162,10 +164,10 @@ def test_what_cannot_be_exits_2_with_the_way_out(here: Path, capsys: pytest.Capt
         assert words in capsys.readouterr().err
 
 
-def test_the_plan_shows_the_second_buffer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    algorithm = {"entropy": {"coef": 0.1, "second_gradient_buffer": True}}
-    assert main([str(write_yaml(here, REAL | {"algorithm": algorithm})), "--dry-run"]) == 0
-    assert "second_gradients" in capsys.readouterr().out
+def test_the_prediction_has_the_second_buffer(here: Path) -> None:
+    second = "algorithm.entropy.coef=0.1", "algorithm.entropy.second_gradient_buffer=true"
+    alone, both = (predicted(resolve(config_of(here, *overrides)))["gradients"] for overrides in ((), second))
+    assert both == 2 * alone > 0
 
 
 EPSILON, LR, ADAM = 0.05, 0.3, 1e-2  # such a large epsilon that rounding, in float32 norms, decides no sign
