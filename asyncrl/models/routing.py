@@ -46,11 +46,6 @@ class RoutesShape:
         """The narrowest signed integers that hold an expert's number."""
         return narrowest(self.experts)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's routes."""
-        return self.layers * self.k * self.dtype.itemsize
-
 
 class _TopkOverride(TorchFunctionMode):
     """Replaces the result of `torch.topk` inside a router's forward."""

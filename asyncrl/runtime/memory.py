@@ -113,7 +113,7 @@ def predicted(
             # vLLM has its own parameters. The embedded engine reads the board.
             own = parameter_count(config.model) * itemsize // placement.tensor_parallel
             parts["workers"] += beside_trainer * (own + (GPU_WORKSPACE if placement.trainer.type == "cuda" else 0))
-    if config.reward.model:
+    if config.reward.model and placement.generates:
         tokens = config.train.tokens_per_microbatch
         sizes = [predict_sizes(each, config.model.dtype, tokens) for each in config.reward.model]
         parts["reward_models"] = sum(size.weights for size in sizes) + max(size.working for size in sizes)

@@ -22,6 +22,7 @@ from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
 from asyncrl.models.loading import adapter_sizes, describe_module
 from asyncrl.models.paths import FUSED, PACKED, PATHS, PLAIN
+from asyncrl.models.reward_model import predict_sizes
 from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.cards import Cards
@@ -49,7 +50,7 @@ def forecast(folder: Path, kind: str = "llama", model: dict[str, Any] | None = N
     """The configuration of a run with a model of this kind. `model`: its sizes. `given`: settings, some by short names."""
     AutoConfig.for_model(kind, **SIZES | (model or {})).save_pretrained(folder)
     sizes = {"prompt": 4, "completion": 6, "tokens": 100, "dtype": "float32", "rank": 0, "engine": {}, **given}
-    names = ("algorithm", "distributed")
+    names = ("algorithm", "distributed", "reward")
     return Config.model_validate(
         {
             "model": {"path": str(folder), "dtype": sizes["dtype"], "device": "cpu", "lora": {"rank": sizes["rank"]}},
@@ -294,6 +295,16 @@ def test_the_path_and_the_ranks_are_part_of_a_prediction(tmp_path: Path) -> None
     assert sizes[0] < sizes[1] < sizes[2]
     shared = config.model_copy(update={"distributed": DistributedConfig(context=2)})
     assert predicted(shared, 2)["microbatch"] < 0.7 * sizes[0]
+
+
+def test_a_rank_that_generates_has_reward_models(tmp_path: Path) -> None:
+    source = Path(__file__).resolve().parents[1] / "models/models_reward.py"
+    config = forecast(tmp_path, reward={"model": [{"path": f"{source}:mean", "dtype": "float64"}] * 2})
+    sizes = predict_sizes(config.reward.model[0], "float32", 100)
+    parts = predicted(config)
+    assert parts["reward_models"] == 2 * sizes.weights + sizes.working > 2 * 47 * 8 * 8
+    trains = memory.Placement((), 1, 1, "", torch.device("cpu"), generates=False)
+    assert predicted(config, placement=trains).keys() == parts.keys() - {"cache", "reward_models"}
 
 
 @pytest.mark.parametrize(
