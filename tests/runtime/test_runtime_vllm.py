@@ -10,9 +10,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runtime_helpers import REAL, Process, equal_weights, metrics_of, rollouts_of, write_yaml
-from test_runtime_roles import run_ranks, with_roles
-from test_runtime_sharded import DUMP, FAST, SHARDED, TORCHRUN
+from runtime_helpers import (
+    FAST,
+    RANK,
+    REAL,
+    TORCHRUN,
+    Process,
+    equal_weights,
+    metrics_of,
+    rollouts_of,
+    run_ranks,
+    write_yaml,
+)
+from test_runtime_roles import with_roles
+from test_runtime_sharded import SHARDED
 from test_runtime_workers import gone, left, run, workers_of
 
 from asyncrl.errors import ConfigError
@@ -85,7 +96,7 @@ def test_two_ranks_with_cut_masters_sample_from_the_weights_that_all_train(
     matter of time, so two runs are not compared: each token is, with the trainer that has the very weights.)"""
     tree = SHARDED | FAST | {"model": WIDE["model"], "preset": "sync", "checkpoint": {"save_final": False}}
     path = str(write_yaml(tmp_path, tree))
-    ranks = Process(tmp_path, path, *VLLM, *more, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, DUMP))
+    ranks = Process(tmp_path, path, *VLLM, *more, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, *RANK))
     try:
         assert ranks.wait(300) == 0, ranks.output
     finally:
