@@ -17,6 +17,7 @@ for a group while the score pump waits for a reward: the cause is `reward`. The 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,29 +42,15 @@ assert set(DEPTH) == CAUSES
 _DEPTH_OF = {cause: depth for depth, cause in enumerate(DEPTH)}
 UNEXPLAINED = "unexplained"
 
-# (prefix of a closure's name, kind). The first prefix that matches counts.
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("engine/decode", "decode"),
-    ("engine/prefill", "prefill"),
-    ("engine/weights", "publish"),
-    ("engine/bind", "publish"),
-    ("engine/outputs", "publish"),
-    ("decode", "decode"),
-    ("prefill", "prefill"),
-    ("train/logprobs", "logprobs"),
-    ("admit", "prefill"),
-    ("train", "train"),
-    ("begin_train", "train"),
-    ("finish_train", "train"),
-    ("abort_train", "train"),
-    ("compute_logprobs", "logprobs"),
-    ("logprobs", "logprobs"),
-    ("update_weights", "publish"),
-    ("publish", "publish"),
-    ("evaluate", "evaluate"),
-    ("checkpoint", "checkpoint"),
-    ("save", "checkpoint"),
-)
+# Closures whose kind is not the first part of their name.
+_KINDS = {
+    "engine/decode": "decode",
+    "engine/prefill": "prefill",
+    "engine/weights": "publish",
+    "engine/bind": "publish",
+    "engine/outputs": "publish",
+    "train/logprobs": "logprobs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +72,8 @@ class LaneBudget:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a closure by the table `_KINDS`; otherwise its name up to the first `.`, `:`, `/` or space."""
-    for prefix, kind in _KINDS:
-        if name.startswith(prefix):
-            return kind
-    for position, letter in enumerate(name):
-        if letter in ".:/ ":
-            return name[:position]
-    return name
+    """The kind of a closure by the table `_KINDS`; otherwise its name up to the first slash."""
+    return _KINDS.get(name) or name.partition("/")[0]
 
 
 def lane_budget(window: Window, lane: str) -> LaneBudget:
@@ -145,13 +126,10 @@ def budget(window: Window) -> list[LaneBudget]:
 
 def sum_budgets(budgets: Sequence[LaneBudget], lane: str) -> LaneBudget:
     """The sum of budgets of several windows or lanes. `lane`: the name in the result."""
-    busy: dict[str, float] = {}
-    idle: dict[str, float] = {}
+    busy, idle = Counter[str](), Counter[str]()
     for part in budgets:
-        for kind, seconds in part.busy.items():
-            busy[kind] = busy.get(kind, 0.0) + seconds
-        for cause, seconds in part.idle.items():
-            idle[cause] = idle.get(cause, 0.0) + seconds
+        busy.update(part.busy)
+        idle.update(part.idle)
     return LaneBudget(lane, sum(part.wall for part in budgets), busy, idle)
 
 

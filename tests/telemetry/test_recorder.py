@@ -324,7 +324,7 @@ def _covers(several: list[Interval], a: float, b: float) -> list[Interval]:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    busy=intervals(["decode", "prefill", "train_microbatch", "odd.name"], LANES),
+    busy=intervals(["decode", "prefill", "train/microbatch", "odd.name"], LANES),
     idle=intervals(list(DEPTH), st.one_of(st.none(), LANES)),
 )
 def test_properties(busy: list[Interval], idle: list[Interval]) -> None:

@@ -56,9 +56,9 @@ def simulate_step(recorder: Recorder, clock: Clock, draw: random.Random) -> None
     for _ in range(4):
         submitted = clock.now
         clock.now += 0.0003
-        with recorder.lane_busy("cpu", "train_microbatch", submitted=submitted):
+        with recorder.lane_busy("cpu", "train/microbatch", submitted=submitted):
             clock.now += draw.uniform(0.03, 0.06)
-    with recorder.lane_busy("cpu", "finish_train_step"):
+    with recorder.lane_busy("cpu", "train/finish"):
         clock.now += 0.02
     with recorder.span("publish", track="publish pump"):
         clock.now += 0.001
