@@ -63,15 +63,6 @@ class Claims:
         # Each minibatch needs a group, because every step must advance the version by the same number.
         return self._ports.ledger.statistics().claimed < max(needed, config.algorithm.minibatches)
 
-    async def drop_late(self) -> None:
-        """Drop the groups past their deadline, if `rollout.late` is `drop`."""
-        ports = self._ports
-        if ports.config.rollout.late != "drop":
-            return
-        for ticket in ports.ledger.expired():
-            if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
-                ports.recorder.count("staleness/dropped")
-
     async def unclaim_all(self) -> None:
         """Make the groups of an aborted step claimable again."""
         for ticket in await self._ports.ledger.rollback():
@@ -94,3 +85,11 @@ class Claims:
         with recorder.timed("time/wait_for_group"):
             with recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
                 await changed.wait()
+
+
+async def drop_late(ports: Ports) -> None:
+    """Drop the groups of this rank past their deadline, if `rollout.late` is `drop`."""
+    if ports.config.rollout.late == "drop":
+        for ticket in ports.ledger.expired():
+            if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
+                ports.recorder.count("staleness/dropped")

@@ -25,6 +25,7 @@ from asyncrl.errors import DataError, EngineClosed, RankLost, WorkerDied
 from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
+from .claims import drop_late
 from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, Answer, Handler
 from .evaluate import EvaluatePump
 from .metrics import COUNTED
@@ -216,10 +217,7 @@ class FollowPump:
             elif turn >= self._released:
                 self._released = turn + 1
                 await ports.ledger.release(turn)
-            if ports.config.rollout.late == "drop":
-                for ticket in ports.ledger.expired():
-                    if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):
-                        ports.recorder.count("staleness/dropped")
+            await drop_late(ports)
             self._notify()
 
     def _notify(self) -> None:

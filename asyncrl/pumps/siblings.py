@@ -29,7 +29,7 @@ from asyncrl.errors import RankLost
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
-from .claims import Claims
+from .claims import Claims, drop_late
 from .dispatch import Handler
 from .pipeline import Ports, Publication, put_item
 
@@ -237,5 +237,5 @@ class SiblingPump:
                 return
             await ports.ledger.commit()
         # This rank may play groups, too.
-        await self._claims.drop_late()
+        await drop_late(ports)
         await put_item(publications, Publication(turn=turn, version=ports.trainer.version))

@@ -51,7 +51,7 @@ from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 
 from .building import Building
-from .claims import Claims
+from .claims import Claims, drop_late
 from .metrics import COUNTED, StepPart, group_rows, merge_results, step_metrics
 from .pipeline import Ports, Publication, StepReport, put_item
 from .screen import Reroll
@@ -139,7 +139,7 @@ class TrainPump:
                 break
             if self._ports.ledger.finished:
                 return False
-            await claims.drop_late()
+            await drop_late(self._ports)
             await claims.wait(changed)
         if claims.has_too_few_groups:
             return False
