@@ -65,8 +65,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     # Before the weights are read, which may take minutes.
     require = partial(require_context, path=None, siblings=config.distributed.context)
     await offload(lambda: require(describe_module(config.model).config), "model")
-    own_environment = decided.environment is not None
-    prompts = await offload(lambda: measure_prompts(config, decided.rows, own_environment), "prompts")
+    prompts = await offload(lambda: measure_prompts(config, decided.rows, decided.environment is not None), "prompts")
     ranks = len(world.roles.train)
     cut = Cut(ranks)
     if config.distributed.sharding == "fsdp":
