@@ -75,10 +75,6 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
         assert world.all_gather_bytes(b"a") == [b"a"]
         assert world.all_gather(torch.ones(2)).tolist() == world.all_to_all(torch.ones(1, 2)).tolist() == [[1, 1]]
         assert not torch.distributed.is_initialized()
-        with pytest.raises(LifecycleError, match="twice"):
-            world.open(torch.device("cpu"))
-        with pytest.raises(LifecycleError, match="more than one rank"):
-            _ = world.host
     world.close()
 
 
@@ -102,8 +98,6 @@ def test_a_collective_before_open_is_an_error() -> None:
     world = World.from_env(TORCHRUN)
     with pytest.raises(LifecycleError, match="not open"):
         world.reduce_gradients_(torch.zeros(2))
-    with pytest.raises(LifecycleError, match=r"world\.open"), world:
-        pass
 
 
 PROGRAM = """
@@ -126,7 +120,7 @@ with world.open(torch.device("cpu"), timeout_s=60):
     parts = torch.tensor([[0, 1], [2, 3]], dtype=torch.bfloat16) + 10 * world.rank
     assert world.all_to_all(parts).tolist() == [[2 * world.rank + i + 10 * r for i in range(2)] for r in range(2)]
     assert world.all_gather(parts).tolist() == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
-    store = world._rendezvous().store
+    store = world._met.store
     store.set(f"hello{world.rank}", "x")
     assert store.get(f"hello{1 - world.rank}") == b"x"
     # torch counts time in which the job was suspended, and the watchdog does not
