@@ -118,9 +118,9 @@ class Kl(Method):
         flat="use_bias_correction_kl",
         fixed=True,
     )
-    reference_ahead: bool = setting(
-        True,
-        "Compute a group's reference log-probs while it is scored. Only with reward.batch: group and distributed.context: 1.",
+    reference_ahead: bool | None = setting(
+        None,
+        "Compute a group's reference log-probs while it is scored. null: if a rank that trains scores whole groups of its own.",
         flat="reference_ahead",
     )
 
