@@ -350,10 +350,11 @@ class Graph:
         )
 
     def is_last_version(self) -> bool:
-        """Whether no step follows the version that the trainer has now."""
-        config, ledger = self._ports.config, self._ports.ledger
-        reached = config.train.max_steps is not None and ledger.turn >= config.train.max_steps
-        return reached or ledger.finished or self._claims.stopping
+        """Whether it is known that no step follows the version that the trainer has now. All training ranks get the same answer."""
+        ports = self._ports
+        # The end of the prompts is known to each rank at a moment of its own. With fsdp a rank that knew it would save the last
+        # version and wait for the part of a rank that did not.
+        return self._claims.finished or (ports.alone and ports.ledger.finished)
 
     @property
     def waiting_prompt(self) -> int | None:

@@ -189,6 +189,52 @@ async def test_a_run_that_ended_within_a_batch_is_resumed_with_roles(
     assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 7
 
 
+ENDS = """
+import sys
+from asyncrl.distributed.line_ledger import LineLedger
+from asyncrl.main import main
+from asyncrl.pumps.graph import Graph
+from asyncrl.runtime import positions
+
+positions.PARTS_TIMEOUT_S = 5.0
+finished, is_last_version, asked = LineLedger.finished, Graph.is_last_version, []
+
+def seen(ledger):
+    # After the last step rank 0 knows that no prompt is left, and rank 1 does not know it yet.
+    return (ledger._rank == 0 and ledger.turn == 3) if asked else finished.fget(ledger)
+
+def ask(graph):
+    asked.append(1)
+    try:
+        return is_last_version(graph)
+    finally:
+        asked.clear()
+
+LineLedger.finished, Graph.is_last_version = property(seen), ask
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param({}, marks=pytest.mark.slow), {"roles": {"train": 2, "generate": 1}}],
+    ids=["without roles", "roles"],
+)
+def test_ranks_that_learn_at_different_moments_that_no_prompt_is_left_save_the_last_version(
+    tmp_path: Path, roles: dict[str, Any]
+) -> None:
+    """With fsdp each rank writes its part when it saves a version, and rank 0 waits for the parts."""
+    (program := tmp_path / "rank.py").write_text(ENDS)
+    tree = REAL | {"rollout": REAL["rollout"] | {"groups_per_step": 8}, "telemetry": TELEMETRY}
+    tree |= {"train": REAL["train"] | {"max_epochs": 1, "max_steps": None}}
+    tree |= {"distributed": {"sharding": "fsdp", **roles}}
+    size = 3 if roles else 2
+    with start_two(tmp_path, tree, (str(program),), size=size, own=("",) * size, WARM_WORKERS="") as ranks:
+        codes = [rank.wait(120) for rank in ranks]
+        assert codes == [0] * size, [rank.output[-3000:] for rank in ranks]
+    assert weights_of(tmp_path / "runs/run", 3)
+
+
 def test_at_a_standstill_every_rank_says_what_it_waits_for(tmp_path: Path) -> None:
     hanging = DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "telemetry": TELEMETRY}
     tree = with_roles(hanging, 1, 1) | {"watchdog": {"stall_timeout_s": 3.0, "interval_s": 0.5}}
