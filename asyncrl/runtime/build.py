@@ -188,7 +188,9 @@ def make_ledger(run: OpenRun) -> Any:
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
-    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers)
+    # A rank replays groups that it has trained, so a rerun needs the same groups on each rank.
+    by_number = config.preset == "sync" and config.replay.size > 0
+    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers, by_number)
     books.set_generating(world.roles.generate)
     return LineLedger(run.line, books, world.rank, recorder=run.recorder, follows=world.follows)
 
