@@ -215,8 +215,11 @@ class RankLost(AsyncrlError, RuntimeError):
     """Another rank has ended or gives no sign of life. The cause is usually in the output of that rank."""
 
     exit_code = 12
-    # The name of the signal that stopped the other rank, if any. This rank then counts as stopped by the same signal.
-    stopped_by: str | None = None
+
+    def __init__(self, text: str, stopped_by: str | None = None) -> None:
+        """`stopped_by`: the name of the signal that stopped the other rank, if any. This rank counts as stopped by it, too."""
+        super().__init__(text)
+        self.stopped_by = stopped_by
 
 
 def divergence_of(error: BaseException | None) -> DivergenceError | None:

@@ -196,7 +196,8 @@ class LineLedger:
             self._wake(LifecycleError("the ledger was closed while a task waited for a change; open a new ledger"))
 
     def lose(self, error: Exception) -> None:
-        """The run cannot go on, most often because a rank is lost: every waiter and every further call raises `error`."""
+        """The run cannot go on, most often because a rank is lost: every waiter, and every further `admit`, `claim` and
+        `wait_changed` raises `error`. A step that was applied can still be committed, and groups can be ended."""
         self._lost = self._lost or error
         self._wake(error)
 
@@ -224,8 +225,8 @@ class LineLedger:
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
         """See `ports.Ledger.admit`. Group ids must be unique over all ranks."""
-        self._check_open("admit")
         async with self._admit_lock:
+            self._check_open("admit")
             self._admitting = asyncio.ensure_future(self._ask("admit", group_id, oldest))
             try:
                 with waiting_for_slot(self._recorder):
@@ -393,9 +394,7 @@ class LineLedger:
         return f"the open step waits for group {ticket.group_id} of rank {rank}; see the output of that rank"
 
     async def _ask(self, operation: str, *arguments: Any) -> Any:
-        """Run an operation on the books. Errors: those of the operation; RankLost."""
-        if self._lost is not None:
-            raise self._lost
+        """Run an operation on the books. Errors: those of the operation; RankLost if rank 0 is lost."""
         if self._desk is not None:
             return await self._desk.run(operation, self._rank, *arguments)
         assert isinstance(self._line, LineClient)
@@ -471,7 +470,7 @@ class LineLedger:
         if self._closed or not self._opened:
             state = "closed" if self._closed else "not open"
             raise LifecycleError(f"the ledger is {state}: call `{method}` inside `async with`")
-        if self._lost is not None:
+        if self._lost is not None and method != "commit":
             raise self._lost
 
 

@@ -90,12 +90,9 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
     """What the line calls: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
     another rank says why it ends."""
     world = run.world
-    # On ranks other than 0: why rank 0 ends.
-    told: RankLost | None = None
-    # On rank 0: why a training rank ends.
-    said: dict[str, RankLost] = {}
 
     def lose(lost: RankLost) -> None:
+        told = run.told.get("rank 0")
         lost = told or lost
         if world.joined is not None:
             world.ended_well = run.remote is not None and run.remote.ended.is_set()
@@ -114,25 +111,25 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
         if run.ended_by is None and run.stopped_by is None:
             # It has left, and this rank has met no error of its own: it waits for groups that will not come.
-            lost = lost or said.get(peer)
+            lost = lost or run.told.get(peer)
         if lost is not None:
-            lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}"))
+            lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
 
     async def hear(peer: str, ended: Any, buffers: Any) -> None:
-        nonlocal told
-        lost = RankLost(ended["reason"])
-        lost.stopped_by = ended["stopped_by"]
+        lost = RankLost(ended["reason"], ended["stopped_by"])
         if ended["stalled"]:
             run.describe_waits()
-        if not isinstance(run.line, LineServer):
-            told = lost
-            if not world.trains:
-                # This rank is in no collective that would end. Rank 0 waits until this rank has left.
-                return lose(lost)
+        if not isinstance(run.line, LineServer) and not world.trains:
+            # This rank is in no collective that would end. Rank 0 waits until this rank has left.
+            run.told[peer] = lost
+            return lose(lost)
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
             # Ends collectives and not yet the run: this rank may be about to raise the error that ended the other rank.
-            said[peer] = lost
+            run.told[peer] = lost
             world.lost.report(str(lost))
+            if lost.stopped_by is not None and run.ledger is not None:
+                # No error is about to come. A sibling may wait for a call of its leader, and no collective ends that wait.
+                run.ledger.lose(lost)
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)
         else:
@@ -256,9 +253,7 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
         return
     run.lost[peer] = time.time(), str(lost)
     if dispatch.lacks_ranks:
-        error = RankLost(f"no rank is left that generates: {lost}")
-        error.stopped_by = lost.stopped_by
-        return ledger.lose(error)
+        return ledger.lose(RankLost(f"no rank is left that generates: {lost}", lost.stopped_by))
     others = "Other ranks" if dispatch.generating else "Nodes that join within watchdog.stall_timeout_s"
     run.journal.warn(
         f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. {others} play its {len(groups)} groups"

@@ -142,6 +142,8 @@ class OpenRun:
         self.stack = stack
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
+        # Other rank -> why it ends, in its own words. On rank 0: training ranks; on the others: rank 0.
+        self.told: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # whether another rank has said that the run stands still
         # On rank 0: rank without which the run goes on -> time, reason.
@@ -360,8 +362,12 @@ class OpenRun:
                         await self._tell_ranks(error)
                     if error is not None and self.world.world_size > 1:
                         stop_signal, missing = await self.checkpointer.leave(version, self.stopped_by)
+                        stop_signal = stop_signal or next(
+                            (told.stopped_by for told in self.told.values() if told.stopped_by), None
+                        )
+                        missing = [rank for rank in missing if f"rank {rank}" not in self.told]
                         if stop_signal is not None and isinstance(error, RankLost):
-                            # All ranks are being stopped. The signal to this rank has not arrived yet.
+                            # Perhaps all ranks are being stopped, and the signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal
                             stopped = True
                         elif missing and isinstance(error, RankLost):
@@ -401,11 +407,12 @@ class OpenRun:
         reason = (
             str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}{shared}"
         )
+        stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if self.stopped_by is not None:
             reason = f"rank {world.rank} was stopped by {self.stopped_by}"
         one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)
         stalled = self.stalled or isinstance(error, StallError)
-        ended = {"reason": reason, "stopped_by": self.stopped_by, "one_rank": one_rank, "stalled": stalled}
+        ended = {"reason": reason, "stopped_by": stopped_by, "one_rank": one_rank, "stalled": stalled}
         # The other end of the line may be gone, or read nothing any more.
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_TELL_S):
             if isinstance(line, LineServer):

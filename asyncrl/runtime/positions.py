@@ -118,18 +118,20 @@ class Positions:
 
     async def leave(
         self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S
-    ) -> dict[int, Departure]:
+    ) -> tuple[dict[int, Departure], list[int]]:
         """Tell rank 0 that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
-        Returns the departures of other ranks."""
+        Returns the departures of other ranks, and the ranks that seem to be lost."""
         header = [self._rank, version, stopped_by, wait_s]
-        departures: Sequence[Any] = ()
+        # If rank 0 does not answer, only rank 0 is known to be lost.
+        answer: Sequence[Any] = (), [0]
         # RuntimeError: rank 0 is lost.
         with contextlib.suppress(RuntimeError), anyio.move_on_after(2 * wait_s + 1):
             if isinstance(self._line, LineServer):
-                departures, _ = await self._on_departure("", header, ())
+                answer, _ = await self._on_departure("", header, ())
             else:
-                departures, _ = await self._line.ask(_DEPARTURE, header)
-        return {rank: Departure(*record) for rank, *record in departures if rank != self._rank}
+                answer, _ = await self._line.ask(_DEPARTURE, header)
+        departures, lost = answer
+        return {rank: Departure(*record) for rank, *record in departures if rank != self._rank}, lost
 
     async def _on_departure(self, peer: str, header: Any, buffers: object) -> tuple[list[Any], tuple[()]]:
         rank, version, stopped_by, wait_s = header
@@ -138,7 +140,14 @@ class Positions:
         with anyio.move_on_after(wait_s):
             while len(self._departures) < len(self._ranks):
                 await self._changed.wait()
-        return [[rank, record.version, record.stopped_by] for rank, record in self._departures.items()], ()
+        assert isinstance(self._line, LineServer)
+        connected = [f"rank {self._names[self._rank]}"]
+        connected += [name for name, silence_s in self._line.silences().items() if not silence_s]
+        missing = [number for number in self._ranks if number not in self._departures]
+        # A rank that is connected may only be slow. If all are, one of them hangs.
+        lost = [number for number in missing if f"rank {self._names[number]}" not in connected] or missing
+        departures = [[number, record.version, record.stopped_by] for number, record in self._departures.items()]
+        return [departures, lost], ()
 
     async def gather(
         self, version: int, state: RankState, *, sharded: bool, wait_s: float | None = None

@@ -269,14 +269,12 @@ class Checkpointer:
 
     async def leave(self, version: int, stopped_by: str | None) -> tuple[str | None, list[int]]:
         """Call when a run of several ranks ends early, before this rank closes its connections. Returns the name of the signal that
-        stopped another rank, or None, and the ranks that did not say that they end. `stopped_by`: the signal that stopped this
-        rank."""
+        stopped another rank, or None, and the ranks that seem to be lost. `stopped_by`: the signal that stopped this rank."""
         if self._positions is None:
             return None, []
-        departures = await self._positions.leave(version, stopped_by)
-        silent = [rank for number, rank in enumerate(self._world.roles.train) if number not in departures]
+        departures, lost = await self._positions.leave(version, stopped_by)
         stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
-        return stop_signal, [rank for rank in silent if rank != self._world.rank]
+        return stop_signal, [self._world.roles.train[number] for number in lost]
 
     async def at_end(
         self,

@@ -360,9 +360,10 @@ async def test_many_ranks_race_for_the_same_places() -> None:
     assert (s.trained, s.live, s.claimed, s.held) == (steps * k, 0, 0, 0)
 
 
-async def test_a_rank_that_is_lost_ends_all_waits() -> None:
-    async with two_ranks(1, 0) as (a, b):
-        await fresh(a, 0)
+async def test_a_rank_that_is_lost_ends_all_waits_and_what_is_left_is_committed_and_ended() -> None:
+    async with two_ranks(1, 1) as (a, b):
+        assert (await a.claim([await fresh(a, 0)]))[0] is ClaimState.GRANTED
+        kept = await fresh(b, 5)
         await until_known(b, a.changes)
         for ledger in (a, b):
             waiting = [asyncio.ensure_future(each) for each in (ledger.admit(1), ledger.wait_changed(ledger.changes))]
@@ -372,6 +373,9 @@ async def test_a_rank_that_is_lost_ends_all_waits() -> None:
                 assert isinstance(error, RankLost) and "rank 7" in str(error)
             with pytest.raises(RankLost, match="rank 7"):
                 await ledger.claim([])
+        await b.end(kept, "dropped", "the run ended first")
+        assert [await ledger.commit() for ledger in (a, b)] == [1, 1]
+        assert a.live_groups(everywhere=True) == b.live_groups() == []
 
 
 async def test_a_rank_that_cannot_read_the_state_of_the_books_does_not_wait_for_ever() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from runtime_helpers import (
     MODEL,
     PROGRAM,
     REAL,
+    REWARDS,
     check_trained_once,
     config_of,
     lines_at_least,
     metrics_of,
+    rollouts_of,
     run_ranks,
     start_two,
     train,
@@ -118,6 +121,16 @@ async def test_siblings_make_every_call_of_their_leader(tmp_path: Path, tree: di
     check_equal(tmp_path / "shared/runs/run", tmp_path / "alone/runs/run")
 
 
+def test_each_set_replays_what_one_rank_in_its_place_would(tmp_path: Path) -> None:
+    """A rank replays the groups that it has trained. So two sets are compared with two ranks, and not with one."""
+    tree = TREE | {"reward": f"{REWARDS}:stingy", "replay": {"size": 3}}
+    tree |= {"train": TREE["train"] | {"skip_zero_advantage": True, "max_steps": 8}}
+    run_ranks(tmp_path / "plain", tree, 2)
+    run_ranks(tmp_path / "shared", shared(tree), 4)
+    check_equal(tmp_path / "shared/runs/run", tmp_path / "plain/runs/run")
+    assert sum(line.get("replay/groups", 0) for line in metrics_of(tmp_path / "shared/runs/run")) > 4
+
+
 def test_a_run_that_streams_its_steps_trains_each_prompt_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,14 +179,32 @@ def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(
         others = [each for other, each in enumerate(ranks) if other != rank]
         codes = [each.wait(60) for each in others]
         assert codes == [RankLost.exit_code] * (size - 1), [each.output[-2000:] for each in others]
-        if rank == 0:
-            assert all("rank 0" in each.output for each in others)
-            return
-        text = " ".join(ranks[0].output.split())
-        assert f"rank {rank} shares sequences with rank {rank ^ 1}: distributed.context" in text, ranks[0].output[
-            -3000:
-        ]
-        assert weights_of(run, metrics_of(run)[-1]["step"])
+        for each in others:
+            # Each of them names this rank with its set, and no other rank.
+            named = set(re.findall(r"\(rank (\d) shares sequences with rank (\d): distributed\.context\)", each.output))
+            assert named == {(str(rank), str(rank ^ 1))}, each.output[-3000:]
+        if rank:
+            assert weights_of(run, metrics_of(run)[-1]["step"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "sharding"),
+    [
+        (0, "fsdp"),
+        pytest.param(1, "fsdp", marks=pytest.mark.slow),
+        pytest.param(2, "replicate", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_one_rank_is_a_signal_to_all(tmp_path: Path, rank: int, sharding: str) -> None:
+    """All ranks end with its exit code, and the last step is saved."""
+    run = tmp_path / "runs/run"
+    with start_two(tmp_path, shared(ENDLESS, sharding=sharding), size=4, WARM_WORKERS="") as ranks:
+        ranks[0].wait_until(lines_at_least(run, 3), "step 3")
+        ranks[rank].send(signal.SIGTERM)
+        assert [each.wait(60) for each in ranks] == [143] * 4, [each.output[-2000:] for each in ranks]
+        for each in (each for other, each in enumerate(ranks) if other != rank):
+            assert "another rank was stopped by SIGTERM; this rank ends, too" in each.output, each.output[-2000:]
+    assert weights_of(run, metrics_of(run)[-1]["step"])
 
 
 DIES = """
@@ -295,6 +326,64 @@ def test_a_run_that_was_cut_off_is_resumed_and_trains_each_prompt_once(
         tree |= {"resume": True, "train": ASYNC["train"] | {"max_steps": last}}
         assert "resume: " in run_ranks(tmp_path, tree, size)[0]
     check_trained_once(run, last, 12)
+
+
+CUT = """
+import os, signal, sys
+from asyncrl.main import main
+from asyncrl.pumps.train import TrainPump
+from asyncrl.training.trainer import TorchTrainer
+
+finish, apply, applied = TorchTrainer.finish_train_step, TrainPump._apply, []
+
+def stop(trainer):
+    result = finish(trainer)
+    if trainer.version == 3 and os.environ["RANK"] == os.environ["STOPS"]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+async def fail(pump, step, update):
+    applied.append(update)
+    if len(applied) == 4 and os.environ["STOPS"] == "none":
+        raise RuntimeError("cut off")
+    return await apply(pump, step, update)
+
+TorchTrainer.finish_train_step, TrainPump._apply = stop, fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_within_a_batch(folder: Path, tree: dict[str, Any], size: int, stops: str, codes: list[int]) -> dict[str, Any]:
+    """The last weights of a run that ends after the first of two updates of its second batch, and is resumed."""
+    folder.mkdir()
+    (program := folder / "rank.py").write_text(CUT)
+    tree = tree | {"algorithm": {"updates_per_batch": 2}}
+    with start_two(folder, tree, (str(program),), size=size, WARM_WORKERS="", STOPS=stops) as ranks:
+        assert [rank.wait(90) for rank in ranks] == codes, [rank.output[-3000:] for rank in ranks]
+    run = folder / "runs/run"
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_3"]
+    assert "resume: " in run_ranks(folder, tree | {"resume": True}, size)[0]
+    groups = Counter(row["group_id"] for row in rollouts_of(run))
+    assert groups == dict.fromkeys(range(4 * STEPS), REAL["rollout"]["group_size"])
+    return weights_of(run, 2 * STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("stops", "sharding", "codes"),
+    [
+        ("1", "fsdp", [143, 143]),
+        pytest.param("1", "replicate", [143, 143], marks=pytest.mark.slow),
+        pytest.param("none", "replicate", [1, 12], marks=pytest.mark.slow),
+    ],
+    ids=["the sibling is stopped, fsdp", "the sibling is stopped", "the leader fails"],
+)
+def test_a_run_that_ended_within_a_batch_is_resumed_as_one_rank_would_be(
+    tmp_path: Path, stops: str, sharding: str, codes: list[int]
+) -> None:
+    expected = run_within_a_batch(tmp_path / "alone", TREE, 1, "none", [1])
+    weights = run_within_a_batch(tmp_path / "shared", shared(TREE, sharding=sharding), 2, stops, codes)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -135,17 +135,32 @@ async def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_
 async def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
     async with two() as (first, other):
         late = asyncio.ensure_future(later(0.05, other.leave(7, "SIGINT")))
-        assert await first.leave(7, None, wait_s=20.0) == {1: Departure(7, "SIGINT")}
-        assert await late == {0: Departure(7, None)}
+        assert await first.leave(7, None, wait_s=20.0) == ({1: Departure(7, "SIGINT")}, [])
+        assert await late == ({0: Departure(7, None)}, [])
     async with two() as (alone, _):
-        assert await alone.leave(3, "SIGTERM", wait_s=0.05) == {}
+        assert await alone.leave(3, "SIGTERM", wait_s=0.05) == ({}, [1])
+
+
+async def test_a_rank_without_a_connection_is_named_and_a_slow_rank_is_not() -> None:
+    server, ended = LineServer("a secret of the test"), asyncio.Event()
+    server.on_end = lambda peer, lost: ended.set()
+    first = Positions(server, 0, (0, 3, 5, 7))
+    async with await server.open(), AsyncExitStack() as stack:
+        clients = [LineClient(server.address, "a secret of the test", f"rank {rank}") for rank in (3, 5, 7)]
+        for client in clients:
+            await stack.enter_async_context(client)
+        other = Positions(clients[0], 1, (0, 3, 5, 7))
+        await clients[1].aclose()
+        await ended.wait()
+        for rank in (other, first):
+            assert (await rank.leave(3, None, wait_s=0.05))[1] == [2]
 
 
 async def test_a_rank_that_leaves_after_rank_0_hears_nothing_and_does_not_wait() -> None:
     async with two() as (first, other):
         assert isinstance(first._line, LineServer)
         await first._line.aclose()
-        assert await other.leave(3, None, wait_s=20.0) == {}
+        assert await other.leave(3, None, wait_s=20.0) == ({}, [0])
         assert await other.gather(4, whole(4), sharded=True) == ([], [])
         with pytest.raises(RankLost):
             await other.announce(5, at(5))
@@ -201,7 +216,7 @@ async def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFix
         for version in (1, 2):
             await other.announce(1, at(11))
             await first.announce(version, at(10))
-        assert await first.leave(2, None, wait_s=0.05) == {}
+        assert await first.leave(2, None, wait_s=0.05) == ({}, [1])
         assert (await first.gather(2, whole(20), sharded=False, wait_s=0.05))[1] == [1]
         assert capfd.readouterr() == ("", "")
 
