@@ -55,14 +55,11 @@ def encode(batches: Sequence[Microbatch]) -> tuple[list[dict[str, Any]], list[me
     """For each microbatch a header: its numbers, and dtype and shape of its arrays. Then the bytes of all arrays."""
     headers, buffers = list[dict[str, Any]](), list[memoryview]()
     for batch in batches:
-        header: dict[str, Any] = {}
-        for name in (each.name for each in fields(Microbatch)):
-            value = getattr(batch, name)
+        header = {each.name: getattr(batch, each.name) for each in fields(Microbatch)}
+        for name, value in header.items():
             if isinstance(value, np.ndarray):
                 header[name] = [value.dtype.str, value.shape]
                 buffers.append(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
-            else:
-                header[name] = value
         headers.append(header)
     return headers, buffers
 
@@ -185,7 +182,7 @@ class SiblingPump:
         """`wait_published`: as for the train pump."""
         self._ports, self._calls, self._claims, self._wait_published = ports, calls, claims, wait_published
         self._updates = 0  # optimizer steps of the open batch
-        self._surveyed: Loss | None = None
+        self._surveyed = ports.loss
 
     async def run(self, publications: QueueSender[Publication]) -> None:
         """Make the leader's calls until no call follows. Errors: those of the calls; RankLost if a training rank is lost."""
@@ -211,8 +208,7 @@ class SiblingPump:
         await self._wait_published(ports.turn_of(trainer.version))
         match name:
             case "begin":
-                surveyed = self._surveyed if argument else None
-                await trainer.begin_train_step(surveyed or ports.loss)
+                await trainer.begin_train_step(self._surveyed if argument else ports.loss)
             case "microbatch":
                 await trainer.train_microbatch(batches[0])
             case "logprobs":

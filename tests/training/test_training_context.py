@@ -53,13 +53,13 @@ def check(ranks: Ranks, case: Case, tolerance: float = 1e-10) -> list[dict[str, 
         torch.testing.assert_close(state, wanted["optimizer"][name]["exp_avg_sq"], **close)
     for part in found:
         for mine, theirs in zip(part["numbers"], wanted["numbers"], strict=True):
-            assert mine == pytest.approx(theirs, rel=max(100 * tolerance, 1e-8), abs=1e-9)
-    # With the same weights, and with those of five steps, whose differences by rounding the layers enlarge.
-    for when, allowed in enumerate((tolerance, 20 * tolerance)):
+            assert mine == pytest.approx(theirs, rel=100 * tolerance, abs=1e-9)
+    # With the same weights, and with those of five steps.
+    for when in (0, 1):
         for sibling in range(case.context):
             logprobs = [values for part in found[sibling :: case.context] for values in part["exact"][when]]
             for mine, theirs in zip(logprobs, wanted["exact"][when], strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=allowed)
+                torch.testing.assert_close(mine, theirs, rtol=8 * torch.finfo(mine.dtype).eps, atol=tolerance)
     return found
 
 
@@ -102,19 +102,19 @@ def test_adapters(two: Ranks, path: str) -> None:
 @PATHS_AND_CHECKPOINTING
 @pytest.mark.parametrize("kind", ["window", "sinks"])
 def test_windows_capped_scores_and_sinks(four: Ranks, path: str, kind: str, checkpointing: bool) -> None:
-    """(gpt-oss's experts and Gemma's norms compute in float32.)"""
-    check(four, replace(BASE, context=4, path=path, kind=kind, checkpointing=checkpointing), 1e-6)
+    check(four, replace(BASE, context=4, path=path, kind=kind, checkpointing=checkpointing))
 
 
 @PATHS_AND_CHECKPOINTING
 def test_experts_their_routes_and_their_balance(two: Ranks, path: str, checkpointing: bool) -> None:
-    """(transformers' routers compute their probabilities in float32.)"""
-    check(two, replace(BASE, path=path, kind="moe", routes=True, checkpointing=checkpointing), 1e-6)
+    check(two, replace(BASE, path=path, kind="moe", routes=True, checkpointing=checkpointing))
 
 
 @pytest.mark.parametrize("kind", ["capped", pytest.param("scaled", marks=SLOW), pytest.param("biased", marks=SLOW)])
 def test_what_a_model_does_around_its_head(two: Ranks, kind: str) -> None:
-    check(two, replace(BASE, kind=kind, tied=kind == "capped"))
+    """With the epsilon of the other tests AdamW enlarges rounding: log-probs of "scaled" by one rank that runs its microbatches in
+    another order differ by 7e-11 after five steps, with this one by 4e-13."""
+    check(two, replace(BASE, kind=kind, tied=kind == "capped", eps=1e-3))
 
 
 @pytest.mark.parametrize("whole", ["survey", "buffer"])
@@ -135,8 +135,11 @@ def test_fewer_tokens_than_ranks(four: Ranks, flat: bool, context: int) -> None:
     check(four, replace(BASE, where=where, context=context, flat=flat, few=True))
 
 
-def test_float32(two: Ranks) -> None:
-    check(two, replace(BASE, dtype="float32"), 1e-5)
+@pytest.mark.parametrize("kind", ["llama", "window", "sinks", "moe", "capped"])
+def test_float32(two: Ranks, kind: str) -> None:
+    """With the rate and the epsilon of the other tests AdamW enlarges rounding: log-probs of one rank that runs its microbatches in
+    another order differ by up to 2e-4 after five steps."""
+    check(two, replace(BASE, dtype="float32", kind=kind, routes=kind == "moe", lr=1e-3, eps=3e-3), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_two_sets_and_shards_of_the_model(four: Ranks, shards: int | None, keep:
 
 @pytest.mark.parametrize("kind", ["window", "moe"])
 def test_shards_of_models_with_windows_and_with_experts(four: Ranks, kind: str) -> None:
-    check(four, replace(BASE, where=TWO_SETS, flat=False, kind=kind, routes=kind == "moe", checkpointing=True), 1e-6)
+    check(four, replace(BASE, where=TWO_SETS, flat=False, kind=kind, routes=kind == "moe", checkpointing=True))
 
 
 def test_a_set_whose_groups_are_all_skipped(four: Ranks) -> None:

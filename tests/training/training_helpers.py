@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import LOSSES, build_loss
@@ -63,6 +64,16 @@ _KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
 HEADS = ("capped", "scaled", "biased")
 
 
+class WideRouter(Qwen3MoeTopKRouter):
+    """Computes as transformers' router, which takes the softmax in float32, but in float64 for float64 logits."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        top, experts = torch.topk(probs, self.top_k, dim=-1)
+        return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), experts
+
+
 def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTrainedModel:
     family, settings = _KINDS[kind]
     with torch.random.fork_rng(devices=[]):
@@ -75,6 +86,9 @@ def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTra
         for name, parameter in module.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for part in module.modules():
+        if isinstance(part, Qwen3MoeTopKRouter):
+            part.__class__ = WideRouter
     return module
 
 

@@ -73,6 +73,8 @@ class Case:
     spoilt: str = ""  # one token has an unknown "token" or "route"
     few: bool = False  # each sequence has two tokens
     whole: str = ""  # "survey": the step is surveyed first; "buffer": a second gradient buffer
+    lr: float = 0.01
+    eps: float = 1e-8  # of AdamW
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -133,7 +135,9 @@ def one_step(trainer: TorchTrainer, case: Case, batches: list[Microbatch]) -> di
 
 
 def settings(case: Case) -> TrainConfig:
-    return TrainConfig(lr=0.01, weight_decay=0.1, grad_clip=0.05, gradient_checkpointing=case.checkpointing)
+    return TrainConfig(
+        lr=case.lr, eps=case.eps, weight_decay=0.1, grad_clip=0.05, gradient_checkpointing=case.checkpointing
+    )
 
 
 def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:

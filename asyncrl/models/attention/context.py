@@ -95,19 +95,14 @@ class ContextPlan(TreePlan):
         own_sinks = None if sinks_gradient is None else self._own(sinks_gradient)
         super().backward(grad, (q, k, v, out, lse), scaling, of_heads, self._of_own_heads(terms), own_sinks)
         del inputs, q, k, v, out, grad
-        parts = self._exchange(of_heads, len(query))
-        gradients[0].copy_(parts[0])
-        for target, part in zip(gradients[1:], parts[1:], strict=True):
-            target.copy_(part if repeats == 1 else part.view(*key.shape[:2], repeats, -1).sum(2))
+        for target, part in zip(gradients, self._exchange(of_heads, len(query)), strict=True):
+            target.copy_(part if part.shape == target.shape else part.view(*key.shape[:2], repeats, -1).sum(2))
 
     def _repeats(self, query: Tensor, key: Tensor) -> int:
         """How often each key/value head is sent."""
         siblings = self._siblings.world_size
         _require_heads(query.shape[1], siblings)
-        if len(query) * siblings != self.tokens:
-            raise ValueError(
-                f"the plan describes {self.tokens} tokens of {siblings} ranks, but the model passed {len(query)}"
-            )
+        self._check_count(query, siblings)
         return siblings // math.gcd(key.shape[1], siblings)
 
     def _exchange(self, parts: Sequence[Tensor], rows: int) -> list[Tensor]:

@@ -135,9 +135,10 @@ class TreePlan(PlanWithRoutes):
         """Whether, without a ragged kernel, `attend_masked` computes this layer."""
         return query.device.type != "cpu" and terms.plain and len(self.levels) < 2
 
-    def _check_count(self, query: Tensor) -> None:
-        if query.shape[0] != self.tokens:
-            raise ValueError(f"the plan describes {self.tokens} tokens, but the model passed {query.shape[0]} queries")
+    def _check_count(self, query: Tensor, ranks: int = 1) -> None:
+        if query.shape[0] * ranks != self.tokens:
+            shares = f"{self.tokens} tokens" + (f" of {ranks} ranks" if ranks > 1 else "")
+            raise ValueError(f"the plan describes {shares}, but the model passed {query.shape[0]} queries")
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN

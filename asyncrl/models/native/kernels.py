@@ -45,11 +45,6 @@ class Scratch:
         return list(self._buffers.values())
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that norms are computed in: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def blocks(tensor: Tensor) -> Iterator[slice]:
     """Row ranges of about `_BLOCK_BYTES` each on a CPU; all rows at once elsewhere."""
     rows = tensor.shape[0]
@@ -69,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
     if fuses(x, weight, offset):
         fused: tuple[Tensor, Tensor] = _norm(x, [x.shape[-1]], weight, eps)
         return fused
-    dtype = wide(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     weight = add_offset(weight, offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
@@ -93,7 +88,7 @@ def rms_norm_backward(
     if native.takes(grad, x, weight, out, size=x.shape[-1]):
         native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
         return out
-    dtype = wide(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros_like(weight, dtype=dtype)
     wide_weight = add_offset(weight.to(dtype), offset, dtype)
     for rows in blocks(x):

@@ -34,7 +34,7 @@ def fuses(x: Tensor, weight: Tensor, offset: float) -> bool:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
@@ -57,10 +57,6 @@ class _RMSNorm(torch.autograd.Function):
 def add_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
     """`offset + weight` in `dtype`, because a sum in bfloat16 would lose small weights. Offset 0: the weight, unconverted."""
     return weight.to(dtype) + offset if offset else weight
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class FusedRMSNorm(nn.Module):
@@ -105,7 +101,7 @@ def _computes_rms_norm(part: nn.Module, eps: float, offset: float) -> bool:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or names != {"weight"}:
         return False
     # The outputs are compared in float32 or wider, whatever the dtype of the loaded weight.
-    dtype = _wide(weight.dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     # Half of the values are so small that `eps` has an effect.
     x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=dtype, device=weight.device).view(2, -1)
     x = torch.cat([x, x * eps**0.5])
