@@ -43,7 +43,7 @@ _DEPTH_OF = {cause: depth for depth, cause in enumerate(DEPTH)}
 UNEXPLAINED = "unexplained"
 
 # Closures whose kind is not the first part of their name.
-_KINDS = {
+KINDS = {
     "engine/decode": "decode",
     "engine/prefill": "prefill",
     "engine/weights": "publish",
@@ -72,8 +72,8 @@ class LaneBudget:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a closure by the table `_KINDS`; otherwise its name up to the first slash."""
-    return _KINDS.get(name) or name.partition("/")[0]
+    """The kind of a closure by the table `KINDS`; otherwise its name up to the first slash."""
+    return KINDS.get(name) or name.partition("/")[0]
 
 
 def lane_budget(window: Window, lane: str) -> LaneBudget:

@@ -15,6 +15,7 @@ from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.cli.app import main
 from asyncrl.cli.explain import explain, known
 from asyncrl.config.fields import OTHER_NAMES, knobs
+from asyncrl.telemetry.budget import KINDS
 from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.telemetry.records import CAUSES
 from asyncrl.telemetry.reward_signal import LACKING
@@ -112,7 +113,12 @@ def declared() -> set[str]:
             continue
         for node in ast.walk(ast.parse(text)):
             found.update(_text(key) for key in _keys(node))
-    return {name for name in found if name.partition("/")[0] in sections and re.fullmatch(r"\w+(/[\w@{}]+)+", name)}
+    # Closures have names of the same form.
+    return {
+        name
+        for name in found - {*KINDS}
+        if name.partition("/")[0] in sections and re.fullmatch(r"\w+(/[\w@{}]+)+", name)
+    }
 
 
 def test_every_metric_of_the_code_is_explained() -> None:

@@ -342,12 +342,13 @@ def test_ranks_with_unlike_reward_models_are_refused(tmp_path: Path) -> None:
         assert re.search(r"'judge' .* has other weights, .* on\s+rank (1|2) than on rank (1|2)", shown), shown
 
 
+COMMANDS = {"context": blocks("context"), "roles": blocks("roles")}
 PAGES = {"context": "ranks 0-1 share sequences, led by rank 0", "roles": "rank 1 only generates"}
 
 
 def words_of(page: str) -> list[str]:
     """What follows `torchrun` in the command of the page; files by their whole paths."""
-    [block] = blocks(page)
+    [block] = COMMANDS[page]
     launcher, *words = shlex.split(block.text)
     assert launcher == "torchrun"
     return [str(ROOT / word) if word.endswith(".yaml") else word for word in words]
