@@ -76,8 +76,10 @@ def test_the_first_path_that_agrees_is_used() -> None:
     assert check_model(llama(hidden_act="relu")).path == PACKED
     assert check_model(built(BloomConfig(**SMALL))).path in PLAIN
     assert check_model(stateful()).path in PLAIN
-    with torch.device("meta"):  # without weights the class is compared
-        assert check_model(llama()).path == FUSED
+    with torch.device("meta"):
+        without_weights = llama()
+    # The class is compared.
+    assert check_model(without_weights).path == FUSED
 
 
 def test_the_model_is_left_as_it_was() -> None:
