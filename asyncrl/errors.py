@@ -198,7 +198,7 @@ class RecordTooLarge(TransportError, ValueError):
 
 
 class RingFull(TransportError, TimeoutError):
-    """The ring stayed full until the deadline. Nothing was put, so the caller may try again."""
+    """The ring stayed full until the deadline. The caller may put the same record again."""
 
 
 class RingDetached(TransportError, ConnectionError):

@@ -48,7 +48,7 @@ class Surrogate:
 class LossMethod(Method):
     """Base class of the losses. A subclass needs `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
 
-    Fields made by `setting` are the settings `algorithm.NAME.*`. A subclass with such fields must be a frozen dataclass.
+    Fields made by `setting` are the settings `algorithm.SECTION.*` (`name` by default). Such a subclass must be a frozen dataclass.
     """
 
     name: ClassVar[str] = ""
@@ -383,7 +383,7 @@ class Reinforce(LossMethod):
 
 @dataclass(frozen=True)
 class Vespo(LossMethod):
-    """Variational sequence-level soft policy optimization: a weight for each sequence that is a gamma function of its ratio.
+    """Variational sequence-level soft policy optimization: a weight for each sequence, shaped as a gamma density of its ratio.
 
     Paper: "VESPO" (arXiv:2602.10693), as in TRL.
     Formula: `sum_t -phi_b A_t logp_t` with a detached `phi_b = exp(lambda + k log w_b - lambda w_b)`, so phi is 1 at w = 1.

@@ -1,8 +1,8 @@
-"""A monotonic clock that leaves out suspensions of this process. All deadlines of a run are measured with this clock.
+"""A monotonic clock that leaves out suspensions of this process. Deadlines on the event loop of a run use this clock.
 
 A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
-have passed. Here a long gap between two readings, in which the process used no processor time, counts as a suspension. The event
-loop of a run uses the same clock.
+have passed. Here a gap of more than a second between two readings counts as a suspension, without its first second and the
+processor time that the process used meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A deadline for the exit of a process. The exit code is the same with or without the deadline.
+"""A deadline for the exit of a process. It changes no exit code, except those of SystemExit and Ctrl-C, to 1.
 
 After a command's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
 loop waits for tasks and threads. A thread that a library forgot would keep the process and its devices for ever. A process that

@@ -80,7 +80,7 @@ def _heading(section: str) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The text of `config.yaml`. `load_config` reads an equal configuration from that text.
+    """The text of `config.yaml`. `load_config` reads an equal configuration from that text, but without secrets.
 
     Settings of losses and advantages that are not chosen are omitted: a checked configuration has their defaults."""
     return dump(config.model_dump(exclude={"algorithm": {*unread_sections(config.algorithm)}}))

@@ -106,8 +106,8 @@ def place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_machinery(frame.filename)]
-    installed_folders = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    user_frames = [frame for frame in frames if not frame.filename.startswith(installed_folders)]
+    installed = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    user_frames = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, installed))]
     if not frames:
         return ""
     last = (user_frames or frames)[-1]
@@ -138,9 +138,8 @@ def user_code(make_error: Callable[[BaseException], Exception]) -> Iterator[None
 
 def is_machinery(file: str) -> bool:
     """Whether the file belongs to this package or to Python's import system."""
-    return file.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))) or Path(file).is_relative_to(
-        _PACKAGE
-    )
+    folders = _PACKAGE, Path(importlib.__file__).parent
+    return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, folders))
 
 
 def _load_file(address: str, place: str) -> ModuleType:

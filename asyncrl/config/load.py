@@ -69,7 +69,7 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     Values are YAML.
 
     `--a.b` without a value is true if the setting is a boolean. If the setting is a string or a list of strings, the text is the
-    value, unless the text is quoted YAML, null or a YAML list. Errors: `ConfigError`.
+    value, unless the text is quoted YAML, `null` (for a list, or if allowed), or for a list a YAML list. Errors: `ConfigError`.
     """
     remaining = list(arguments)
     while remaining:

@@ -55,7 +55,7 @@ def is_prompt(group_id: int) -> bool:
 
 
 def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """A `state_dict` of a `PromptSource`, changed as if `next()` had returned the prompts of these groups since."""
+    """A `state_dict` of a `PromptSource`, changed as if `next()` had returned the prompts of these groups since. Counts stay."""
     used = set(group_ids)
     first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
@@ -123,7 +123,7 @@ class PromptSource:
         self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first
         self._orders: dict[int, EpochOrder] = {}
-        self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, tokens before the cut)
+        self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, length before cutting)
         self._cached_tokens = 0
         self._counts = {"delivered": 0, "redelivered": 0, "cut": 0, "skipped": 0}
         self._digest = digest(self._rows, self.config.prompt_column)
@@ -145,8 +145,8 @@ class PromptSource:
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
 
-        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or an epoch in
-        which every row is skipped.
+        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or twice as many
+        skipped rows in a row as there are rows.
         """
         while self._requeued:
             prompt = self.prompt_for(self._requeued[0])
@@ -164,10 +164,10 @@ class PromptSource:
                 return prompt
             self._counts["skipped"] += 1
             skipped += 1
-            if skipped >= len(self._rows):
+            if skipped >= 2 * len(self._rows):  # of one rank, a whole epoch at least
                 raise DataError(
-                    f"every prompt of {self._rows.source} is longer than data.max_prompt_tokens = "
-                    f"{self.config.max_prompt_tokens} and is skipped; raise data.max_prompt_tokens, or set data.overlong=cut"
+                    f"rank {self._rank} took {skipped:,} prompts of {self._rows.source}, and every prompt is longer than "
+                    f"data.max_prompt_tokens = {self.config.max_prompt_tokens}; raise the setting, or set data.overlong=cut"
                 )
         return None
 
@@ -209,7 +209,7 @@ class PromptSource:
         return group_ids
 
     def check_all(self) -> dict[str, int]:
-        """Tokenize every row, to raise before the run all errors of `next()`. Returns `statistics()` and `overlong_rows`.
+        """Tokenize every row. Returns `statistics()` and `overlong_rows`. Errors: `DataError` for a row that `next()` refuses.
 
         Blocks until every row is tokenized. Call this method on another thread, before the first `next()`.
         """
@@ -279,7 +279,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. Errors: `DataError` if a group id would mean another row than before."""
+        """Continue from a `state_dict()`. Errors: `DataError` for another stream of prompts: other rows, seed or ranks."""
         now = self.state_dict()
         for key, label in (
             ("rows", "number of rows"),
@@ -291,8 +291,8 @@ class PromptSource:
         ):
             if state[key] != now[key]:
                 raise DataError(
-                    f"cannot resume in {self._rows.source}: its {label} was {state[key]} and is {now[key]}, so group ids "
-                    "would mean other rows; restore the old value, or start a new run"
+                    f"cannot resume in {self._rows.source}: its {label} was {state[key]} and is {now[key]}, so prompts "
+                    "would be repeated or left out; restore the old value, or start a new run"
                 )
         self._position = int(state["position"])
         self._requeued = sorted(int(group_id) for group_id in state["again"])
@@ -311,7 +311,7 @@ class PromptSource:
         return self._orders[epoch][position], epoch
 
     def _prompt_and_length(self, group_id: int) -> tuple[Prompt | None, int]:
-        """(prompt, tokens before the cut) of a group id. The prompt is None if its row is skipped."""
+        """(prompt, length before cutting) of a group id. The prompt is None if its row is skipped."""
         index, epoch = self._row_of(group_id % REROLLS)
         ids, length = self._encode(index)
         if length > self.config.max_prompt_tokens and self.config.overlong == "skip":
@@ -323,7 +323,7 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row that was checked. User code may generate the row at each access, so do not call this method twice."""
+        """A row that was checked. An access may be slow, because user code may generate the row: call this once for each prompt."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row and not self._for_agents:
             raise DataError(
@@ -334,7 +334,7 @@ class PromptSource:
         return row
 
     def _encode(self, index: int) -> tuple[Int32Array, int]:
-        """(token ids after the cut, length before the cut) of a row."""
+        """(token ids, cut if necessary; length before cutting) of a row."""
         if index in self._cache:
             return self._cache[index]
         config, row = self.config, self._row(index)

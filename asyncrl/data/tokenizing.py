@@ -31,7 +31,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-# Ends of sentences that begin with "12 of 1,000 prompts ".
+# Ends of sentences that begin with "12 of 1,000 prompts of SOURCE ".
 NOTES = {
     "rendered": (
         "hold the chat template's own control tokens and are tokenized without the template; "
@@ -39,7 +39,7 @@ NOTES = {
     ),
     "control": (
         "hold the text of a control token in a message, a tool or an argument, which is encoded as text "
-        "(data.control_tokens=text encodes it as a control token)"
+        "(with data.control_tokens=text, texts may write control tokens, too)"
     ),
     "continued": (
         "end with a message of the assistant, which completions continue; if this message is the answer, remove it"
@@ -112,8 +112,8 @@ class PromptEncoder:
         if "strftime_now" not in self._words and not re.search(r"\bnow\(", self._template):
             return []
         return [
-            "the chat template writes the date of the day, so prompts change from one day to the next; set data.date to keep "
-            f"the date (now {self._day}; a resumed run keeps the date of its start)"
+            f"the chat template writes a date, so prompts depend on data.date (now {self._day}; without the setting the day on "
+            "which a run starts, which a resumed run keeps)"
         ]
 
     @property

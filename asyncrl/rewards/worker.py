@@ -1,8 +1,8 @@
 """The worker process, `python -m asyncrl.rewards.worker FD`: a new interpreter, not a fork of the run. Its parent is a guard.
 
-Everything runs in the **main thread**, which `signal.alarm` needs, until the run closes its end of the socket. Calls of `async def`
-functions are tasks of one event loop. All other calls run one at a time while that loop is stopped, so that they may run loops of
-their own. The guard, a process (concurrency/guard.py), kills the worker when the run dies, even in the middle of a call. The kernel
+Everything runs in the **main thread**, which `signal.alarm` needs. The worker ends when the run closes its end of the socket. Calls
+of `async def` functions are tasks of one event loop. Other calls run one at a time while that loop is stopped, so that they may run
+loops of their own. The guard, a process (concurrency/guard.py), kills the worker when the run dies, even during a call. The kernel
 kills the worker when the guard dies. Prints of the user's code to stdout go to the run's stderr; replies go through the socket.
 
 Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
@@ -83,7 +83,7 @@ class Log:
         self._metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """`values`: one for each completion. A second call for the same column appends to the values of the first."""
+        """All calls for one column together give one value for each completion, in their order."""
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
@@ -121,10 +121,8 @@ def as_number(value: Any) -> float | None:
 
 
 def as_list(answer: Any, completions: int) -> list[Any]:
-    """The values of an answer, one for each completion.
-
-    Errors: `UsageError` if the answer has another length, or is no iterator, no list or tuple, and no array of one dimension.
-    """
+    """The values of an answer, one for each completion. Errors: `UsageError` if the answer has another length, or is neither an
+    iterator nor indexed (as a list, or an array of one dimension)."""
     refused = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
     sized = hasattr(answer, "__getitem__") and hasattr(answer, "__len__")
     indexed = sized and len(getattr(answer, "shape", (0,))) == 1  # a list has no shape, but one dimension
@@ -147,8 +145,8 @@ def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
-    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns' names for each source of rows, if known.
-    Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score such rows."""
+    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns' names of each data set, if
+    known. Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score one of the data sets."""
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
@@ -303,6 +301,8 @@ class SocketSession:
     def _reply(self, number: int, answer: Any) -> None:
         """`answer`: the content, or the error that was raised."""
         self._exit_if_forked()
+        if self._over:  # a cancelled call; the socket is closed
+            return
         reply: dict[str, Any] = {"id": number, "grown": self._grown}
         if isinstance(answer, BaseException):
             reply["error"] = describe_error(answer, not self._functions)

@@ -13,7 +13,7 @@ The clock. If all pairs are resolved at the begin of a closure, the stream is em
 event and the host's time right before `record` are the reference for the pairs up to the next such closure. Two inaccuracies
 remain: an idle device reaches the event some microseconds after `record`, and the two clocks drift apart after the reference.
 `lane/device_clock_ms` has the size of both at each new reference; they do not add up over references. No event is placed before
-its `record`, or after the query that found the event completed.
+the host's time right before its `record`, or after the query that found the event completed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class DeviceTimes:
 
     def finish(self) -> None:
         """Wait for the device, on any thread but the event loop's. A pair that is unresolved after `FINISH_S` gets the host's
-        times."""
+        times, as does every later closure."""
         for _ in range(round(FINISH_S / 1e-3)):
             if self.poll() is None:
                 return

@@ -1,6 +1,6 @@
 """Measures how late the event loop is, and finds the code that blocked the loop.
 
-`monitor` sleeps for `interval` seconds again and again, and measures how much later it wakes. Two metrics result:
+`monitor` sleeps for `interval` seconds again and again, and measures how much later it wakes. Two metrics have the lateness:
 `loop/lag_ms_p99` of a step (with fewer than 100 samples, the largest sample), and `loop/lag_ms_p99_run` of the whole run.
 
 While `monitor` does not wake, a thread samples the stack of the event loop's thread. So the report can say "event loop blocked
@@ -27,15 +27,15 @@ from .recorder import Recorder
 # A shorter lateness is not recorded as idle time, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
-# A block is reported while it lasts after this time: the code may wait for something that only the event loop can do.
+# A longer block is reported once before it ends: the code may wait for something that only the event loop can do.
 _STILL_BLOCKED_S = 5.0
 # A block in the same place is reported again after this time.
 _REPORT_AGAIN_S = 60.0
 # `LatenessHistogram`: the upper limit of bin i is 0.1 ms * 1.05**i. The last bin has no upper limit.
 _FIRST_BIN_MS, _BIN_RATIO, _BINS = 0.1, 1.05, 275
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"  # not also a folder asyncrl_tasks
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
 _LOOP_FILES = (
     "asyncio/base_events.py",
     "asyncio/events.py",
@@ -112,7 +112,7 @@ class BlockSampler:
 
     def tick(self) -> tuple[str | None, bool]:
         """Call this method when the event loop runs. Returns the most frequent frame since the last call (None without a sample),
-        and whether the thread slept in a call meanwhile."""
+        and whether the thread hardly waited for a processor or for the GIL meanwhile."""
         with self._lock:
             self._last_tick = self._clock()
             frames, self._frames = self._frames, Counter()
@@ -123,7 +123,7 @@ class BlockSampler:
         try:
             with open(self._delay_file, encoding="ascii") as file:
                 return 1e-9 * float(file.read().split()[1])
-        except (OSError, IndexError):  # not Linux: inf - inf is NaN, so `asleep` is False
+        except (OSError, IndexError):  # not Linux: inf - inf is NaN, so `_did_not_wait` is False
             return math.inf
 
     def _run(self) -> None:
@@ -160,7 +160,7 @@ def _did_not_wait(delays: list[tuple[float, float]]) -> bool:
 
 
 class LatenessHistogram:
-    """The 99th percentile of any number of samples in constant memory, at most 5 % too large."""
+    """The 99th percentile of any number of samples in constant memory, at most 5 % too large. Above 64 s it is too small."""
 
     def __init__(self) -> None:
         self._samples = 0
@@ -205,7 +205,7 @@ async def monitor(
             await anyio.sleep(interval)
             now, processor_s = clock(), time.thread_time() - processor_start
             late = now - expected
-            frame, asleep = sampler.tick()
+            frame, did_not_wait = sampler.tick()
             recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
             lateness.add(1e3 * late)
             recorder.gauge("loop/lag_ms_p99_run", lateness.p99)
@@ -213,7 +213,7 @@ async def monitor(
                 recorder.idle("loop", expected, now)
             if late > blocked_s:
                 recorder.count("loop/blocked")
-                if asleep or processor_s > late / 2:
+                if did_not_wait or processor_s > late / 2:
                     place = frame or "code that held the GIL or has no Python frame"
                     text = f"event loop blocked {late:.2f} s in {place}"
                     recorder.instant(text, track="event loop")

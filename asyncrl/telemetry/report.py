@@ -159,7 +159,7 @@ def _timeline(path: Path, step_ends: Iterable[tuple[float, int]]) -> dict[str, A
 def _timeline_rows(
     events: list[dict[str, Any]], names: dict[int, str], start: float
 ) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Rows of `[start, duration, index of name, colour key, detail]`, the names, and the number of omitted rows."""
+    """Rows with spans `[start, duration, index of name, colour key, detail]`, the names, and the number of omitted rows."""
     table: dict[str, int] = {}
     by_row: dict[int, list[list[Any]]] = {}
     for event in events:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 COUNT = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
-# A larger `completions/clipped_ratio` is worth a warning, also where rewards differ.
+# A `completions/clipped_ratio` of at least this is worth a warning, also where rewards differ.
 MOST_CLIPPED = 0.9
 # Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
@@ -28,7 +28,7 @@ LACKING: Mapping[str, tuple[str, str]] = {
 _MOST_WARNINGS = 100  # in a report
 # A warning comes after this many steps in a row, and again at every doubling.
 FIRST = 3
-# A warning comes if the device waited for rewards for a larger share of the step.
+# A warning comes if the device waited for rewards for at least this share of the step.
 WAITED = 0.25
 # Advantages that may differ from 0 in a group of equal rewards: they use raw rewards, the whole step, or components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")

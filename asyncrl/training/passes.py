@@ -38,13 +38,13 @@ class PolicyForward:
         plain: bool = False,
         siblings: Collectives | None = None,
     ) -> None:
-        """`plain`: use the model's own forward, whose results equal those of a sharded training forward. `siblings`: the ranks that
-        share each microbatch (context.py); a call is a collective then."""
+        """`plain`: use the model's own layers instead of the fused ones, so that results equal those of a sharded trainer.
+        `siblings`: the ranks that share each microbatch (context.py); a call is a collective then."""
         self.policy = policy
         self._siblings = siblings
         self._plain = plain
         self._spare = SpareMemory()
-        # Whether the newest call had ids that the model lacks (bool, 0-d); see `clamped_ids`.
+        # Whether the newest call had tokens (`clamped_ids`) or experts that the model lacks: bool, 0-d.
         self.has_unknown_ids = torch.tensor(False)
         if checkpointing:
             policy.enable_checkpointing()
@@ -140,7 +140,7 @@ def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
 
 
 def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
-    """The columns of `batch` as tensors, in the dtype and on the device of `logp_S`."""
+    """The columns of `batch` as tensors on the device of `logp_S`; numbers have its dtype."""
 
     def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # not a numpy scalar type
         return None if values is None else to_device(values, logp_S.device).to(logp_S.dtype)

@@ -116,7 +116,7 @@ class ShardedForward:
             layer.training = True
         self._scoring = _Scoring(model, transform, kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.has_unknown_ids = torch.tensor(False)  # of the newest call: see `clamped_ids`
+        self.has_unknown_ids = torch.tensor(False)  # of the newest call: as in `PolicyForward`
         self.device = device
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen, **cut)

@@ -1,6 +1,6 @@
 """Decides in the process of rank 0 which version of the weights is broadcast to which nodes, and when.
 
-    a training rank      wrote(v)      v lies in a half of its board. Returns when no older version is being sent
+    a training rank      wrote(v)      v lies in a half of its board. Returns when all senders hold v and no older one is sent
     a generating node    next(has)     a half of its board is free. Returns when a version newer than `has` has come
     rank 0               ask(order)    all senders and receivers run this broadcast, and answer at its end
 
@@ -25,12 +25,12 @@ from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.distributed.values import LineStore, Values
 from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
 
-MOST_FAILURES = 3  # broadcasts in a row in which no node was lost
+MOST_FAILURES = 3  # in a row, each without a lost node: the run ends
 
 
 class Order(NamedTuple):
-    """One broadcast, in JSON types. `group`: number of the process groups. `outputs`: see `PostedVersion`. `whole`: the receivers
-    have no weights yet, so they need all weights, also with adapters."""
+    """One broadcast, in JSON types. `group`: a counter that names the process groups; each new set raises it. `outputs`: see
+    `PostedVersion`. `whole`: the receivers have no weights yet, so they need all weights, even if the run trains only adapters."""
 
     version: int
     outputs: Sequence[float] | None
@@ -70,7 +70,7 @@ class Orders:
         self._error: RankLost | None = None
 
     async def wrote(self, node: str, version: int, outputs: Sequence[float] | None = None) -> None:
-        """A sender holds `version`. `outputs`: the fixed row, which only rank 0 passes. Errors: RankLost if a sender is lost."""
+        """A sender holds `version`. `outputs`: log-probs of the fixed row (only rank 0). Errors: RankLost if a sender is lost."""
         if outputs is not None:
             self._outputs[version] = outputs
         self._written[node] = max(self._written[node], version)
@@ -113,7 +113,7 @@ class Orders:
             self._notify()
 
     async def run(self) -> None:
-        """Send orders, without end. Errors: RankLost, which the other calls raise then, too."""
+        """Send orders, without end. After any error the other calls raise RankLost, so that nobody waits for an order."""
         try:
             await self._run()
         except Exception as error:

@@ -2,13 +2,13 @@
 
 `SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
 halves, in host memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board and
-`WeightReader` a worker's. The fixed row (models/outputs.py): log-probs of 16 fixed tokens, which must agree on both sides.
+`WeightReader` a worker's. The fixed row (models/outputs.py): 16 fixed tokens, whose log-probs must agree on both sides.
 
     trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or the
-                                 masters are copied now. The trainer computes the fixed row
-    trainer's loop    _move      every worker gets version, half and fixed row
+                                 working copy is copied now. The trainer computes the log-probs of the fixed row
+    trainer's loop    _move      every worker gets version, half and log-probs
     worker's lane     move       the worker copies the half, if the half lies on another device, binds its modules, and answers
-    worker's lane     _compare   the worker computes the fixed row: a result that differs ends the run
+    worker's lane     _compare   the worker computes its log-probs: a result that differs ends the run
     trainer's loop    _move      every worker has answered: the other half is free
 
 A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) leaves workers on
@@ -44,7 +44,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, DeviceWait, wait_for_device
 from asyncrl.types import PostedVersion
 
-OUTPUTS_SHARE = 0.01  # of a run's time: the most that fixed rows may take
+OUTPUTS_SHARE = 0.01  # the most of a run's time for log-probs of the fixed row
 _SAMPLED_POSITIONS = 65_536
 _LARGEST = 1e18  # a norm or an optimizer may square a weight
 
@@ -101,7 +101,7 @@ class BoardWorkers(Protocol):
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every later token comes from `version`, which lies in `half`, and only a pinned worker reads the other half.
-        A call that failed may be repeated. `outputs`: the trainer's fixed row; None: workers do not compare this time."""
+        A call that failed may be repeated. `outputs`: the trainer's log-probs of the fixed row; None: no comparison."""
         ...
 
     def reads(self, half: int) -> bool:
@@ -192,7 +192,7 @@ class WeightPublisher(BoardOwner):
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def wait_writable(self) -> None:
-        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not cast into halves."""
+        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not, or a move did not end."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
@@ -240,7 +240,7 @@ class WeightPublisher(BoardOwner):
 
 
 class BoardEngine(Protocol):
-    """An engine whose weights lie on a weight board. `output_bound`: how far its fixed row may be off the trainer's."""
+    """An engine whose weights lie on a weight board. `output_bound`: how far its log-probs of the fixed row may be off."""
 
     recorder: Recorder
     output_bound: Bound
@@ -286,8 +286,8 @@ class WeightReader:
                 self._moving = None
 
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Fetch and bind the version between closures of the lane, send the answer, and then compare the fixed row with `outputs`,
-        the trainer's."""
+        """Fetch and bind the version between closures of the lane, send the answer, and then compare the log-probs of the
+        fixed row with `outputs`, the trainer's."""
         if self._board.reads_copies and half != self._half:
             fetch = partial(self._board.fetch, half)
             await wait_for_device(await self._lane.run(fetch, name="engine/fetch", priority=1))

@@ -153,6 +153,15 @@ def test_a_file_of_overlong_rows_is_an_error_and_no_endless_loop() -> None:
         PromptSource([{"prompt": "abc"}] * 3, Characters(), DataConfig(max_prompt_tokens=2, overlong="skip")).next()
 
 
+def test_one_short_row_is_found_wherever_the_epochs_place_it() -> None:
+    config = DataConfig(max_prompt_tokens=2, overlong="skip")
+    for seed in range(10):
+        cursor = PromptSource(
+            [{"prompt": "abc"}] * 4 + [{"prompt": "a"}], Characters(), config, seed=seed, max_epochs=5
+        )
+        assert len(list(iter(cursor.next, None))) == 5
+
+
 def test_lazily_one_row_at_a_time_and_once() -> None:
     tokenizer = Characters()
     cursor = PromptSource(rows_of(100), tokenizer)

@@ -329,7 +329,7 @@ def test_what_may_not_be_meant_is_counted_by_row() -> None:
     source = PromptSource(rows, tokenizer)
     source.check_all()
     [date, *notes] = source.notes()
-    assert date.startswith("the chat template writes the date of the day")
+    assert date.startswith("the chat template writes a date")
     said = {note.removeprefix("1 of 4 prompts of the list of rows ")[:20] for note in notes}
     assert said == {note[:20] for note in NOTES.values()}
 
@@ -385,5 +385,6 @@ def test_a_date_stays() -> None:
     tokenizer = tokenizer_of("llama3_2")
     assert ids(tokenizer, [USER], date="2024-07-26") == oracle(tokenizer, [USER], date_string="26 Jul 2024")
     assert any(
-        "the date (now 2024-07-26;" in line for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
+        "data.date (now 2024-07-26;" in line
+        for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
     )

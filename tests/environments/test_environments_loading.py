@@ -1,12 +1,13 @@
 """Environments by address, and the loading of user code by address in general."""
 
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.imports import load_object, split_address
+from asyncrl.config.imports import load_object, place_of, split_address
 from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
@@ -133,3 +134,10 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'") as caught:
         load_object("nowhere_at_all.sub:f")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_folder_beside_the_standard_library_is_the_users():
+    file = f"{sysconfig.get_path('stdlib')}_tasks/rows.py"
+    with pytest.raises(ValueError, match="no such row") as caught:
+        exec(compile("raise ValueError('no such row')", file, "exec"))
+    assert place_of(caught.value) == f" ({file}:1)"

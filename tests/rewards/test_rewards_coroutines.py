@@ -1,10 +1,15 @@
 """`async def` rewards: many calls in one worker's loop, each with its own deadline, its own end and its own tries."""
 
 import asyncio
+import pickle
+import socket
+import subprocess
+import sys
 
 import pytest
-from rewards_helpers import at_work, only_worker, pool, prompt, score, trajectories, until
+from rewards_helpers import FILE, at_work, only_worker, pool, prompt, score, trajectories, until
 
+from asyncrl.concurrency.channel import encode
 from asyncrl.errors import RewardCrash, RewardError, RewardTimeout
 from asyncrl.rewards import pool as pool_module
 from asyncrl.telemetry.recorder import Recorder
@@ -116,3 +121,17 @@ async def test_failed_calls_are_tried_again_if_they_are_coroutines():
             await components(rewards, "a")
         assert rewards.calls_at_once(8) == 1
     assert "reward/raises/retries" not in recorder.drain()
+
+
+def test_a_worker_ends_in_good_order_with_a_coroutine_under_way():
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "asyncrl.rewards.worker", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker, ours:
+        theirs.close()
+        load = {"path": [], "functions": [f"{FILE}:meets"], "columns": []}
+        call = {"function": 0, "arguments": {"completions": ["2"]}, "state": {}, "completions": 1}
+        ours.sendall(encode({"id": 0}, pickle.dumps(load)))
+        assert ours.recv(1 << 16)
+        ours.sendall(encode({"id": 1}, pickle.dumps(call)))
+        ours.close()
+        assert (worker.communicate()[1], worker.returncode) == (b"", 0)

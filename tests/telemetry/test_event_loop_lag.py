@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import re
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import uvloop
 
+import asyncrl
 from asyncrl.telemetry import machine
 from asyncrl.telemetry.lag import BlockSampler, LatenessHistogram, monitor, top_user_frame
 from asyncrl.telemetry.recorder import Recorder
@@ -184,6 +186,13 @@ def test_top_frame_is_the_users_and_not_the_librarys() -> None:
     leave.set()
     thread.join()
     assert frame is not None and re.fullmatch(r"test_event_loop_lag\.py:\d+ users_code", frame)
+
+
+@pytest.mark.parametrize("folder", [Path(asyncrl.__file__).parent, sysconfig.get_path("purelib")])
+def test_a_folder_beside_the_package_or_a_library_is_the_users(folder: Any) -> None:
+    names = {"look": top_user_frame, "thread": threading.get_ident(), "found": None}
+    exec(compile("found = look(thread)", f"{folder}_tasks/rewards.py", "exec"), names)
+    assert names["found"] == "rewards.py:1 <module>"
 
 
 def test_an_idle_event_loop_has_no_culprit() -> None:

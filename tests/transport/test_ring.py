@@ -64,7 +64,7 @@ async def test_a_full_ring_is_backpressure_with_a_deadline(name: str) -> None:
     async with pair(name) as (ring, producer):
         for group in range(8):
             await producer.put(planned(group))
-        with pytest.raises(RingFull, match=r"8 of 8 records.*Nothing was put"):
+        with pytest.raises(RingFull, match=r"8 of 8 records.*Put this record again"):
             await producer.put(planned(8), timeout=0.05)
         taken = [ring.get_nowait() for _ in range(8)]
         async with anyio.create_task_group() as tasks:

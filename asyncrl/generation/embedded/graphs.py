@@ -43,7 +43,7 @@ class Capture(Protocol):
     """Records a computation, so that it can be repeated with the same memory."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run `compute`. Returns its result, and a function that repeats the computation and overwrites that result."""
+        """Run `compute` at least once. Returns its result, maybe without values, and a function that computes the values again."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The two attention plans over the embedded engine's cache: decode (one token for each running row) and extend (pieces of rows).
 
 If the cache has a kernel for ragged rows, a plan calls that kernel once in each layer. The kernel computes windows, but no
-capped scores and no sinks. Without a kernel, a layer with *terms* (a window shorter than a row, capped scores, sinks) reads
+capped scores and no sinks. A layer with *terms* (a window shorter than a row, capped scores, sinks) that no kernel computes reads
 only the band of positions that its rows see (`models.attention.general`).
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.

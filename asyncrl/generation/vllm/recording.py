@@ -3,7 +3,7 @@
 vLLM loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
 into a parameter. `fill` repeats the copies from later buffers.
 
-`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or written more than once.
+`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or not written exactly once.
 `require_all_read` refuses a weight that vLLM did not read: vLLM would compute another model without an error.
 """
 
@@ -25,8 +25,8 @@ _USE_OTHER = "use generation.engine=embedded"
 
 class RecordedPiece(NamedTuple):
     """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are contiguous. Row 0 begins at
-    offset `source` of the buffer, each further row `step` elements later. More than one row: the columns that a process of a split
-    engine has. `source` None: padding."""
+    offset `source` of the buffer, each further row `step` elements later. `rows` is above 1 where a process of a split engine has
+    some columns of a weight. `source` None: padding."""
 
     target: int
     source: int | None
@@ -97,7 +97,7 @@ class _Copies(TorchDispatchMode):
                 self.found[name].append(piece)
 
     def _piece(self, func: Any, target: Tensor, args: Any) -> RecordedPiece | None:
-        """None if `func` wrote neither a copy of the buffer nor zeros."""
+        """None unless `func` was `fill_(0)`, or `copy_` from a part of the buffer of the same shape, into contiguous memory."""
         if func not in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar) or not target.is_contiguous():
             return None
         start, size, source = int(target.storage_offset()), target.numel(), args[1]
@@ -134,24 +134,24 @@ def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list
         or not tensor.is_contiguous()
     ):
         raise ConfigError(
-            f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
-            f"new versions cannot be handed to it; {_USE_OTHER}"
+            f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights, or does not copy each "
+            f"element once, so new versions cannot be handed to it; {_USE_OTHER}"
         )
     return pieces
 
 
 def require_all_read(layout: Layout, pieces: Iterable[RecordedPiece]) -> None:
     """`pieces`: of all parameters, in all processes of an engine. Errors: ConfigError for a weight that is not read as a whole."""
-    rows = np.array([piece[1:] for piece in pieces if piece.source is not None], np.int64).reshape(-1, 4)
-    source, size, count, step = (np.repeat(column, rows[:, 2]) for column in rows.T)
+    table = np.array([piece[1:] for piece in pieces if piece.source is not None], np.int64).reshape(-1, 4)
+    source, size, count, step = (np.repeat(column, table[:, 2]) for column in table.T)
     # The number of each row in its piece.
-    number = np.arange(count.size) - np.repeat(np.cumsum(rows[:, 2]) - rows[:, 2], rows[:, 2])
+    number = np.arange(count.size) - np.repeat(np.cumsum(table[:, 2]) - table[:, 2], table[:, 2])
     starts, ends = source + number * step, source + number * step + size
     order = np.argsort(starts, kind="stable")
     starts, furthest = starts[order], np.maximum.accumulate(ends[order])
     # Spans of elements that were read: touching rows are one span.
-    first = np.flatnonzero(np.r_[True, starts[1:] > furthest[:-1]][: starts.size])
-    span_starts, span_ends = starts[first], furthest[np.r_[first[1:], starts.size] - 1][: first.size]
+    gaps = starts[1:] > furthest[:-1]
+    span_starts, span_ends = starts[np.r_[True, gaps][: starts.size]], furthest[np.r_[gaps, True][: starts.size]]
     for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True):
         last = offset + torch.Size(shape).numel()
         span = int(np.searchsorted(span_starts, offset, side="right")) - 1

@@ -88,7 +88,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Replaces the mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if a model uses it as a tensor."""
+    """Replaces the mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if a model reads an attribute."""
 
     window: int | None
 

@@ -4,8 +4,8 @@ The scores of a short row (hundreds of tokens, as in most training) fit the cach
 than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.
 Rows of similar lengths share a bin. The size of a bin is limited, so that its scores stay in the cache.
 
-Products have the dtype of the inputs. Scores and softmax are float32, or float64 for float64 inputs. The query heads of one
-key/value head are stacked as rows of one product, so keys and values are never expanded.
+Scores (q k') and softmax are computed in float32, or float64 for float64 inputs. The other products have the dtype of the inputs.
+The query heads of one key/value head are stacked as rows of one product, so keys and values are never expanded.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R rows of L own tokens
 after P context tokens, and C = P + L.
@@ -78,7 +78,7 @@ class RowAttention:
 
     def __init__(self, rows: list[NodeRow], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # A row without a context shares no bin with other rows: it would be padded by their whole context.
+        # Rows without a context share no bin with rows that have one: they would be padded by the whole context.
         roots = [row for row in rows if not row.context.size]
         groups = group_into_bins(roots, heads) + group_into_bins([row for row in rows if row.context.size], heads)
         self._bins = [_make_bin(members, dtype) for members in groups]

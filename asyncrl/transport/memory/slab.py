@@ -9,7 +9,7 @@ exported once and opened once. The description of the slab is in shared memory u
 `device="cpu"` the memory of the slab is in shared memory too.
 
 Device memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all other processes
-have closed their mappings. A device runs work later: the owner waits for its writes before another process may read.
+have closed their mappings. A call returns before the device has done its work: the owner waits for its writes before others read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slab:
 
     @classmethod
     def create(cls, name: str, size: int, *, device: str | torch.device = "cuda") -> Self:
-        """A new slab of `size` bytes. Errors: as `Segment.create`; PlatformError for a device without IPC."""
+        """`size`: bytes, rounded up to a multiple of 64. Errors: as `Segment.create`; PlatformError for a device without IPC."""
         if size < 1:
             raise ValueError(f"slab {name!r}: its size in bytes must be positive, found {size}")
         size = (size + 63) & -64

@@ -2,12 +2,12 @@
 
 When `put()` returns, the record is accepted: it is in shared memory and survives the death of either process.
 
-* Full ring: `put` sleeps in the kernel until a release. At its deadline it raises `RingFull` and has put nothing.
+* Full ring: `put` sleeps in the kernel until a release. At its deadline it raises `RingFull`.
 * Death of the owner: records are accepted while there is room. The producer attaches to the next owner by itself, and
   the next owner finds all records.
 * Close by the owner: a waiting `put`, or else the next one, raises `RingDetached` at once. Later puts wait for an owner.
 
-A `put` that raised `RingDetached` may have stored its record. Put the same record again: the owner removes duplicates
+A `put` that raised may have stored its record, if the owner ended meanwhile. Put the same record again: owners remove duplicates
 by (epoch, group, member). `asyncrl.client` uses this module, so it needs numpy and the standard library alone.
 """
 
@@ -163,7 +163,7 @@ class ProducerCore:
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
-            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put; put again later"
+            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Put this record again later"
         )
 
     @property
