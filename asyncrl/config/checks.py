@@ -419,10 +419,10 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
             f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends it; set "
             "train.max_steps or train.max_epochs"
         )
-    if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
+    if train.schedule != "constant" and train.max_steps is None:
         yield (
-            f"train.schedule is {train.schedule}, which depends on the last step; set train.max_steps or train.max_epochs, or "
-            "use schedule=constant"
+            f"train.schedule is {train.schedule}, which depends on the last step; set train.max_steps, or use "
+            "train.schedule=constant"
         )
     if dry_run or config.door.ring is not None:
         return

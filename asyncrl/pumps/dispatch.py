@@ -7,8 +7,9 @@
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
     knows a new rank       ◀── run/here, run/begun ───────────── a rank that joins later
 
-One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. A prompt that rank 0 has given to
-another rank counts as untrained until the ledger has admitted its group. So a checkpoint repeats and loses no prompt.
+One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. After a rank has taken a prompt,
+`Dispatch` lists the prompt as untrained, until the ledger has admitted the prompt's group. From then on the ledger lists the group.
+So a resume neither skips a prompt nor trains a prompt twice.
 """
 
 from __future__ import annotations

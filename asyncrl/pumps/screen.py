@@ -1,14 +1,15 @@
 """Length shaping, filters of scored groups, and re-roll of prompts whose completions all failed.
 
 Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
-admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group, and its deadline is never
-before the open step. A step drops at most `rollout.filter.max_refills x groups_per_step` groups on each rank and keeps all later
-groups, so that the steps of a solved or hopeless task still end. (verl's `max_num_gen_batches` ends the run in this case.)
+admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group. The new group's deadline,
+the last step that may train the group, is the open step or a later step. A step drops at most `rollout.filter.max_refills x
+rollout.groups_per_step` groups on each rank and keeps all later groups, so that the steps of a solved or hopeless task still end.
+(verl's `max_num_gen_batches` ends the run in this case.)
 
-From the fraction `start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
+From the fraction `reroll.start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
 
     a group ends (trained, or dropped by the filters) --all its rewards at most `reward_at_most`--> waits in the cursor
-    a step is committed, from `start_fraction` on --at most `groups_per_step` of those that wait, oldest first-->
+    a step is committed, from `start_fraction` on --at most `reroll.groups_per_step` of the waiting prompts, oldest first-->
         next prompts of the cursor, before fresh ones
 
 Failures are collected from the first step on: a later policy may learn from prompts that were too hard at the start. A prompt is
@@ -19,6 +20,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -94,8 +96,7 @@ class Screen:
         self._ports = ports
         self._reader = RewardReader.of(ports)
         self._turn = ports.ledger.turn
-        # Groups that were refused in this turn.
-        self._refused = 0
+        self._dropped = 0  # groups of this turn
 
     def reason_to_drop(self, group: Group) -> str | None:
         """The reason why the group must be dropped; None to keep the group. A step that dropped its maximum keeps every group."""
@@ -104,11 +105,11 @@ class Screen:
         if reason is None:
             return None
         if ports.ledger.turn != self._turn:
-            self._turn, self._refused = ports.ledger.turn, 0
-        if self._refused >= config.rollout.filter.max_refills * config.rollout.groups_per_step:
+            self._turn, self._dropped = ports.ledger.turn, 0
+        if self._dropped >= config.rollout.filter.max_refills * config.rollout.groups_per_step:
             ports.recorder.count("filter/kept")
             return None
-        self._refused += 1
+        self._dropped += 1
         return reason
 
 
@@ -123,11 +124,9 @@ class Reroll:
         self._start = 0
         if self._prompts is not None:
             train = ports.config.train
-            # Steps of the whole run. `resolve` requires max_steps or max_epochs with re-roll.
-            steps: float | None = train.max_steps
-            if steps is None:
-                assert train.max_epochs is not None
-                steps = train.max_epochs * len(self._prompts) / ports.config.rollout.groups_per_step
+            # Steps of the whole run, which the first limit ends. The checks require max_steps or max_epochs with re-roll.
+            steps_per_epoch = len(self._prompts) / ports.config.rollout.groups_per_step
+            steps = min(train.max_steps or math.inf, (train.max_epochs or math.inf) * steps_per_epoch)
             self._start = max(1, int(config.start_fraction * steps))
 
     def on_group_end(self, group: Group) -> None:

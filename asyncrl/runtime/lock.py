@@ -36,47 +36,48 @@ class DirectoryLock:
         self._content = b""  # of this run's .lock
 
     def acquire(self) -> str | None:
-        """Take the lock without waiting. Returns a warning if the file system has no locks.
+        """Take the lock without waiting. Returns a warning if the file `.lock` cannot be locked.
         Errors: ConfigError that names the holder; OSError if the directory or the file cannot be made."""
-        refusals: set[str] = set()
-        # Repeated if the holder moved the directory, or removed the file, between our `open` and our `flock`.
-        while not self._names_open_files():
-            self._close_descriptors()
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
-                self._descriptors.append(os.open(path, flags, 0o666))
-                try:
-                    fcntl.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._close_descriptors()
-                    raise ConfigError(
-                        f"{self._directory} is in use by another run: {self._holder()}; wait for its end, stop it, or choose "
-                        "another run.name"
-                    ) from None
-                except OSError as error:
-                    if error.errno not in _UNSUPPORTED:
-                        self._close_descriptors()
-                        raise
-                    refusals.add(str(error.strerror))
-        _held.add(self)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
-        self._content = orjson.dumps(holder)
-        os.ftruncate(self._descriptors[1], 0)
-        os.pwrite(self._descriptors[1], self._content, 0)
-        if not refusals:
-            return None
-        reasons = ", ".join(sorted(refusals))
-        return f"{self._directory} cannot be locked ({reasons}): start no second run there; the first run would end"
+        warning: str | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_descriptors)
+            # Repeated if the holder moved the directory, or removed the file, between our `open` and our `flock`.
+            while not self._names_open_files():
+                self._close_descriptors()
+                self._directory.mkdir(parents=True, exist_ok=True)
+                for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
+                    self._descriptors.append(os.open(path, flags, 0o666))
+                    warning = None
+                    try:
+                        fcntl.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise ConfigError(
+                            f"{self._directory} is in use by another run: {self._holder()}; wait for its end, stop it, or "
+                            "choose another run.name"
+                        ) from None
+                    except OSError as error:
+                        if error.errno not in _UNSUPPORTED:
+                            raise
+                        # The file is last. Its lock is enough to refuse a second run.
+                        warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
+                        warning += "the first run would end"
+            _held.add(self)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
+            self._content = orjson.dumps(holder)
+            os.ftruncate(self._descriptors[1], 0)
+            os.pwrite(self._descriptors[1], self._content, 0)
+            undo.pop_all()
+        return warning
 
     def find_loss(self) -> str | None:
-        """None while the directory is this run's. Otherwise what happened. Opens no descriptor: the process may have none left."""
+        """None while the directory is this run's. Otherwise what happened. Works without a free descriptor, too."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
         current = self._directory.stat() if self._directory.exists() else None
         if current is None or not os.path.samestat(os.fstat(self._descriptors[0]), current):
             return "it was moved or removed"
-        # If only the file was removed, the directory is locked.
+        # Another run would have made a file of its own.
         return f"another run writes there ({self._holder()})" if self.path.exists() else None
 
     def release(self) -> None:
@@ -106,8 +107,10 @@ class DirectoryLock:
         try:
             holder = orjson.loads(self.path.read_bytes())
             return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-        except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError):
             return "a process that has only just begun"
+        except OSError as error:
+            return f"{self.path} cannot be read: {error.strerror}"
 
 
 def _close_in_child() -> None:

@@ -98,8 +98,8 @@ def try_advantage(config: Config) -> None:
         results = [*zip(groups, estimator.of_step(groups), strict=True)]
     for group, values_G in results:
         unscored = np.array([reward is None for reward in group.rewards])
-        fits = isinstance(values_G, np.ndarray) and values_G.shape == (size,) and np.isfinite(values_G).all()
-        if not fits or values_G[unscored].any():
+        fits = isinstance(values_G, np.ndarray) and values_G.shape == (size,) and values_G.dtype.kind in "fiub"
+        if not (fits and np.isfinite(values_G).all()) or values_G[unscored].any():
             raise ConfigError(
                 f"{subject}, which makes {values_G!r} of the rewards {group.rewards}; expected a numpy array of a finite number "
                 "for each member, 0 where the reward is None (asyncrl.as_rewards makes NaN of None)"

@@ -238,7 +238,7 @@ class Runtime:
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or the last checkpoint is being made."""
+        """Whether a checkpoint is being written, or the end of the run is making one."""
         return self._run is not None and self._run.checkpointer.saving
 
     async def run(self) -> RunSummary:

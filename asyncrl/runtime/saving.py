@@ -134,7 +134,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    # Other rank -> path and SHA-256 of its part. Only of a sharded model, and only of the ranks that hold one copy with rank 0.
+    # Sharded model: each other rank that holds a part of rank 0's copy of the model -> path and SHA-256 of the part.
     shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks that did not announce the version. Their state at the version before is saved.
     missing: tuple[int, ...] = ()
@@ -172,19 +172,14 @@ class Checkpointer:
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that is written, being written, or refused.
         self._saved_version: int | None = None
-        self._idle = anyio.Event()  # set while no checkpoint is being written
+        self._idle = anyio.Event()  # set while no copy waits to be written or is written
         self._idle.set()
-        self._ending = False  # the last checkpoint is being made
+        self.saving = False  # a checkpoint is being written, or `at_end` makes one
         self._last_by_time = time.monotonic()
         self._time_is_up = False
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(world.roles.train)
         self._positions = positions
-
-    @property
-    def saving(self) -> bool:
-        """Whether a checkpoint is being written, or the last checkpoint is being made."""
-        return self._ending or not self._idle.is_set()
 
     def due(self, version: int, last: bool) -> bool:
         """Whether to save this version: by `checkpoint.every`, by `checkpoint.every_s`, or as the `last` version."""
@@ -257,10 +252,10 @@ class Checkpointer:
             await self._idle.wait()
         captured = await self._capture(version, state)
         if last:
-            await self._write(captured, last)
+            await self._write(captured)
         else:
             self._idle = anyio.Event()
-            start("checkpoint", self._write, captured, last)
+            start("checkpoint", self._write, captured)
 
     def hurry(self, grace_s: float) -> None:
         """Shorten all waits for other ranks, which may be dead: the run is being stopped and has `grace_s` seconds to end."""
@@ -284,35 +279,36 @@ class Checkpointer:
         stopped: bool,
         note: Callable[[str], None],
     ) -> None:
-        """Write the last checkpoint, if `final_due`, after all pumps have ended and no checkpoint is being written.
-        `error`: the error that ended the run. If the weights are not finite, or the run diverged, `error` gets notes that say so
-        and name the last good version. Errors: as `at_version`; a DivergenceError only without `error`."""
-        # An engine's DivergenceError is in the chain of causes.
-        divergence = divergence_of(error)
-        if divergence is not None and divergence.unusable_weights:
+        """Write the last checkpoint, if `final_due`. Call after all pumps have ended, while no checkpoint is being written.
+        `error`: the error that ended the run. If the weights are not finite, or the run diverged, `error` or the DivergenceError
+        that caused it gets notes that say so and, on rank 0, name the last good version.
+        Errors: as `at_version`; a DivergenceError only without `error`."""
+        noted: BaseException | None = divergence_of(error)
+        if isinstance(noted, DivergenceError) and noted.unusable_weights:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
         elif self.final_due(version, error, stopped):
             note(f"writing a checkpoint of version {version}")
-            self._ending = True
+            self.saving = True
             try:
                 captured = await self._capture(version, state)
-                await self._write(captured, True)
+                await self._write(captured)
                 for rank in captured.missing:
                     note(f"rank {rank} did not announce its position: a resume plays its last groups again")
             except DivergenceError as not_finite:
                 if error is None:
                     not_finite.add_note(self.last_good())
                     raise
-                (divergence or error).add_note(str(not_finite))
+                noted = noted or error
+                noted.add_note(str(not_finite))
             finally:
-                self._ending = False
+                self.saving = False
         elif isinstance(error, RankLost) and self._core is not None and self._core.is_sharded:
             error.add_note(
                 f"version {version} is not saved, because the lost rank held a part of it (distributed.sharding is fsdp): "
                 f"{self.last_good()}"
             )
-        if divergence is not None and self._world.is_first:
-            divergence.add_note(self.last_good())
+        if noted is not None and self._world.is_first:
+            noted.add_note(self.last_good())
 
     def bytes_needed(self) -> int:
         """The approximate size of the next checkpoint in bytes; 0 if the run writes no checkpoints."""
@@ -385,14 +381,14 @@ class Checkpointer:
         if self._directory is not None:
             await offload(self._directory.check_still_ours, "run-directory")
 
-    async def _write(self, captured: Captured, last: bool) -> None:
+    async def _write(self, captured: Captured) -> None:
         """Write on a thread. A cancellation waits for the end of the writing."""
         store, snapshot, version = self._store, captured.snapshot, captured.version
         assert store is not None and self._directory is not None
         try:
             if snapshot is None:
                 return
-            self._saved_version = version
+            self._saved_version, self.saving = version, True
             with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
                 self._require_finite(await offload(snapshot.non_finite_tensor, "checkpoint-check"), version)
                 await self.check_directory()
@@ -404,12 +400,13 @@ class Checkpointer:
                 )
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
         except CheckpointError:
-            # The end of the run tries to save this version again.
+            # So `final_due` may be true of this version.
             self._saved_version = None
             # The directory may have been lost during the write.
             await self.check_directory()
             raise
         finally:
+            self.saving = False
             self._idle.set()
 
     def _require_finite(self, place: str | None, version: int) -> None:
@@ -462,8 +459,8 @@ class Checkpointer:
             )
         from asyncrl.models.rotary import require_frequencies  # imports transformers, which takes seconds
 
-        rows = run["config"]["rollout"]
-        before = rows.get("max_context") or self._config.data.max_prompt_tokens + rows["max_tokens"]
+        data, rollout = run["config"]["data"], run["config"]["rollout"]
+        before = rollout.get("max_context") or data["max_prompt_tokens"] + rollout["max_tokens"]
         require_frequencies(core.policy.config, before=before, now=row_limit(self._config))
         state = await offload(saved.checkpoint.trainer, "restore")
         await self._lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)

@@ -119,6 +119,10 @@ def short(rewards):
     return np.nan_to_num(as_rewards(rewards))[1:]
 
 
+def unread(rewards):
+    return np.array(rewards)  # of objects, because a reward may be None
+
+
 def listed(rewards):
     return [0.0 for _ in rewards]
 
@@ -281,6 +285,7 @@ def test_a_loss_of_sequences_and_an_advantage_of_a_component_have_them(folder: P
     [
         ("means", "0 where the reward is None"),
         ("short", "a finite number for each member"),
+        ("unread", "a finite number for each member"),
         ("listed", "expected a numpy array"),
         ("one_only", "zip() argument 2 is shorter"),
         ("Right", "which is no function of rewards"),

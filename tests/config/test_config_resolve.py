@@ -184,7 +184,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
             ("expected more than 600", "a slow judge"),
         ),
         (["reward.judge={url: policy, criteria: x}"], ("reward.judge has url policy", "set rollout.max_context")),
-        (["train.max_steps=null", "train.time_limit_s=9", "train.schedule=cosine"], ("train.schedule is cosine",)),
+        (["train.max_steps=null", "train.max_epochs=9", "train.schedule=cosine"], ("train.schedule is cosine",)),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], parts: tuple[str, ...]) -> None:

@@ -322,10 +322,11 @@ def test_groups_that_the_filters_drop_are_seen_too() -> None:
     assert again(house) == []
 
 
-def test_epochs_are_a_measure_of_the_run_too() -> None:
+@pytest.mark.parametrize("max_steps", [None, 100])
+def test_epochs_are_a_measure_of_the_run_too(max_steps: int | None) -> None:
     """Two epochs of ten rows in steps of two: ten steps, so half of the run is turn 5. Two have failed before, one after."""
     house = live(
-        with_reroll(max_steps=None, cursor=lambda: cursor(2.0), max_epochs=2.0, reroll={"start_fraction": 0.5})
+        with_reroll(max_steps=max_steps, cursor=lambda: cursor(2.0), max_epochs=2.0, reroll={"start_fraction": 0.5})
     )
     assert house.error is None and again(house) == [(6, 2, 1), (7, 5, 1), (9, 12, 1)]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import orjson
 import pytest
 import torch
@@ -30,6 +31,7 @@ from asyncrl.environments.single_turn import episode_seed
 from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, LifecycleError
 from asyncrl.main import main
 from asyncrl.models.loading import require_ids_fit, require_saveable
+from asyncrl.pumps.evaluate import Evaluations
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.runtime import Runtime
@@ -153,6 +155,48 @@ async def test_a_state_that_is_not_finite_is_not_saved_though_the_weights_are(tm
             await runtime.run()
     assert any("no version was saved" in note for note in refused.value.__notes__)
     assert versions(tmp_path / "runs/run") == []
+
+
+async def test_weights_that_are_not_finite_are_a_note_of_the_error_that_ended_the_run(tmp_path: Path) -> None:
+    async def fail() -> None:
+        await spoil(runtime)
+        raise Planted
+
+    with pytest.raises(Planted) as caught:
+        async with Runtime(config_of(tmp_path, "train.max_steps=1000", base=QUICK)) as runtime:
+            runtime.start("spoil", fail)
+            await runtime.run()
+    refused, last_good = caught.value.__notes__[-2:]
+    assert "exp_avg_sq holds NaN or infinite" in refused and last_good == "no version was saved"
+
+
+async def test_a_run_is_saving_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while a copy waits for an evaluation: such a copy is not written if the run ends first."""
+    seen: list[tuple[int, bool]] = []
+    write = CheckpointStore.save_in_thread
+
+    async def watched(store: CheckpointStore, version: int, *writers: Any) -> None:
+        seen.append((version, runtime.saving()))
+        await write(store, version, *writers)
+
+    monkeypatch.setattr(CheckpointStore, "save_in_thread", watched)
+    async with Runtime(config_of(tmp_path, "train.max_steps=3", "checkpoint.every=2", base=QUICK)) as runtime:
+        await runtime.run()
+    assert seen == [(2, True), (3, True)]
+
+    async def fail_at_step_3() -> None:
+        async for report in steps:
+            if report.version == 3:
+                seen.append((0, runtime.saving()))
+                raise Planted
+
+    monkeypatch.setattr(Evaluations, "wait_reported", lambda evaluations: anyio.sleep_forever())
+    with pytest.raises(Planted):
+        async with Runtime(config_of(tmp_path, "run.name=two", "checkpoint.every=2", base=QUICK)) as runtime:
+            steps = runtime.steps()
+            runtime.start("fail", fail_at_step_3)
+            await runtime.run()
+    assert seen[2:] == [(0, False), (runtime.version, True)]
 
 
 async def spoil(runtime: Runtime) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -44,6 +46,7 @@ from asyncrl.distributed import launcher
 from asyncrl.errors import ConfigError, DirectoryLost, LifecycleError
 from asyncrl.main import main
 from asyncrl.runtime.directory import RunDirectory
+from asyncrl.runtime.lock import DirectoryLock
 from asyncrl.runtime.plan import print_plan
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.telemetry.sinks import read_jsonl
@@ -432,6 +435,35 @@ def test_where_no_locks_are_it_is_said_and_the_first_run_ends(tmp_path: Path, mo
     first.close()
     assert (tmp_path / "exp/.lock").exists()  # of the second
     second.close()
+
+
+def test_where_only_the_directory_has_no_lock_its_file_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS."""
+
+    def lock(descriptor: int, operation: int, real: Callable[[int, int], None] = fcntl.flock) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", lock)
+    first, said = opened(tmp_path, "exp")
+    assert said == []
+    with pytest.raises(ConfigError, match="in use by another run"):
+        opened(tmp_path, "exp")
+    first.close()
+
+
+def test_a_lock_file_that_cannot_be_opened_is_named_and_leaves_nothing_locked(tmp_path: Path) -> None:
+    first, second, path = DirectoryLock(tmp_path), DirectoryLock(tmp_path), tmp_path / ".lock"
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        first.acquire()
+    path.rmdir()
+    assert second.acquire() is None
+    path.unlink()
+    path.mkdir()
+    assert second.find_loss() == f"another run writes there ({path} cannot be read: Is a directory)"
+    second.release()
 
 
 def _removed(path: Path) -> None:
