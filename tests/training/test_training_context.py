@@ -135,11 +135,28 @@ def test_fewer_tokens_than_ranks(four: Ranks, flat: bool, context: int) -> None:
     check(four, replace(BASE, where=where, context=context, flat=flat, few=True))
 
 
-@pytest.mark.parametrize("kind", ["llama", "window", "sinks", "moe", "capped"])
-def test_float32(two: Ranks, kind: str) -> None:
-    """With the rate and the epsilon of the other tests AdamW enlarges rounding: log-probs of one rank that runs its microbatches in
-    another order differ by up to 2e-4 after five steps."""
-    check(two, replace(BASE, dtype="float32", kind=kind, routes=kind == "moe", lr=1e-3, eps=3e-3), 1e-5)
+# With the rate and the epsilon of the other tests AdamW enlarges rounding: log-probs of one rank that runs its microbatches in
+# another order differ by up to 2e-4 after five steps.
+FLOAT32 = replace(BASE, dtype="float32", lr=1e-3, eps=3e-3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"kind": kind} for kind in ("llama", "window", "sinks", "capped")),
+        {"kind": "moe", "routes": True},
+        {"lora": 3},
+        {"path": "packed", "checkpointing": True},
+    ],
+    ids=str,
+)
+def test_float32(two: Ranks, changed: dict[str, Any]) -> None:
+    check(two, replace(FLOAT32, **changed), 1e-5)
+
+
+@pytest.mark.parametrize("flat", [True, pytest.param(False, marks=SLOW)])
+def test_float32_on_four_ranks(four: Ranks, flat: bool) -> None:
+    check(four, replace(FLOAT32, where=TWO_SETS, flat=flat), 1e-5)
 
 
 @pytest.mark.parametrize(
