@@ -34,7 +34,7 @@ from .evaluate import Play, Sample
 Answer = tuple[Any, Sequence[Any]]
 Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
-HERE, TRAINED, ENDED, LEFT = "run/here", "run/trained", "run/ended", "run/left"
+HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
 _RECENT = 16  # `_mean_s` is about the mean of this many newest groups
 
@@ -234,6 +234,10 @@ class Dispatch:
         ends = [0, *(len(rows) * part // parts[-1] for part in parts)]
         self._recent.clear()
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
+
+    async def tell_version(self, version: int) -> None:
+        """The weights have this version. Only for dry runs, which send no weights."""
+        await self._tell(VERSION, {"version": version})
 
     async def tell_trained(self) -> None:
         """No step follows: the other ranks generate nothing more."""

@@ -26,7 +26,7 @@ from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
 from .claims import drop_late
-from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, Answer, Handler
+from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
 from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
@@ -46,13 +46,24 @@ class ClientLine(Protocol):
 
 
 class Versions(Protocol):
-    """The versions of the weights that a rank receives. `version`: of the engine's weights, the last result of `next`; -1: none."""
-
-    version: int
+    """The versions of the weights that a rank receives."""
 
     async def next(self) -> int:
         """Wait until this rank's engine has a version newer than the last result. Returns that version."""
         ...
+
+
+class Follower:
+    """In place of the trainer on a rank that only generates: the version of the engine's weights."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self.version = -1  # the engine has no weights yet
+
+    async def next(self) -> int:
+        """Call `Versions.next`, and keep its result in `version`."""
+        self.version = await self._versions.next()
+        return self.version
 
 
 class Remote:
@@ -66,6 +77,9 @@ class Remote:
         self.ended = asyncio.Event()
         self.last_version = -1  # of the run; set before `ended`
         self.usual_s, self.generating = 0.0, 1
+        self._told = -1  # the newest version, in a dry run
+        self._told_more = asyncio.Event()
+        line.on(VERSION, self._on_version)
         line.on(TRAINED, self._on_trained)
         line.on(ENDED, self._on_ended)
         line.on(EVALUATE, self._on_evaluate)
@@ -146,6 +160,17 @@ class Remote:
             await self.report(last=True)
             await self._line.ask(LEFT, {})
 
+    async def wait_told(self, version: int) -> int:
+        """Wait until rank 0 has told this version or a later one. Returns it. Only for dry runs."""
+        while self._told < version:
+            await self._told_more.wait()
+        return self._told
+
+    async def _on_version(self, peer: str, header: Any, _: Sequence[Any]) -> None:
+        self._told = max(self._told, header["version"])
+        self._told_more.set()
+        self._told_more = asyncio.Event()
+
     async def _on_trained(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self.trained.set()
 
@@ -169,17 +194,17 @@ class Remote:
 class FollowPump:
     """See the module docstring."""
 
-    def __init__(self, ports: Ports, remote: Remote, versions: Versions) -> None:
+    def __init__(self, ports: Ports, remote: Remote, follower: Follower) -> None:
         self._ports = ports
         self._remote = remote
-        self._versions = versions
+        self._follower = follower
         self._released = ports.ledger.turn  # turns below this one are released
         self._begun = not remote.joins
         self._advanced = anyio.Event()
 
     async def wait_version(self, version: int) -> None:
         """Wait until the engine has this version or a later one."""
-        while self._versions.version < version:
+        while self._follower.version < version:
             await self._advanced.wait()
 
     async def wait_published(self, turn: int) -> None:
@@ -189,7 +214,7 @@ class FollowPump:
             while not (self._begun or self._remote.trained.is_set()):
                 await self._advanced.wait()
             return
-        while self._ports.turn_of(self._versions.version) < turn:
+        while self._ports.turn_of(self._follower.version) < turn:
             await self._advanced.wait()
 
     async def run(self) -> None:
@@ -206,7 +231,7 @@ class FollowPump:
         ports = self._ports
         while True:
             with ports.recorder.watch("follow pump", "the next version of the weights", on="rank 0"):
-                version = await self._versions.next()
+                version = await self._follower.next()
             # Shown only on a node that joined.
             ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
             # Before the release: with the free slots rank 0 may complete a step before the next regular report.

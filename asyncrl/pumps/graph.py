@@ -45,7 +45,7 @@ from asyncrl.types import Prompt, Trajectory
 from .claims import Claims
 from .dispatch import Dispatch
 from .evaluate import EvaluatePump, Evaluations, Report
-from .follow import FollowPump, Remote, Versions
+from .follow import Follower, FollowPump, Remote
 from .intake import Intake, ScorePump
 from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
@@ -60,13 +60,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Apart:
-    """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `versions`: on ranks
+    """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `follower`: on ranks
     that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train. `leading`: on the leader of siblings.
     `calls`: on the others."""
 
     dispatch: Dispatch | None = None
     remote: Remote | None = None
-    versions: Versions | None = None
+    follower: Follower | None = None
     departures: Departures | None = None
     arrivals: Arrivals | None = None
     leading: LeadingTrainer | None = None
@@ -123,8 +123,8 @@ class Graph:
         self.evaluations = Evaluations(decides, pinning, self._publish.sync)
         self._follow = None
         if apart.remote is not None:
-            if apart.versions is not None:
-                self._follow = FollowPump(ports, apart.remote, apart.versions)
+            if apart.follower is not None:
+                self._follow = FollowPump(ports, apart.remote, apart.follower)
             apart.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # train and publish pumps, or follow pump, have ended

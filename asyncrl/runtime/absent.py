@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from asyncrl.errors import LifecycleError
-from asyncrl.ports import Ledger, WeightSink
+from asyncrl.ports import WeightSink
+from asyncrl.pumps.dispatch import Dispatch
+from asyncrl.pumps.follow import Remote
 
 
 class Absent:
@@ -39,25 +41,29 @@ class Absent:
     run = score = generate
 
 
-class CommittedVersions:
-    """The versions of a dry run's engine on a rank that only generates. No weights are sent, so the ledger tells of new versions.
-    Implements `pumps.follow.Versions`."""
+class TellVersions:
+    """The sink of a dry run with roles. There are no weights to send, so rank 0 tells the other ranks each version."""
 
-    def __init__(self, ledger: Ledger, version: int, version_of: Callable[[int], int]) -> None:
-        """`version`: at the start. `version_of(turn)`: of the weights after the steps of all turns below `turn`."""
-        self._ledger, self._version_of = ledger, version_of
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+
+    async def update_weights(self, version: int) -> None:
+        await self._dispatch.tell_version(version)
+
+
+class ToldVersions:
+    """The versions of a dry run's engine on a rank that only generates. Implements `pumps.follow.Versions`."""
+
+    def __init__(self, remote: Remote, version: int) -> None:
+        """`version`: the version at the start."""
+        self._remote = remote
         self.version = version
         self.engine: WeightSink | None = None  # made later: its `version_source` reads `self.version`
         self._first = True
 
     async def next(self) -> int:
-        while not self._first:
-            seen = self._ledger.changes
-            newest = self._version_of(self._ledger.statistics().turn)
-            if newest > self.version:
-                self.version = newest
-                break
-            await self._ledger.wait_changed(seen)
+        if not self._first:
+            self.version = await self._remote.wait_told(self.version + 1)
         self._first = False
         assert self.engine is not None
         await self.engine.update_weights(self.version)

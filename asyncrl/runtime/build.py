@@ -12,7 +12,7 @@ from asyncrl.algorithms.registry import build_advantage, build_loss, build_rewar
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import flat_values
-from asyncrl.config.resolve import last_version, row_limit, turns_bound, versions_per_batch
+from asyncrl.config.resolve import last_version, row_limit, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.replay import ReplayBuffer
@@ -33,6 +33,7 @@ from asyncrl.generation.requests import sampling_params
 from asyncrl.models.parameters.source import reward_model_name
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
+from asyncrl.pumps.follow import Follower
 from asyncrl.pumps.graph import Apart
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
@@ -45,7 +46,7 @@ from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import Messages
 
-from .absent import Absent, CommittedVersions
+from .absent import Absent, TellVersions, ToldVersions
 from .endpoint import lazy_endpoint
 from .inputs import check_rewards, columns_of, import_code, known_columns
 
@@ -147,7 +148,7 @@ async def _open_apart(run: OpenRun) -> None:
     if not run.world.roles.differ:
         return
     ports, world, epoch = run.ports, run.world, run.world.restart
-    run.apart = Apart(run.dispatch, run.remote, run.versions)
+    run.apart = Apart(run.dispatch, run.remote, run.follower)
     if world.generates:
         run.apart.departures = Departures(ports, run.connections.to, epoch)
         ports.depart = run.apart.departures.put
@@ -326,18 +327,17 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     trainer: Trainer = DryRunTrainer(
         train_lane, run.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
     )
+    sinks: list[WeightSink] = [] if run.dispatch is None else [TellVersions(run.dispatch)]
     if not world.generates:
-        return trainer, Absent(), []
+        return trainer, Absent(), sinks
     assert config.engine.max_sequences is not None
-    weights: OwnWeights | CommittedVersions | None = None
+    weights: OwnWeights | ToldVersions | None = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
     if not world.trains:
-        assert run.ledger is not None
-        per_turn = versions_per_batch(config)
-        run.versions = weights = CommittedVersions(run.ledger, version, lambda turn: run.base + turn * per_turn)
+        assert run.remote is not None
+        weights = ToldVersions(run.remote, version)
+        run.follower = Follower(weights)
         # Only its version is read on a rank without a trainer.
-        trainer = cast(Trainer, weights)
-    elif config.rollout.weight_sync_interval > 1:
-        weights = OwnWeights(version)
+        trainer = cast(Trainer, run.follower)
     engine = DryRunEngine(
         engine_lane,
         run.recorder,
@@ -352,9 +352,9 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     await run.stack.enter_async_context(engine)
     if weights is not None:
         weights.engine = engine
-    if isinstance(weights, CommittedVersions):
-        return trainer, engine, []
-    return trainer, engine, [weights or engine]
+    if isinstance(weights, ToldVersions):
+        return trainer, engine, sinks
+    return trainer, engine, [weights or engine, *sinks]
 
 
 class ByteTokenizer:

@@ -37,7 +37,7 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.life import EngineLife
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import GENERATED, Remote, Versions
+from asyncrl.pumps.follow import GENERATED, Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
@@ -113,7 +113,7 @@ class OpenRun:
     # Only if ranks have different roles: on rank 0; on the others; on ranks that only generate.
     dispatch: Dispatch | None = None
     remote: Remote | None = None
-    versions: Versions | None = None
+    follower: Follower | None = None
     model: Mapping[str, Any] | None = None  # from `workers.describe_model`, on ranks that only generate
     orders: ServedOrders | None = None  # on rank 0
     entrance: Entrance | None = None  # on rank 0, if nodes may join

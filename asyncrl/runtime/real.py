@@ -37,6 +37,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, Trainer, WeightSink
+from asyncrl.pumps.follow import Follower
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
@@ -92,9 +93,9 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
         if not world.trains:
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
-            run.versions = receiver
+            run.follower = Follower(receiver)
             # Only its version is read on a rank without a trainer.
-            return cast(Trainer, receiver), workers, ()
+            return cast(Trainer, run.follower), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
     if decided.engine_is_auto:
         run.config, lines = avoid_plain_path(config, _policy(run).path.name)

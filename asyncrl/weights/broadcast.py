@@ -213,7 +213,7 @@ class WeightReceiver(BoardOwner):
             wide = torch.float64 if board.dtype == torch.float64 else torch.float32
             self._adapters = torch.empty(lora["elements"], dtype=wide, device=board.half(0).device)
         self._free: int | None = 0  # the half for the next version
-        self.version = -1  # the last result of `next`
+        self._returned = -1  # the last result of `next`
         desk.on_order(self._on_order)
 
     async def post_first(self) -> PostedVersion:
@@ -227,9 +227,9 @@ class WeightReceiver(BoardOwner):
     async def next(self) -> int:
         """Returns a version newer than the last result once every worker has it: first the version of `post_first`, then versions
         that this call receives. A call that was cancelled may be repeated. Errors: RankLost, and those of the workers."""
-        if self._announced is None and self.current.version > self.version:
-            self.version = self.current.version
-            return self.version
+        if self._announced is None and self.current.version > self._returned:
+            self._returned = self.current.version
+            return self._returned
         if self._announced is None:
             self._free = await self._wait_for_half()
             # Rank 0 repeats an order that failed on another node, so the half stays free until the answer.
@@ -237,8 +237,8 @@ class WeightReceiver(BoardOwner):
             self._free = None
         assert self._announced is not None, "rank 0 answers after this node's broadcast"
         await self._move(self._announced)
-        self.version = self.current.version
-        return self.version
+        self._returned = self.current.version
+        return self._returned
 
     async def _on_order(self, order: Order) -> str | None:
         half = self._free

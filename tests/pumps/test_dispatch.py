@@ -20,7 +20,7 @@ from asyncrl.errors import DataError, RankLost
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.evaluate import Sample
-from asyncrl.pumps.follow import FollowPump, Remote
+from asyncrl.pumps.follow import Follower, FollowPump, Remote
 from asyncrl.pumps.pace import Pace
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.telemetry.recorder import Recorder
@@ -132,13 +132,14 @@ async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_gener
         return [Sample(row, 0, 1.0, {}, {}, 1) for row in rows]
 
     async with connected(1, play=play) as ranks:
+        await ranks.dispatch.tell_version(4)
         await ranks.dispatch.tell_trained()
         client = LineClient(ranks.server.address, "the secret of a test", "rank 7")
         newcomer = Remote(client, joins=True)
         async with client:
             await newcomer.arrive()
             await newcomer.trained.wait()
-            assert ranks.dispatch.trained
+            assert await newcomer.wait_told(4) == 4 and ranks.dispatch.trained
             # Its engine starts, and no evaluation waits for it.
             assert len(await ranks.dispatch.evaluate(4, [0, 1, 2], play)) == 3
             await newcomer.begin()
@@ -373,6 +374,8 @@ async def test_a_rank_reports_in_time_also_if_the_watchdog_looks_seldom() -> Non
 async def test_ranks_hear_of_the_end() -> None:
     async with connected(1) as ranks:
         remote = ranks.remote(1)
+        await ranks.dispatch.tell_version(4)
+        assert await remote.wait_told(3) == 4
         await ranks.dispatch.tell_trained()
         await remote.trained.wait()
         assert not remote.ended.is_set()
@@ -386,10 +389,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
     dropped = anyio.Event()
 
     async def next_version() -> int:
-        received.version = next(versions, None) or await anyio.sleep_forever()  # type: ignore[func-returns-value]
-        return received.version
-
-    received: Any = SimpleNamespace(version=-1, next=next_version)
+        return next(versions, None) or await anyio.sleep_forever()  # type: ignore[func-returns-value, return-value]
 
     async def report() -> None:
         reports.append(ports.recorder.take_counts(("staleness/",)))
@@ -414,7 +414,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             await ledger.commit()
             await ledger.release(group_id - 1)
         remote: Any = SimpleNamespace(report=report, ended=anyio.Event(), trained=anyio.Event(), joins=False)
-        pump = FollowPump(ports, remote, received)
+        pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pump.run)
             with anyio.fail_after(5):

@@ -40,7 +40,7 @@ from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import Remote
+from asyncrl.pumps.follow import Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
@@ -197,6 +197,7 @@ class Rank:
             LineLedger(line, world.books, self.number, recorder=self.recorder)
         )
         store = Store()
+        version: Any = Follower(self) if not self.trains else None
         if self.trains:
             lane = await stack.enter_async_context(SimulatedLane("device", self.recorder))
             trainer = DryRunTrainer(lane, self.recorder, train_token_s=plan.train_token_s, finish_s=FINISH_S)
@@ -209,7 +210,7 @@ class Rank:
             engine=cast(Any, Absent() if self.trains else self),
             environment=cast(Any, self),
             reward=cast(Any, self),
-            trainer=trainer if self.trains else cast(Any, self),
+            trainer=version or trainer,
             sinks=[self] if self.trains else [],
             loss=build_loss(config.algorithm.loss, old_logprobs="sampler", kl_coef=0.0),
             advantage=build_advantage(config.algorithm.advantage),
@@ -225,7 +226,7 @@ class Rank:
             calls_at_once=2,
             score_groups=True,
         )
-        apart = Apart(versions=None if self.trains else self)
+        apart = Apart(follower=version)
         if self.number == 0:
             apart.dispatch = world.dispatch
         else:
