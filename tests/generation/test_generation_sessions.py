@@ -360,7 +360,7 @@ async def test_a_turn_may_be_cancelled_at_every_closure(when: int) -> None:
 @pytest.mark.parametrize(
     "layout", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "ragged"))], indirect=True
 )
-async def test_many_sessions_with_random_ends_leave_nothing_behind() -> None:
+async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> None:
     """One to four turns, forks, tools that take a while, cancelled requests, and too few positions for all that run and wait."""
     policy, plain = policy_and_plain("qwen3")
     draw, places = random.Random(0), asyncio.Semaphore(9)
@@ -399,13 +399,13 @@ async def test_many_sessions_with_random_ends_leave_nothing_behind() -> None:
                 run.engine.end_session(session)
                 places.release()
 
-        await asyncio.gather(*map(episode, range(100)))
+        await asyncio.gather(*map(episode, range(200)))
         assert await kept_rows(run) == 0
         statistics, columns = run.engine.statistics(), run.engine.core.sequences
         assert statistics["running"] == statistics["waiting"] == 0
         assert columns.count == 0 and sorted(columns._free) == list(range(12)) and not columns.moves
         assert not any(columns.session) and (columns._slot_of_row == -1).all()
         found = run.recorder.drain()
-    assert found["engine/kept_prefix_hits"] > 25 and len(done) > 125
+    assert found["engine/kept_prefix_hits"] > 50 and len(done) > 250
     asked, answers = zip(*done, strict=True)
     assert_plain(plain, asked, answers)

@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -> None:
-    command = [sys.executable, str(ROOT / "tools/chaos/__main__.py"), "records", "--requests", "750", "--steps", "50"]
+    command = [sys.executable, str(ROOT / "tools/chaos/__main__.py"), "records", "--requests", "1500", "--steps", "100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = warm.run(command, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert result["wrong"] == {} and result["runs"] >= 1 and result["steps"] >= 50
-    assert min(result["sent"][door] for door in ("ring", "http", "submit")) > 50
-    assert min(result["refused"][door] for door in ("ring", "http", "submit")) > 50
+    assert result["wrong"] == {} and result["runs"] >= 1 and result["steps"] >= 100
+    assert min(result["sent"][door] for door in ("ring", "http", "submit")) > 100
+    assert min(result["refused"][door] for door in ("ring", "http", "submit")) > 100
 
 
 @pytest.mark.slow
