@@ -69,7 +69,7 @@ def board(name: str) -> Iterator[Board]:
 
 
 def filled(value: float) -> torch.Tensor:
-    return torch.full((ELEMENTS,), value, device=CARD)
+    return torch.full((ELEMENTS,), value, dtype=torch.float32, device=CARD)
 
 
 @pytest.mark.parametrize("other", ["", "cuda:0", pytest.param("cuda:1", marks=TWO)])
@@ -96,6 +96,8 @@ def test_a_version_is_named_only_once_it_is_there(board: Board, in_place: bool, 
 
 def test_a_reader_has_left_a_half_when_its_device_has_and_waits_on_no_other_thread(board: Board) -> None:
     board.write(0, 0, filled(1.0))
+    # The driver loads a kernel at its first use, and waits for the device there.
+    board.half(0).sum()
     torch.cuda.synchronize()
     began = time.perf_counter()
     torch.cuda._sleep(LATE)
@@ -127,6 +129,8 @@ def test_a_copy_is_fetched_beside_what_the_device_computes(name: str, other: int
 
 def test_the_memory_goes_with_the_board(name: str) -> None:
     torch.zeros(1, device=CARD)
+    # The collector would otherwise free the boards of earlier tests between the two measurements.
+    gc.collect()
     torch.cuda.synchronize()
     before, elements = torch.cuda.mem_get_info()[0], 1 << 26
     slab = SlabHalves.create(name, elements, torch.float32, CARD)
