@@ -419,10 +419,15 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
             f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends it; set "
             "train.max_steps or train.max_epochs"
         )
-    if train.schedule != "constant" and train.max_steps is None:
+    if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"train.schedule is {train.schedule}, which depends on the last step; set train.max_steps, or use "
+            f"train.schedule is {train.schedule}, which depends on the last step; set train.max_steps or train.max_epochs, or use "
             "train.schedule=constant"
+        )
+    if train.schedule != "constant" and train.max_epochs is not None and config.reroll.start_fraction < 1:
+        yield (
+            f"train.schedule is {train.schedule}, which depends on the last step, and reroll plays prompts again, so the last step "
+            "of train.max_epochs is not known; end the run by train.max_steps alone, or use train.schedule=constant"
         )
     if dry_run or config.door.ring is not None:
         return

@@ -8,6 +8,7 @@ async    2              true        every group is trained as it arrives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -50,10 +51,23 @@ def versions_per_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.minibatches
 
 
-def last_version(config: Config, base: int = 0) -> int | None:
-    """The policy version after `train.max_steps` batches; None without that limit. `base`: the version at turn 0."""
-    most = config.train.max_steps
+def last_version(config: Config, base: int = 0, rows: int | None = None) -> int | None:
+    """The policy version after the last batch that `train.max_steps` and `train.max_epochs` allow; None if neither is known to end
+    the run. `base`: the version at turn 0. `rows`: the number of training prompts, if the run has prompts.
+
+    The run ends earlier at `train.time_limit_s`, and if epochs end a run whose prompts are skipped or whose groups are dropped."""
+    train, most = config.train, config.train.max_steps
+    # Prompts that reroll plays again make further groups, whose number is not known.
+    if train.max_epochs is not None and rows is not None and config.reroll.start_fraction == 1:
+        steps = prompts_of(train.max_epochs, rows) / config.rollout.groups_per_step
+        whole = max(1, math.ceil(steps) if train.partial_final_step else math.floor(steps))
+        most = whole if most is None else min(most, whole)
     return None if most is None else most * versions_per_batch(config) + base
+
+
+def prompts_of(epochs: float, rows: int) -> int:
+    """The number of prompts of these passes over `rows`. A product that rounding makes a little too large must not add a prompt."""
+    return math.ceil(epochs * rows - 1e-9)
 
 
 def row_limit(config: Config) -> int:
@@ -122,8 +136,9 @@ def resolve(
     return with_values(config, derived)
 
 
-def warnings(config: Config) -> list[str]:
-    """Sentences about settings that are allowed but probably not intended. Takes a resolved configuration."""
+def warnings(config: Config, rows: int | None = None) -> list[str]:
+    """Sentences about settings that are allowed but probably not intended. Takes a resolved configuration. `rows`: the number of
+    training prompts, if known."""
     rollout, train = config.rollout, config.train
     sentences: list[str] = []
     default = RolloutConfig()
@@ -137,9 +152,14 @@ def warnings(config: Config) -> list[str]:
             f"{', '.join(changed)} out unless this is intended"
         )
     sentences += warn_algorithm(config, staleness_bound(config))
-    if (last := last_version(config)) is not None and train.warmup_steps >= last:
+    if (last := last_version(config, rows=rows)) is not None and train.warmup_steps >= last:
         sentences.append(
             f"train.warmup_steps={train.warmup_steps} is not below the {last} optimizer steps of the run: train.lr is never reached"
+        )
+    if train.schedule != "constant" and last is not None and (train.time_limit_s or train.max_epochs):
+        sentences.append(
+            f"train.schedule={train.schedule} ends at optimizer step {last}. The run ends earlier, at a higher rate, at "
+            "train.time_limit_s, or if train.max_epochs ends a run whose prompts are skipped or whose groups are dropped"
         )
     if config.data.eval is not None and config.evaluate.every is None:
         sentences.append("data.eval is set but evaluate.every is not: nothing will be evaluated")

@@ -267,7 +267,8 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up. One step after the last, the rate would be min_lr_ratio x lr, as in transformers.",
+        "Schedule after the warm-up. One step after the last of max_steps and max_epochs, whichever is first, the rate would be "
+        "min_lr_ratio x lr, as in transformers.",
     )
     warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)

@@ -15,13 +15,13 @@ millions of rows starts without a sort on the event loop. The row of a group id 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from asyncrl.config.resolve import prompts_of
 from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
@@ -117,8 +117,8 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
-        # The first ordinal that is not returned. A product that rounding makes a little too large must not add a row.
-        self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
+        # The first ordinal that is not returned.
+        self._end = None if max_epochs is None else prompts_of(max_epochs, len(self._rows))
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first

@@ -238,7 +238,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
     """The reward functions together with the reward models. Errors: ConfigError where two have one name."""
-    reward, last = run.config.reward, last_version(run.config, run.base)
+    reward, last = run.config.reward, last_version(run.config, run.base, run.decided.row_count)
     functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if not run.reward_models:
         return functions

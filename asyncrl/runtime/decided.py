@@ -42,7 +42,7 @@ from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
 from .cards import Cards
 from .directory import RunDirectory
-from .inputs import check_code, check_inputs, require_free_lanes
+from .inputs import check_code, check_inputs, require_free_lanes, row_count
 from .memory import fit_card
 from .placement import choose_engine
 from .progress import Stages
@@ -62,6 +62,7 @@ class Decided:
     environment: Environment | Callable[..., Any] | None = None
     hooks: Hooks | None = None
     rows: PromptRows | None = None
+    row_count: int | None = None  # training prompts; None if groups are submitted
     engine_is_auto: bool = False  # whether `generation.engine` was chosen here
 
 
@@ -114,7 +115,8 @@ async def decide(
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
     lines = (*lines, *card_lines, *engine_lines)
-    objects = rewards, environment, hooks, rows
+    count = await offload(lambda: row_count(resolved, rows), "prompts")
+    objects = rewards, environment, hooks, rows, count
     return Decided(resolved, world, device, lines, directory, *objects, engine_is_auto)
 
 

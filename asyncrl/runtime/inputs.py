@@ -210,6 +210,12 @@ def rows_of(source: str) -> PromptRows:
     return _rows[source] if source in _rows else load_rows(source)
 
 
+def row_count(config: Config, passed: PromptRows | None = None) -> int | None:
+    """The number of training prompts. `passed`: rows that the program passed instead of `data.train`. None without prompts."""
+    rows = rows_of(config.data.train) if passed is None and config.data.train is not None else passed
+    return None if rows is None else len(rows)
+
+
 def forget_rows() -> None:
     """Free the rows that `check_inputs` has read."""
     _rows.clear()

@@ -23,7 +23,7 @@ from typing import Any
 import anyio
 
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.resolve import last_version, versions_per_batch
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.pumps.metrics import COUNTED
@@ -58,6 +58,7 @@ class Journal:
         since: int | None,
         base: int = 0,
         *,
+        last: int | None = None,
         lines: bool = False,
         rollouts: tuple[Path, int] | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class Journal:
         `lines`: show lines at the terminal, also without a directory. `rollouts`: on a training rank above 0: the run directory,
         into which this rank writes its rollouts, and the number of the rank.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
-        `base`: see `Ports`."""
+        `base`: see `Ports`. `last`: the last version of the run, if known."""
         self._config, self._base = config, base
         self._directory = directory
         self._recorder = recorder
@@ -85,7 +86,7 @@ class Journal:
         self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=HISTORY)
         start = max(0, since or 0)
         live = "plain" if lines else config.telemetry.live if directory else "off"
-        self.live = LiveView(live, last_version(config, base), start=start)
+        self.live = LiveView(live, last, start=start)
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None

@@ -15,7 +15,7 @@ from asyncrl.distributed.connections import Connections
 from asyncrl.distributed.exchange import Handler
 from asyncrl.distributed.joining import JOINING, VARIABLE, Entrance, listen_at
 from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.errors import LifecycleError, RankLost
+from asyncrl.errors import DataError, LifecycleError, RankLost
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import Remote
 from asyncrl.weights.orders import ServedOrders
@@ -144,7 +144,7 @@ async def _open_line(run: OpenRun) -> None:
     lose, on_end, hear = _on_lost(run)
 
     async def meet(peer: str, header: Any, buffers: Any) -> Any:
-        return [chosen_settings(run.config), run.saved is not None], ()
+        return [chosen_settings(run.config), run.saved is not None, run.decided.row_count], ()
 
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
@@ -212,9 +212,15 @@ async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> 
 
 
 async def _agree(run: OpenRun, line: LineClient) -> None:
-    """Compare automatic settings with rank 0, and take its checkpoint: rank 0 may write files before another rank has searched."""
-    (first, resumes), _ = await line.ask(_MEET)
+    """Compare automatic settings and the number of prompts with rank 0, and take its checkpoint: rank 0 may write files before
+    another rank has searched. Errors: ConfigError, DataError."""
+    (first, resumes, rows), _ = await line.ask(_MEET)
     check_chosen(run.config, first, run.world.rank)
+    if run.decided.row_count != rows:
+        raise DataError(
+            f"data.train has {rows} rows on rank 0 and {run.decided.row_count} on rank {run.world.rank}, so a row would be trained "
+            "twice or never; give all ranks the same rows"
+        )
     if run.directory is None or not resumes:
         run.saved = None
     elif run.saved is None:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from asyncrl.concurrency.offload import offload
+from asyncrl.config.resolve import last_version
 from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.line import LineServer
@@ -87,7 +88,8 @@ async def _open_directory(run: OpenRun) -> None:
         since = run.saved.version
     own, lines = directory if run.world.is_first else None, run.world.joined is not None
     ours = (directory.path, run.world.rank) if directory and not own and run.world.trains else None
-    run.journal = Journal(config, own, run.recorder, since, run.base, lines=lines, rollouts=ours)
+    last = last_version(config, run.base, run.decided.row_count)
+    run.journal = Journal(config, own, run.recorder, since, run.base, last=last, lines=lines, rollouts=ours)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(run.journal.live.status)

@@ -21,7 +21,7 @@ from asyncrl.generation.requests import sampling_params
 from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
-from .inputs import measure_prompts
+from .inputs import measure_prompts, row_count
 from .memory import cut_model, fit_card, kv_positions, memory_warnings, predicted, table, worker_parts
 from .placement import avoid_plain_path, choose_engine, place
 
@@ -84,7 +84,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             *memory,
             *_notes([*prompts.notes, *_text_notes(config)]),
         ]
-    return "\n".join([*lines, *_notes(warnings(config))])
+    return "\n".join([*lines, *_notes(warnings(config, row_count(config)))])
 
 
 def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World, Roles]:
@@ -161,19 +161,20 @@ def _verdict(config: Config) -> Verdict:
 
 
 def announcement(
-    config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, submitted: bool = False
+    config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, rows: int | None
 ) -> list[str]:
     """The first lines of a run: sizes, placement, the model's path, and warnings about a resolved configuration.
-    `placed`: the sentence about the placement. `submitted`: the groups are sampled by other processes or by the program."""
+    `placed`: the sentence about the placement. `rows`: the number of training prompts; None if other processes or the program
+    sample the groups."""
     rollout = config.rollout
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {directory or 'no run directory'}"
     ]
     lines += [placed, *verdict.lines(), *native_note(config)] if verdict else []
-    if submitted and verdict and verdict.rotary:
+    if rows is None and verdict and verdict.rotary:
         lines.append("note: other processes sample the groups: they must use the rotary frequencies named above")
-    return lines + [f"note: {warning}" for warning in warnings(config)]
+    return lines + [f"note: {warning}" for warning in warnings(config, rows)]
 
 
 def native_note(config: Config) -> list[str]:

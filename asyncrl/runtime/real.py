@@ -198,7 +198,7 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
     options: dict[str, Any] = {
         "max_completion_length": config.rollout.max_tokens,
         "needs_reference": needs_reference(config.algorithm),
-        "total_steps": last_version(config, run.base),
+        "total_steps": last_version(config, run.base, run.decided.row_count),
         "mismatch_gate": config.algorithm.mismatch_gate,
         "siblings": world.siblings,
     }

@@ -21,7 +21,8 @@ class Schedule:
         """`total_steps`: optimizer steps of the run. Errors: ConfigError if None is given and the schedule is not constant."""
         if config.schedule != "constant" and total_steps is None:
             raise ConfigError(
-                f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or use constant"
+                f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or train.max_epochs if the "
+                "run has prompts, or use constant"
             )
         self.config = config
         self.total_steps = total_steps

@@ -8,7 +8,7 @@ from asyncrl.config.describe import FREE_ON_RESUME, check_resume, diff, help_tex
 from asyncrl.config.fields import knobs
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
-from asyncrl.config.resolve import PRESETS, resolve, row_limit, slots, staleness_bound, warnings
+from asyncrl.config.resolve import PRESETS, last_version, resolve, row_limit, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.environments.session import EpisodeLimits
 from asyncrl.errors import ConfigError
@@ -87,6 +87,35 @@ def test_the_context_of_an_agent_is_the_longest_row() -> None:
         # Nothing reads them without an agent. A program may play one.
         assert f"rollout.{name} is 2000 but rollout.environment is single_turn" in refused(f"rollout.{name}=2000")
         resolve(config(f"rollout.{name}=2000"), embedding=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "last"),
+    [
+        (["train.max_epochs=3"], 19),  # of 25 rows in steps of 4 groups: 75 groups, and 3 in the last step
+        (["train.max_epochs=3", "train.partial_final_step=false"], 18),
+        (["train.max_epochs=0.1"], 1),
+        (["train.max_epochs=1.12"], 7),  # 28.000000000000004 rows
+        (["train.max_epochs=3", "train.max_steps=null", "algorithm.updates_per_batch=2"], 38),
+        (["train.max_epochs=9"], 20),
+        (["train.max_epochs=3", "reroll.start_fraction=0.5"], 20),  # its groups are not known
+    ],
+)
+def test_the_first_limit_of_a_run_is_its_last_version(overrides: list[str], last: int) -> None:
+    given = config("train.max_steps=20", "rollout.groups_per_step=4", *overrides)
+    assert last_version(given, 5, rows=25) == last + 5
+    without = None if given.train.max_steps is None else 20
+    assert last_version(given) == without
+
+
+def test_a_schedule_that_the_run_may_not_finish_is_named() -> None:
+    def notes(*overrides: str) -> list[str]:
+        return [text for text in warnings(resolve(config("train.max_steps=20", *overrides)), 25) if "schedule" in text]
+
+    assert notes("train.time_limit_s=9") == notes("train.schedule=linear") == []
+    for limit, step in (("train.max_epochs=1", 4), ("train.time_limit_s=9", 20)):
+        [text] = notes("train.schedule=linear", limit, "rollout.groups_per_step=8")
+        assert f"train.schedule=linear ends at optimizer step {step}." in text and "train.time_limit_s" in text
 
 
 @pytest.mark.parametrize(("updates", "staleness", "bound"), [(1, 0, 0), (1, 2, 2), (2, 0, 1), (3, 2, 8)])
@@ -184,7 +213,14 @@ def test_the_two_corrections_are_never_applied_together() -> None:
             ("expected more than 600", "a slow judge"),
         ),
         (["reward.judge={url: policy, criteria: x}"], ("reward.judge has url policy", "set rollout.max_context")),
-        (["train.max_steps=null", "train.max_epochs=9", "train.schedule=cosine"], ("train.schedule is cosine",)),
+        (
+            ["train.max_steps=null", "train.time_limit_s=9", "train.schedule=cosine"],
+            ("train.schedule is cosine", "set train.max_steps or train.max_epochs"),
+        ),
+        (
+            ["train.max_epochs=9", "train.schedule=cosine", "reroll.start_fraction=0.5"],
+            ("train.schedule is cosine", "reroll plays prompts again"),
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], parts: tuple[str, ...]) -> None:

@@ -178,10 +178,14 @@ async def test_several_rewards_with_weights(tmp_path: Path) -> None:
             assert (row["components"]["short"] is None) == (len(row["completion"]) % 2 == 1)
 
 
-async def test_epochs_end_a_run_with_a_partial_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", ["null", "200"])
+async def test_epochs_end_a_run_with_a_partial_step(tmp_path: Path, most: str) -> None:
+    """And its schedule, also if `train.max_steps` would allow more."""
     base = FAST | {"rollout": FAST["rollout"] | {"groups_per_step": 7}}
-    summary = await train(tmp_path, "train.max_steps=null", "train.max_epochs=0.75", base=base)
+    limits = f"train.max_steps={most}", "train.max_epochs=0.75", "train.schedule=linear", "train.lr=3.0"
+    summary = await train(tmp_path, *limits, base=base)
     assert [line["train/groups"] for line in steps_of(summary)] == [7, 7, 4]  # 18 of 24 rows
+    assert [line["optim/lr"] for line in steps_of(summary)] == pytest.approx([3, 2, 1])
     assert steps_of(summary)[-1]["train/sequences"] == 16
 
 

@@ -73,6 +73,15 @@ def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: 
     assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == list(range(1, 13))
 
 
+def test_ranks_with_other_numbers_of_rows_are_refused(tmp_path: Path) -> None:
+    for count in (7, 8):
+        (tmp_path / f"{count}.jsonl").write_text(f"{json.dumps({'prompt': 'a3='})}\n" * count)
+    own = [f"data.train={tmp_path}/{count}.jsonl" for count in (8, 7)]
+    with start_two(tmp_path, DRY | {"reward": REAL["reward"]}, own=own) as ranks:
+        assert [each.wait(60) for each in ranks][1] != 0
+        assert "data.train has 8 rows on rank 0 and 7 on rank 1" in ranks[1].output, ranks[1].output
+
+
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """For longer than the time after which a rank without a sign of life is lost; once more while it has no time to recover."""
     limits = {"interval_s": 0.2, "loop_timeout_s": 4.0}
