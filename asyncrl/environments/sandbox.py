@@ -13,6 +13,7 @@ and below /usr can be read. All processes of a sandbox together may use `process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -118,15 +119,18 @@ class Sandbox:
             return self._line
         if sys.platform != "linux":
             raise PlatformError("Sandbox needs Linux; give the policy a tool that runs code in a container of your own")
-        self._line, theirs = socket.socketpair()
-        self._line.setblocking(False)
-        with theirs:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             descriptor = theirs.fileno()
             command = [sys.executable, "-I", "-X", "utf8", jail.__file__, str(descriptor), *self._limits]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], env=_ENVIRONMENT, cwd="/"
             )
-        return self._line
+            undo.pop_all()
+        self._line = ours
+        return ours
 
     async def _wait_ready(self, line: socket.socket) -> None:
         if self._ready:

@@ -57,9 +57,8 @@ class LossyStream:
     def _redirect_to_null(self) -> None:
         """Redirect the file descriptor to /dev/null, also for C code and children. Otherwise each later flush would fail again."""
         with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

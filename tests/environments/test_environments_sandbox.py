@@ -251,6 +251,21 @@ async def test_a_cancellation_at_any_step_leaves_no_process_and_no_descriptor(mo
     assert ended
 
 
+async def test_a_process_that_cannot_be_started_is_the_error_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Sandbox() as box:
+        await box.python("1")
+        before = len(os.listdir("/proc/self/fd"))
+        await box._end()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+                await box.python("1")
+        assert len(os.listdir("/proc/self/fd")) < before
+        assert await box.python("1 + 1") == "2"
+
+
 async def test_kill_9_of_the_jail_ends_what_is_in_it() -> None:
     async with Sandbox() as box:
         await box.python(daemon("jailed"))

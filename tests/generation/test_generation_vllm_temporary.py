@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,3 +51,15 @@ def test_the_next_start_removes_what_a_killed_start_left(tmp_path: Path, monkeyp
         assert not Path(ours).exists() and tempfile.gettempdir() == str(tmp_path)
         assert [path.name for path in memory.iterdir()] == ["vllm_dist_ffff-tp:0-[0-1]-cpushm_0"]
         alive.kill()
+
+
+def test_a_folder_that_cannot_be_locked_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No locks available"), temporary_folder():
+        raise AssertionError("the folder is not locked")
+    assert os.listdir("/proc/self/fd") == before

@@ -19,6 +19,7 @@ from runtime_helpers import DRY, MODEL, REAL, REWARDS, ROOT, lines_at_least, met
 from test_runtime_signals import endless, last_checkpoint
 
 from asyncrl.cli.app import main
+from asyncrl.telemetry.output import LossyStream
 
 # Empty: streams are buffered, whatever the tests were started with.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
@@ -112,6 +113,15 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
         run.steps(len(metrics_of(run.directory)) + 2)
         run.popen.send_signal(signal.SIGTERM)
         assert run.ends() == 143
+
+
+def test_a_stream_that_was_closed_leaves_no_descriptor(tmp_path: Path) -> None:
+    stream = LossyStream((tmp_path / "out").open("w"))
+    stream.close()
+    before = os.listdir("/proc/self/fd")
+    assert stream.write("x") == 1
+    stream.flush_last()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_full_disk_behind_the_output(tmp_path: Path) -> None:

@@ -36,11 +36,14 @@ def _locked_folder(root: str) -> tuple[str, int]:
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
         # Another process may remove the folder before it is locked.
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.path.exists(folder):
-                return folder, descriptor
-            os.close(descriptor)
+            descriptor, named = os.open(folder, os.O_RDONLY), False
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if named := os.path.exists(folder):
+                    return folder, descriptor
+            finally:
+                if not named:
+                    os.close(descriptor)
 
 
 def _remove_orphans(root: Path) -> None:
