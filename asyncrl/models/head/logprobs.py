@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..native import library as native
-from ..parameters.flat import add_wider_
+from ..parameters.flat import add_product_
 from .output import PLAIN_HEAD, HeadTransform
 
 # Rows of a chunk. Each chunk adds to the whole weight gradient, so small chunks are slow.
@@ -40,7 +40,6 @@ _OTHER_PRODUCT_ROWS = 64
 _CPU_BLOCK_ROWS = 16
 # Small, since each soft-capped row needs four rows of float32 scratch.
 _CAPPED_ROWS = 128
-_VOCABULARY_BLOCK = 4096
 
 
 class SpareMemory:
@@ -211,7 +210,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
             if need_weight and buffer is not None:
-                _accumulate(buffer, chunk, hidden[first:last])
+                add_product_(buffer, chunk.t(), hidden[first:last])
             if need_bias and bias_total is not None:
                 bias_total.add_(chunk.sum(0, dtype=bias_total.dtype))
         options.spare.put_back(kept if scratch is None else scratch)
@@ -346,19 +345,6 @@ def _logits_gradient(
         work.mul_(logp).neg_()
     work.scatter_add_(1, target.unsqueeze(1), slope.unsqueeze(1))
     logits.copy_(work)
-
-
-def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Adds grad_logits.T @ hidden to `buffer` [V, E]. If the buffer's dtype is wider, products are made in blocks of rows."""
-    if buffer.dtype == hidden.dtype:
-        buffer.addmm_(grad_logits.t(), hidden)
-        return
-    product = torch.empty(
-        min(_VOCABULARY_BLOCK, buffer.shape[0]), buffer.shape[1], dtype=hidden.dtype, device=hidden.device
-    )
-    for start, end in _ranges(buffer.shape[0], _VOCABULARY_BLOCK):
-        part = product[: end - start]
-        add_wider_(buffer[start:end], torch.mm(grad_logits[:, start:end].t(), hidden, out=part))
 
 
 def _block_rows(hidden: Tensor, chunk: int) -> int:

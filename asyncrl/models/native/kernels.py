@@ -2,8 +2,8 @@
 
 Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation. An
 operation over all rows would go through main memory; a block of rows stays in cache. Results have the dtype of the inputs; norms
-and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass. On a GPU a norm
-without an offset is torch's fused operator, one launch instead of nine.
+and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass, as do Triton's on a
+GPU. There a norm without an offset is torch's fused operator, one launch instead of nine.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import gpu
 from . import library as native
 from .norms import add_offset, fuses
 
@@ -125,15 +126,19 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> N
     """
     half = heads.shape[-1] // 2
     sign = -1.0 if inverse else 1.0
-    if (
-        native.takes(heads, cos, sin, size=half)
-        and heads.stride(1) == heads.shape[-1]
-        and cos.shape == sin.shape[1:] == (heads.shape[0], half)  # torch raises for other shapes
-        and cos.is_contiguous()
-        and sin.is_contiguous()
-    ):
+    # torch raises for other shapes.
+    fits = cos.shape == sin.shape[1:] == (heads.shape[0], half) and cos.is_contiguous() and sin.is_contiguous()
+    if fits and heads.stride(1) == heads.shape[-1] and native.takes(heads, cos, sin, size=half):
         native.rotate_(heads, cos, sin[1], sign)
-        return
+    elif fits and gpu.takes(heads, cos, sin):
+        gpu.rotate_(heads, cos, sin[1], sign)
+    else:
+        rotate_by_torch_(heads, cos, sin, sign)
+
+
+def rotate_by_torch_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """`rotate_` where there are no kernels."""
+    half = heads.shape[-1] // 2
     for rows in blocks(heads):
         halves = heads[rows].unflatten(-1, (2, half))
         swapped = halves.flip(2)
@@ -172,12 +177,20 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
     size = out.shape[1]
     if native.takes(gate_up, out, size=size):
         native.swiglu(gate_up, out)
-        return out
+    elif gate_up.is_contiguous() and gpu.takes(gate_up, out):
+        gpu.swiglu(gate_up, out)
+    else:
+        swiglu_by_torch(gate_up, out)
+    return out
+
+
+def swiglu_by_torch(gate_up: Tensor, out: Tensor) -> None:
+    """`swiglu` where there are no kernels."""
+    size = out.shape[1]
     for rows in blocks(gate_up):
         gate, up = gate_up[rows, :size], gate_up[rows, size:]
         torch.ops.aten.silu.out(gate, out=out[rows])
         out[rows].mul_(up)
-    return out
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
@@ -185,7 +198,15 @@ def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Sc
     size = grad.shape[1]
     if native.takes(gate_up, grad, product, size=size):
         native.swiglu_backward_(gate_up, grad, product)
-        return
+    elif gate_up.is_contiguous() and grad.is_contiguous() and gpu.takes(gate_up, grad, product):
+        gpu.swiglu_backward_(gate_up, grad, product)
+    else:
+        swiglu_backward_by_torch_(gate_up, grad, product, scratch)
+
+
+def swiglu_backward_by_torch_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
+    """`swiglu_backward_` where there are no kernels."""
+    size = grad.shape[1]
     for rows in blocks(gate_up):
         gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
         active = scratch.take("silu", grad_rows.shape[0], size, grad_rows)

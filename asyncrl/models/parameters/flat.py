@@ -13,6 +13,7 @@ Parameters are stored in registration order. So q, k and v, and gate and up, are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from .layout import Layout
 
 # Elements converted at a time: 1 MiB of float32 stays in cache.
 _BLOCK = 1 << 18
+# Rows of a product that is rounded before it is added.
+_PRODUCT_ROWS = 4096
 
 
 def add_wider_(target: Tensor, source: Tensor) -> None:
@@ -40,6 +43,41 @@ def add_wider_(target: Tensor, source: Tensor) -> None:
     for start in range(0, values.numel(), _BLOCK):
         block = values[start : start + _BLOCK]
         sums[start : start + _BLOCK].add_(scratch[: block.numel()].copy_(block))
+
+
+def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """`target [O, I] += left [O, N] @ right [N, I]`, for a contiguous `target` of the dtype of the factors or of a wider one.
+
+    In a wider dtype a GPU adds the sums of the product as they are, in one launch. Elsewhere they are rounded first.
+    """
+    if target.dtype == right.dtype:
+        target.addmm_(left, right)
+    elif sums_are_wide(target.dtype, right.dtype, target.device):
+        torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
+    else:
+        # In blocks, since a product for a vocabulary can be larger than the memory that is left.
+        product = right.new_empty(min(_PRODUCT_ROWS, target.shape[0]), target.shape[1])
+        for start in range(0, target.shape[0], _PRODUCT_ROWS):
+            part = target[start : start + _PRODUCT_ROWS]
+            torch.mm(left[start : start + _PRODUCT_ROWS], right, out=product[: part.shape[0]])
+            add_wider_(part, product[: part.shape[0]])
+
+
+@cache
+def sums_are_wide(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
+    """Whether torch adds a product of `narrow` factors to a `wide` target on this device. Computes a small one to find out."""
+    if device.type != "cuda":
+        return False
+    left, right = (
+        torch.linspace(-1, 2, 32 * 16, device=device).view(shape).to(narrow) for shape in ((32, 16), (16, 32))
+    )
+    target = torch.ones(32, 32, dtype=wide, device=device)
+    expected = target.double() + left.double() @ right.double()
+    try:
+        torch.addmm(target, left, right, out_dtype=wide, out=target)
+    except (TypeError, RuntimeError):
+        return False
+    return torch.allclose(target.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 class FlatWeights:

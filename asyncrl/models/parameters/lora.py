@@ -39,11 +39,10 @@ from asyncrl.builds import install
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
-from .flat import FlatParameters, FlatWeights
+from .flat import FlatParameters, FlatWeights, add_product_
 from .frozen import family, unreached_names
 from .layout import Layout
 from .merge import Merge, Place, as_stack, factors, sizes_of
-from .packed import accumulate
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
 _PREFIX = "base_model.model."  # of parameter names in peft's files
@@ -61,8 +60,8 @@ class Adapter:
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Adds the gradients of `a` and `b` to `grad_a` and `grad_b`, without an autograd graph."""
-        accumulate(self.grad_a, (grad_NO @ self.b.detach()).mul_(self.scale), x_NI)
-        accumulate(self.grad_b, grad_NO, (x_NI @ self.a.detach().t()).mul_(self.scale))
+        add_product_(self.grad_a, (grad_NO @ self.b.detach()).mul_(self.scale).t(), x_NI)
+        add_product_(self.grad_b, grad_NO.t(), (x_NI @ self.a.detach().t()).mul_(self.scale))
 
 
 class AdaptedLinear(nn.Linear):

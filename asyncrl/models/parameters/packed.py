@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .flat import FlatWeights, add_wider_
+from .flat import FlatWeights, add_product_
 
 # Rows of a later product. oneDNN chooses the same layout for any number from 16 to 1,024 (measured).
 _ROWS_HINT = 64
@@ -130,19 +130,11 @@ class JoinedLinear:
                     adapter.add_gradient(part, x_NI)
             return
         if self._adjacent:
-            accumulate(self._join(flat.grad, self.weights), grad_NO, x_NI)
+            add_product_(self._join(flat.grad, self.weights), grad_NO.t(), x_NI)
         else:
             for i, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
-                accumulate(flat.view(flat.grad, i), part, x_NI)
+                add_product_(flat.view(flat.grad, i), part.t(), x_NI)
         if self.biases:
             total = grad_NO.sum(0, dtype=flat.grad.dtype)
             for i, part in zip(self.biases, total.split(self.sizes), strict=True):
                 flat.view(flat.grad, i).add_(part)
-
-
-def accumulate(buffer_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
-    """`buffer += grad.T @ x`. The product has the dtype of `x_NI`, which may be narrower than that of `buffer_OI`."""
-    if buffer_OI.dtype == x_NI.dtype:
-        buffer_OI.addmm_(grad_NO.t(), x_NI)
-    else:
-        add_wider_(buffer_OI, torch.mm(grad_NO.t(), x_NI))
