@@ -31,6 +31,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The kernels take what they would take on a GPU. The native kernels would be asked first."""
     if request.param == "cpu":
+        monkeypatch.setattr(gpu, "PRESENT", True)
         monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
         monkeypatch.setattr(gpu, "_kernels", lambda device: import_module("asyncrl.models.native.triton_kernels"))
         monkeypatch.setattr("asyncrl.models.native.library.takes", lambda *tensors, **sizes: False)
@@ -63,10 +64,12 @@ def test_rotary(device: torch.device, dtype: torch.dtype, count: int, size: int,
     angles = values(device, torch.float64, 7, rotated // 2, seed=1)
     cos, sin = angles.cos().to(dtype), torch.stack((-angles.sin(), angles.sin())).to(dtype)
     before, expected = rows.clone(), rows.double()
-    heads = rows[:, : count * size].unflatten(1, (count, size))[..., :rotated]
-    wide = expected[:, : count * size].unflatten(1, (count, size))[..., :rotated]
+    heads, wide = (each[:, : count * size].unflatten(1, (count, size))[..., :rotated] for each in (rows, expected))
+    # The two halves of a head are the real and the imaginary parts of numbers that are turned.
+    turn = torch.complex(cos.double(), sin[0 if inverse else 1].double()).unsqueeze(1)
+    turned = torch.complex(wide[..., : rotated // 2], wide[..., rotated // 2 :]) * turn
+    wide.copy_(torch.cat([turned.real, turned.imag], -1))
     kernels.rotate_(heads, cos, sin, inverse)
-    kernels.rotate_by_torch_(wide, cos.double(), sin.double(), -1.0 if inverse else 1.0)
     # A sum of two products is small where the products cancel, so the rounding of the terms is compared with their size.
     assert (rows.double() - expected).abs().max() < rounding(dtype) * before.abs().max()
     assert torch.equal(rows[:, count * size :], before[:, count * size :])

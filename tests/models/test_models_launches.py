@@ -67,12 +67,23 @@ def norm_backward(
     return of_x.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype) if wanted[1] else None
 
 
+def by_torch(call: Callable[..., Any]) -> Callable[..., None]:
+    """What a Triton kernel computes."""
+
+    def run(*given: Any) -> None:
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr(gpu, "PRESENT", False)
+            call(*given)
+
+    return run
+
+
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    kernels.rotate_by_torch_(heads, cos, torch.stack((-sin, sin)), sign)
+    kernels.rotate_(heads, cos, torch.stack((-sin, sin)), sign < 0)
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor) -> None:
-    kernels.swiglu_backward_by_torch_(gate_up, grad, product, kernels.Scratch())
+    kernels.swiglu_backward_(gate_up, grad, product, kernels.Scratch())
 
 
 @pytest.fixture
@@ -92,10 +103,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr("asyncrl.models.native.kernels._BLOCK_BYTES", 1 << 40)  # a GPU takes all rows at once
     add_product = counted.counted_as("addmm", 1, flat.add_product_)
     monkeypatch.setattr("asyncrl.models.parameters.packed.add_product_", add_product)
+    monkeypatch.setattr(gpu, "PRESENT", True)
     monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    monkeypatch.setattr(gpu, "rotate_", counted.counted_as("rotate", 1, rotate_))
-    monkeypatch.setattr(gpu, "swiglu", counted.counted_as("swiglu", 1, kernels.swiglu_by_torch))
-    monkeypatch.setattr(gpu, "swiglu_backward_", counted.counted_as("swiglu backward", 1, swiglu_backward_))
+    for name, call in (("rotate_", rotate_), ("swiglu", kernels.swiglu), ("swiglu_backward_", swiglu_backward_)):
+        monkeypatch.setattr(gpu, name, counted.counted_as(name, 1, by_torch(call)))
     for place in ("policy", "fused.decoder"):
         monkeypatch.setattr(f"asyncrl.models.{place}.packing_works", lambda *case: False)
     yield counted

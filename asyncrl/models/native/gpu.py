@@ -16,6 +16,8 @@ from torch import Tensor
 
 from asyncrl.errors import first_line
 
+# Whether this torch can have tensors on a GPU.
+PRESENT = torch.version.cuda is not None
 _BLOCK_F = 1024
 
 logger = logging.getLogger("asyncrl.models")

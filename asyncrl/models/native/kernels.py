@@ -130,15 +130,10 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> N
     fits = cos.shape == sin.shape[1:] == (heads.shape[0], half) and cos.is_contiguous() and sin.is_contiguous()
     if fits and heads.stride(1) == heads.shape[-1] and native.takes(heads, cos, sin, size=half):
         native.rotate_(heads, cos, sin[1], sign)
-    elif fits and gpu.takes(heads, cos, sin):
+        return
+    if fits and gpu.PRESENT and gpu.takes(heads, cos, sin):
         gpu.rotate_(heads, cos, sin[1], sign)
-    else:
-        rotate_by_torch_(heads, cos, sin, sign)
-
-
-def rotate_by_torch_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """`rotate_` where there are no kernels."""
-    half = heads.shape[-1] // 2
+        return
     for rows in blocks(heads):
         halves = heads[rows].unflatten(-1, (2, half))
         swapped = halves.flip(2)
@@ -177,20 +172,15 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
     size = out.shape[1]
     if native.takes(gate_up, out, size=size):
         native.swiglu(gate_up, out)
-    elif gate_up.is_contiguous() and gpu.takes(gate_up, out):
+        return out
+    if gpu.PRESENT and gate_up.is_contiguous() and gpu.takes(gate_up, out):
         gpu.swiglu(gate_up, out)
-    else:
-        swiglu_by_torch(gate_up, out)
-    return out
-
-
-def swiglu_by_torch(gate_up: Tensor, out: Tensor) -> None:
-    """`swiglu` where there are no kernels."""
-    size = out.shape[1]
+        return out
     for rows in blocks(gate_up):
         gate, up = gate_up[rows, :size], gate_up[rows, size:]
         torch.ops.aten.silu.out(gate, out=out[rows])
         out[rows].mul_(up)
+    return out
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
@@ -198,15 +188,10 @@ def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Sc
     size = grad.shape[1]
     if native.takes(gate_up, grad, product, size=size):
         native.swiglu_backward_(gate_up, grad, product)
-    elif gate_up.is_contiguous() and grad.is_contiguous() and gpu.takes(gate_up, grad, product):
+        return
+    if gpu.PRESENT and gate_up.is_contiguous() and grad.is_contiguous() and gpu.takes(gate_up, grad, product):
         gpu.swiglu_backward_(gate_up, grad, product)
-    else:
-        swiglu_backward_by_torch_(gate_up, grad, product, scratch)
-
-
-def swiglu_backward_by_torch_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
-    """`swiglu_backward_` where there are no kernels."""
-    size = grad.shape[1]
+        return
     for rows in blocks(gate_up):
         gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
         active = scratch.take("silu", grad_rows.shape[0], size, grad_rows)

@@ -23,7 +23,20 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from .command import DTYPES, MODEL, OVERRIDES, Bench, Measured, Place, child_options, option, peer_options, turned
+from .command import (
+    DEVICE,
+    DTYPES,
+    MODEL,
+    OVERRIDES,
+    Bench,
+    Measured,
+    Place,
+    child_options,
+    cuda_peer,
+    option,
+    peer_options,
+    turned,
+)
 from .job import PEERS, BenchError, RatesJob, StepJob, write_prompts
 from .plots import markdown
 from .processes import peer_python
@@ -41,14 +54,16 @@ def check(options: argparse.Namespace) -> str | None:
     agents = options.prompts * options.group_size
     if options.peer == "trl" and agents % min(options.trl_microbatch, agents):
         return f"--trl-microbatch {options.trl_microbatch} does not divide {agents} agents"
-    return None
+    return cuda_peer(options)
 
 
 def measure(place: Place) -> Measured:
     options = place.options
     prompts = str(write_prompts(place.scratch / "prompts.jsonl", distinct=options.prompts))
     model = place.model()
-    longest = place.own("rates", RatesJob(model, options.dtype, 1, prompts), "prompts")["prompt_tokens_max"]
+    longest = place.own("rates", RatesJob(model, options.dtype, 1, prompts, device=options.device), "prompts")[
+        "prompt_tokens_max"
+    ]
     job = StepJob.asked(
         options,
         model=model,
@@ -144,6 +159,7 @@ BENCH = Bench(
         option("--dtype", "float32", "of the matrix products", choices=DTYPES),
         option("--repetitions", 3, "of all runs, in turns; medians are shown", 1),
         MODEL,
+        DEVICE,
         *child_options("bench_agents"),
         *peer_options("trl", "trl"),
         OVERRIDES,

@@ -30,7 +30,7 @@ def configuration(job: StepJob) -> Config:
             f"threads={job.threads}",
             f"model.path={job.model}",
             f"model.dtype={job.dtype}",
-            "model.device=cpu",
+            f"model.device={job.device}",
             f"data.train={job.prompts}",
             f"data.max_prompt_tokens={job.max_prompt_tokens}",
             "data.shuffle=false",
@@ -103,7 +103,7 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
                 nonlocal peak
                 async for report in runtime.steps():
                     if window.add(report, runtime.built.ports.engine.statistics().get("tokens", 0.0)):
-                        peak = peak_bytes()  # while the reward workers are still there
+                        peak = peak_bytes(job.device)  # while the reward workers are still there
                         scope.cancel()
 
             tasks.start_soon(watch)

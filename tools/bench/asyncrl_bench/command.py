@@ -123,8 +123,13 @@ def run_options(name: str, dtypes: str = "which of them", repetitions: int = 3) 
 
 
 MODEL = option(
-    "--model", "smollm2", "smollm2, tiny, small, gpt_oss, qwen3_moe, or a model directory", "tiny", type=model
+    "--model",
+    "smollm2",
+    "smollm2, tiny, small, gpt_oss, qwen3_moe, qwen3_600m, or a model directory",
+    "tiny",
+    type=model,
 )
+DEVICE = option("--device", "cpu", "where both sides compute", choices=("cpu", "cuda"))
 OVERRIDES = option("overrides", [], "settings of asyncrl's side, after the job's own", nargs="*", metavar="a.b=c")
 
 
@@ -142,6 +147,13 @@ class Measured(NamedTuple):
 
     lines: Sequence[str]
     draw: Callable[[Path], None] | None = None
+
+
+def cuda_peer(options: argparse.Namespace) -> str | None:
+    """Of a bench that compares with TRL on `--device`."""
+    if options.device == "cuda" and options.peer == "trl" and options.trl_python is None:
+        return "--device cuda: the environment with TRL that is made here has no CUDA; --trl-python, or --peer none"
+    return None
 
 
 def agree(options: argparse.Namespace) -> str | None:

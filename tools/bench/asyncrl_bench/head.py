@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .command import Bench, Measured, Place, option, peer_options, run_options
+from .command import Bench, Measured, Place, cuda_peer, option, peer_options, run_options
 from .job import LIGER, BenchError, HeadJob
 from .plots import grouped_bars, limit_line, markdown, plot
 from .processes import peer_python
@@ -60,9 +60,7 @@ class HeadRun:
 def check(options: argparse.Namespace) -> str | None:
     if options.tokens % options.sequences:
         return f"--sequences {options.sequences} does not divide {options.tokens} tokens"
-    if options.device == "cuda" and options.peer == "trl" and options.trl_python is None:
-        return "--device cuda: the environment with TRL that is made here has no CUDA; --trl-python, or --peer none"
-    return None
+    return cuda_peer(options)
 
 
 def measure(place: Place) -> Measured:

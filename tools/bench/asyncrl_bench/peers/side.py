@@ -51,12 +51,17 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def peak_bytes() -> int:
-    """Largest resident memory of this process and of all that come from it, each at its own peak.
+def peak_bytes(device: str = "cpu") -> int:
+    """Largest resident memory of this process and of all that come from it, each at its own peak. On a GPU: what torch has taken of
+    its memory in this process.
 
     Not `ru_maxrss`: Linux hands the parent's peak down at the fork, so a small child of a large parent looks large.
     A child counts with the pages that it shares (the interpreter's), so the sum is a little too large.
     """
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_reserved())
     total = 0
     for pid in tree():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -42,7 +42,7 @@ def settings(job: dict[str, Any], directory: str) -> GRPOConfig:
     fixed = {"min_new_tokens": job["max_tokens"]} if job["lengths"] == "fixed" else None
     return GRPOConfig(
         output_dir=directory,
-        use_cpu=True,
+        use_cpu=job["device"] == "cpu",
         bf16=job["dtype"] == "bfloat16",
         per_device_train_batch_size=microbatch,
         gradient_accumulation_steps=sequences // microbatch,
@@ -112,7 +112,7 @@ def answer(job: dict[str, Any], clock: Clock, sampled: list[int], prompt_tokens:
         "generated_tokens": sum(sampled[first:]),
         "prompt_tokens": sum(prompt_tokens[first:]),
         "sequences": job["steps"] * job["groups_per_step"] * job["group_size"],
-        "peak_bytes": side.peak_bytes(),
+        "peak_bytes": side.peak_bytes(job["device"]),
         "shares": {},
         "versions": {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
