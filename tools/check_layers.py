@@ -78,6 +78,7 @@ ARGUMENT_EXCEPTIONS: dict[str, str] = {
     "asyncrl/models/attention/interface.py:_attention": "the signature that transformers calls",
     "asyncrl/models/head/logprobs.py:token_logprobs": "a function of tensors: its options are buffers and bounds, by name",
     "asyncrl/models/head/triton_kernels.py:gradient_kernel": "a kernel is told each pointer and stride by itself",
+    "asyncrl/models/native/triton_kernels.py:rotate_kernel": "the same",
 }
 # path:name -> reason
 PRIVATE_EXCEPTIONS: dict[str, str] = {}
