@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ def takes(*tensors: Tensor) -> bool:
 def _kernels(device: torch.device) -> Any | None:
     """The module of the kernels, if one of them runs on `device`."""
     try:
-        kernels = import_module(".triton_kernels", __package__)
+        from . import triton_kernels as kernels
+
         out = torch.empty(1, 1, device=device)
         with torch.cuda.device(device):
             kernels.swiglu_kernel[1, 1](torch.ones(1, 2, device=device), out, F=1, BLOCK_F=_BLOCK_F)
