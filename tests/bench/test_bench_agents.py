@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl_bench.agents import BENCH, require_equal_tokens
+from asyncrl_bench.agents import BENCH, ratios, require_equal_tokens
 from asyncrl_bench.app import main
 from asyncrl_bench.job import BenchError
 from asyncrl_bench.peers import waiting_agent
@@ -46,3 +47,13 @@ def test_agents_that_make_no_whole_microbatch_of_trl_are_refused(capsys: pytest.
     with pytest.raises(SystemExit):
         BENCH.parse(["--prompts", "3", "--group-size", "8"])
     assert "--trl-microbatch 16 does not divide 24 agents" in capsys.readouterr().err
+
+
+def test_tools_take_between_a_fifth_of_a_second_and_two() -> None:
+    drawn = [waiting_agent.seconds() for _ in range(2000)]
+    assert min(drawn) >= 0.2 and max(drawn) <= 2.0 and 0.5 < statistics.median(drawn) < 0.8
+
+
+def test_a_ratio_compares_the_same_preset() -> None:
+    seconds = {"async, instant": 2.0, "async, waiting": 2.2, "sync, instant": 3.0, "sync, waiting": 6.0}
+    assert ratios(seconds) == pytest.approx({"async": 1.1, "sync": 2.0})

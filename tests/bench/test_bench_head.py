@@ -79,6 +79,15 @@ def test_shares_are_of_full_logits_and_ratios_of_neighbours() -> None:
     assert "| float32 | asyncrl | 50 | 1/16.0 |" in text and "| asyncrl | 1.80 | 2.00 | 1.10 | 1.50 |" in text
 
 
+def test_the_defaults_are_the_published_size(capsys: pytest.CaptureFixture[str]) -> None:
+    options = head.BENCH.parse([])
+    assert (options.tokens, options.hidden, options.vocabulary) == (4096, 576, 49_152)
+    assert options.dtypes == ("float32", "bfloat16") and options.peer == "trl"
+    with pytest.raises(SystemExit, match="2"):
+        head.BENCH.parse(["--sequences", "3"])
+    assert "--sequences 3 does not divide 4096 tokens" in capsys.readouterr().err
+
+
 def test_the_head_by_liger_is_a_side_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU a stand-in for its kernels says that it was asked, and leaves the work to torch."""
     asked: list[int] = []

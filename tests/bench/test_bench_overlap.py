@@ -13,6 +13,7 @@ from asyncrl.telemetry.records import TraceEvent
 from asyncrl_bench.app import main
 from asyncrl_bench.child_overlap import busy, hand_over, stops
 from asyncrl_bench.overlap import figures
+from asyncrl_bench.overlap_dry import Pace
 
 
 @pytest.mark.slow
@@ -108,3 +109,8 @@ def test_the_dry_run_on_short_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
             work = run["decode"] + run["train"] if name == "one device" else max(run["decode"], run["train"])
             assert 1.2 * run["step"] >= work > 0
     assert written["train_token_s"] > 0
+
+
+def test_what_a_step_is_compared_with() -> None:
+    pace = Pace(step=1.2, decode=1.0, train=0.5, tokens=10.0)
+    assert pace.to_longer == pytest.approx(1.2) and pace.to_sum == pytest.approx(0.8)

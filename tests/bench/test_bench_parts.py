@@ -19,16 +19,31 @@ from asyncrl_bench import generate, step, sweep, train
 from asyncrl_bench.child_train import completion_lengths, make_groups, part_of
 from asyncrl_bench.command import Place, public_command
 from asyncrl_bench.figures import Run, summarise, table, write
-from asyncrl_bench.job import PEERS, BenchError, GenerateJob, HeadJob, StepJob, TrainJob
+from asyncrl_bench.job import PEERS, BenchError, GenerateJob, HeadJob, StepJob, TrainJob, write_token_prompts
 from asyncrl_bench.processes import environment, peer_python, run_json, vllm_environment
 
 TRAIN = TrainJob(
     model="m", groups=8, group_size=8, prompt_tokens=48, mean_tokens=47, max_tokens=128, dtype="float32", threads=1,
     warmup_steps=1, steps=3, profile=True,
 )  # fmt: skip
+GENERATE = GenerateJob(
+    model="m", prompts="p", sequences=6, group_size=4, prompt_tokens=5, max_tokens=7, dtype="float32", threads=1,
+    warmup_tokens=2,
+)  # fmt: skip
 
 
 # -- options and jobs --------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_the_published_jobs_and_quick_is_small() -> None:
+    full, quick = train.BENCH.parse([]), train.BENCH.parse(["--quick", "--groups", "3"])
+    assert (full.model, full.groups, full.group_size, full.mean_tokens, full.max_tokens) == ("smollm2", 8, 8, 47, 128)
+    assert full.dtypes == ("float32", "bfloat16") and (full.threads, full.repetitions) == (2, 3)
+    assert (quick.model, quick.groups, quick.dtypes) == ("tiny", 3, ("float32",))
+    whole, small = generate.BENCH.parse([]), generate.BENCH.parse(["--quick"])
+    assert whole.jobs == ((64, 128), (16, 512)) and whole.peer == "none" and small.jobs == ((4, 6),)
+    assert whole.sequences == (1, 8, 64, 256) and whole.contexts == (128, 256, 512, 1024, 2048, 4096)
+    assert generate.BENCH.parse(["--sweep"]).name == "bench_decode", "the two tables do not overwrite each other"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +75,14 @@ def test_places_on_this_machine_are_not_written_down() -> None:
     assert public_command("step", given) == "asyncrl bench step --steps 3 train.eps=1e-7"
 
 
+def test_prompts_are_one_per_group_and_others_for_the_warm_up(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    write_token_prompts(GENERATE.of(prompts=str(prompts)), 100)
+    rows = json.loads(prompts.read_text())
+    assert len(rows) == 4 and {len(row) for row in rows} == {5}
+    assert len({tuple(row) for row in rows}) == 4 and all(10 <= token < 100 for row in rows for token in row)
+
+
 def test_completions_have_natural_lengths() -> None:
     lengths = completion_lengths(TRAIN.of(groups=100))
     assert min(lengths) == 4 and max(lengths) == 128
@@ -81,11 +104,7 @@ def run(side: str, repetition: int, seconds: float, gemm: float = 1e6, **result:
 
 def test_needed_flop_of_generation_counts_a_prompt_once_and_without_the_head() -> None:
     rates = {"decoder_parameters": 100, "head_parameters": 40}
-    job = GenerateJob(
-        model="m", prompts="p", sequences=6, group_size=4, prompt_tokens=5, max_tokens=7, dtype="float32", threads=1,
-        warmup_tokens=2,
-    )  # fmt: skip
-    assert generate.needed_flop(job, rates, 42) == 2 * (100 * (42 + 2 * 5) + 40 * 42)
+    assert generate.needed_flop(GENERATE, rates, 42) == 2 * (100 * (42 + 2 * 5) + 40 * 42)
 
 
 def test_medians_per_side_and_the_median_of_paired_ratios() -> None:
@@ -116,6 +135,12 @@ def test_the_file_says_where_when_and_with_what(tmp_path: Path) -> None:
     assert found["date"] and found["python"] and found["versions"]["vllm"] == {"torch": "2"}
     assert [each["side"] for each in found["runs"]] == ["asyncrl", "vllm"]
     assert found["runs"][0]["limit_share"] == 0.2 and found["runs"][1]["tokens_per_s"] == 2.5
+
+
+def test_the_breakdown_is_the_median_of_shares() -> None:
+    parts = [{"products": 3.0, "rest": 1.0}, {"products": 1.0, "rest": 1.0}, {"products": 9.0, "rest": 1.0}]
+    found = train.breakdowns([run("asyncrl", i, 1.0, breakdown=each) for i, each in enumerate(parts)])
+    assert found == {"float32": {"products": 0.75, "rest": 0.25}}
 
 
 @pytest.mark.parametrize(

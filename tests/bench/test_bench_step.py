@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ import pytest
 from asyncrl_bench import figures, step
 from asyncrl_bench.app import main
 from asyncrl_bench.figures import Run
-from asyncrl_bench.job import PEERS, BenchError, StepJob, write_prompts
+from asyncrl_bench.job import PEERS, REWARD, REWARD_FUNCTION, BenchError, StepJob, cache_directory, write_prompts
 from asyncrl_bench.processes import environment, run_json
 from asyncrl_bench.step import SHEET, needed_flop, notes, summarise
 
@@ -51,6 +52,18 @@ def job(**changes: object) -> StepJob:
 # -- options and jobs --------------------------------------------------------------------------------------------------
 
 
+def test_the_defaults_are_the_published_job_and_quick_is_small() -> None:
+    full, quick = parse([]), parse(["--quick"])
+    assert (full.model, full.prompts, full.group_size, full.max_tokens, full.threads) == ("smollm2", 8, 8, 128, 2)
+    assert full.dtypes == ("float32", "bfloat16") and full.lengths == ("natural", "fixed") and full.peer == "trl"
+    assert (quick.model, quick.prompts, quick.group_size, quick.max_tokens, quick.peer) == ("tiny", 2, 2, 8, "none")
+    assert parse(["--quick", "--max-tokens", "9"]).max_tokens == 9, "an option that is given wins over --quick"
+    assert parse(["engine.prefill_tokens=64", "--quick", "train.eps=1e-7"]).overrides == [
+        "engine.prefill_tokens=64",
+        "train.eps=1e-7",
+    ]
+
+
 def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "there is no 'speed'; there is: step" in capsys.readouterr().err
@@ -77,6 +90,22 @@ def test_prompts_are_the_same_for_the_same_seed_and_nearly_equal_in_length(tmp_p
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_scores_strings_and_messages() -> None:
+    spec = importlib.util.spec_from_file_location("letter_reward", REWARD)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    score = getattr(module, REWARD_FUNCTION)
+    assert score(["aeio", "xxax", ""], prompts=[]) == [1.0, 0.25, 0.0]
+    assert score([[{"role": "assistant", "content": "ab"}]]) == [0.5]
+
+
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory(None) == tmp_path / "asyncrl" / "bench"
+    assert cache_directory(str(tmp_path / "x")) == tmp_path / "x"
 
 
 def test_rate_and_share_of_the_limit_by_hand() -> None:

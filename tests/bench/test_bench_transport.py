@@ -24,6 +24,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl_bench import child_handover, transport, transport_report
 from asyncrl_bench.job import PEERS, RING, BenchError
 from asyncrl_bench.peers import handover_group
+from asyncrl_bench.peers.side import cpu_seconds
 from asyncrl_bench.peers.way import Way
 from asyncrl_bench.processes import environment, run_json
 
@@ -270,6 +271,21 @@ def test_a_paced_run_waits_for_the_arrival_and_a_slow_one_ends() -> None:
     assert len(list(handover_group.turns(job | {"seconds": 60.0}))) == 30
     with pytest.raises(SystemExit, match="group 25: no earlier one arrived"):
         list(handover_group.turns(job | {"seconds": 60.0}, credit))
+
+
+def test_every_member_of_the_group_has_arrays_of_its_own() -> None:
+    columns = handover_group.arrays(10)
+    assert {name: column[0].dtype for name, column in columns.items()} == handover_group.COLUMNS
+    held = [array for column in columns.values() for array in column]
+    assert len({array.ctypes.data for array in held}) == len(held) == 4 * handover_group.MEMBERS
+    assert sum(array.nbytes for array in held) == handover_group.footprint(10)
+
+
+def test_cpu_time_counts_the_children_that_ended() -> None:
+    before = cpu_seconds()
+    text = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", text], check=True)
+    assert cpu_seconds() - before >= 0.25
 
 
 KILLED = """\

@@ -12,6 +12,7 @@ from asyncrl.generation.vllm.versions import installed_version
 from asyncrl.telemetry.records import TraceEvent
 from asyncrl_bench.app import main
 from asyncrl_bench.child_weights import STEPS, seen
+from asyncrl_bench.weights import report, summarise
 
 TOOL = ("weights", "--quick", "--max-tokens", "320")
 
@@ -78,3 +79,19 @@ def test_what_requests_see_is_the_longest_time_between_two_steps_around_the_move
     assert found["bind"] == pytest.approx(500) and found["between"] == pytest.approx(600)
     assert seen(lane[:4], STEPS["vllm"]) == {}
     assert seen(lane, STEPS["embedded"]) == {}, "no second step after the move"
+
+
+def test_figures_are_medians_of_all_changes() -> None:
+    side = {
+        "step": [50.0, 52.0],
+        "pause": [3.0, 9.0],
+        "between": [3.0, 3.4],
+        "bind": [1.0, 1.0],
+        "total": [400.0, 500.0],
+        "bytes": 1 << 20,
+    }
+    runs = [{"vllm": side, "load": (0.5, 0, 0)}, {"vllm": side | {"pause": [2.0, 1.0]}, "load": (0.6, 0, 0)}]
+    found = summarise(runs, "vllm")
+    assert (found["pause"], found["between"], found["total"]) == (2.5, pytest.approx(3.2), 450.0)
+    lines = "\n".join(report({"vllm": found}, runs))
+    assert "0.5 0.6" in lines

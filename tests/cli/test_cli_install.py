@@ -98,13 +98,14 @@ def test_the_benchmarks_of_the_checkout_are_found_from_anywhere(tmp_path: Path) 
 
 def test_native_kernels_that_are_there_or_were_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.models.native import library as native
-    from asyncrl.runtime.plan import native_note
+    from asyncrl.runtime.plan import native_note, plan
 
     config = asyncrl.load_config([ROOT / "examples" / "quickstart.yaml"], ["model.device=cpu"])
     monkeypatch.setattr(native, "_library", object())
     assert native_note(config) == []
     monkeypatch.setattr(native, "_library", None)
     assert "no native kernels for this machine" in native_note(config)[0]
+    assert "native kernels" not in plan(config), "a plan may be of another machine"
     monkeypatch.setenv("ASYNCRL_NATIVE", "0")
     assert "native kernels are off (ASYNCRL_NATIVE=0)" in native_note(config)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import anyio
 import numpy as np
@@ -15,15 +16,18 @@ from asyncrl.types import FinishReason, Generation
 from asyncrl_bench.virtual_time import run_virtual
 
 
-def simulate(count: int, *, max_sequences: int, length_sigma: float) -> tuple[list[Generation], float]:
+def simulate(
+    count: int, *, max_sequences: int, length_sigma: float, advance_at: float = math.inf
+) -> tuple[list[Generation], float]:
     """`count` requests of up to 100 tokens at once; the answers and the virtual seconds that they took."""
 
     async def main() -> tuple[list[Generation], float]:
-        recorder = Recorder(clock=asyncio.get_running_loop().time, nvtx=False)
+        begun, now = anyio.current_time(), asyncio.get_running_loop().time
+        recorder = Recorder(clock=now, nvtx=False)
         async with SimulatedLane("virtual", recorder) as lane:
             engine = DryRunEngine(
-                lane, recorder, max_sequences=max_sequences, max_context=200, version_source=lambda: 0, decode_step_s=0.5,
-                length_sigma=length_sigma,
+                lane, recorder, max_sequences=max_sequences, max_context=200, decode_step_s=0.5, length_sigma=length_sigma,
+                version_source=lambda: int(now() - begun > advance_at),
             )  # fmt: skip
             async with engine:
                 started = anyio.current_time()
@@ -51,6 +55,12 @@ def test_lengths_are_log_normal_and_end_as_they_say() -> None:
     assert 0.3 < np.log(lengths[stopped]).std() < 0.5
     assert all((answer.token_ids[-1] == 0) == stop for answer, stop in zip(answers, stopped, strict=True))
     assert all((answer.token_ids[:-1] != 0).all() for answer in answers)
+
+
+def test_each_token_carries_the_version_of_its_step() -> None:
+    answers, _ = simulate(3, max_sequences=3, length_sigma=0.0, advance_at=10.25)
+    for answer in answers:
+        assert answer.versions.tolist() == [0] * 21 + [1] * 29
 
 
 def test_statistics_may_be_asked_for_on_another_thread_while_a_request_starts() -> None:

@@ -279,6 +279,30 @@ def window(
     return Window(0.0, end, lanes, busy, idle)
 
 
+def test_worked_example() -> None:
+    account = lane_budget(
+        window(
+            busy=[
+                Interval("engine/decode", "cpu", 0.0, 4.0),
+                Interval("train/microbatch", "cpu", 5.0, 6.0),
+                Interval("train/logprobs", "cpu", 9.0, 9.25),
+                Interval("engine/bind", "cpu", 9.25, 9.75),
+            ],
+            idle=[
+                Interval("group", None, 3.0, 9.0),
+                Interval("reward", None, 6.5, 7.0),
+                Interval("handoff", "cpu", 4.75, 5.0),
+                Interval("handoff", "other", 0.0, 10.0),
+            ],
+        ),
+        "cpu",
+    )
+    assert account.busy == {"decode": 4.0, "train": 1.0, "logprobs": 0.25, "publish": 0.5}
+    assert account.idle == pytest.approx({"group": 3.25, "handoff": 0.25, "reward": 0.5, "unexplained": 0.25})
+    assert account.shares()["idle/unexplained"] == pytest.approx(0.025)
+    assert sum(lane_budget(window(busy=[], idle=[], end=0.0), "cpu").shares().values()) == 0.0
+
+
 def test_of_nested_closures_the_inner_one_names_the_time() -> None:
     nested = [Interval("decode", "cpu", 0.0, 10.0), Interval("prefill", "cpu", 2.0, 3.0)]
     assert lane_budget(window(busy=nested, idle=[]), "cpu").busy == {"decode": 9.0, "prefill": 1.0}
