@@ -240,6 +240,15 @@ def name_shortage(error: BaseException, work: str) -> BaseException:
     return shortage
 
 
+def shown(value: object) -> str:
+    """The first 80 characters of `repr(value)`. Python refuses to write an integer of more than 4,300 digits, which a model's
+    answer may hold or ask for."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"{type(value).__name__} with too many digits"
+
+
 def first_line(error: BaseException) -> str:
     """Class and first line of an error, with at most 200 characters of the line: short enough to quote in a message."""
     text = str(error).strip()

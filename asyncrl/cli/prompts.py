@@ -6,6 +6,7 @@ template, with all special tokens, and cut to `data.max_prompt_tokens` if the ru
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -52,7 +53,7 @@ def _take_count(arguments: list[str]) -> int:
     index = arguments.index("-n")
     # Empty if `-n` is the last argument.
     text = "".join(arguments[index + 1 : index + 2])
-    if not text.isdecimal() or int(text) < 1:
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
         raise ConfigError(f"-n is {text!r}; expected a number of prompts, 1 or more\n{USAGE}")
     del arguments[index : index + 2]
     return int(text)

@@ -547,7 +547,7 @@ def _check_roles(config: Config) -> Iterator[str]:
     prefix = f"{name} is set and "
     if listen is not None:
         host, _, port = listen.rpartition(":")
-        if not (host and port.isdecimal() and int(port) < 1 << 16):
+        if not (host and re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16):
             yield f"distributed.listen is {listen!r}; expected HOST:PORT, such as 10.0.0.5:29600"
         elif host in ("0.0.0.0", "[::]", "*"):
             yield f"distributed.listen is {listen!r}: give the address by which nodes reach the machine of rank 0"

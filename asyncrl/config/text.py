@@ -50,7 +50,7 @@ def parse_value(text: str) -> Any:
     """Parses one value. Errors: ValueError with the parser's message."""
     try:
         return _yaml().load(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:
         raise ValueError(_problem(error)) from error
 
 
@@ -59,7 +59,7 @@ def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
     try:
         lines = dict(_lines(_yaml().compose(text), source))
         return _yaml().load(text), lines
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = source if mark is None else f"{source} line {mark.line + 1} column {mark.column + 1}"
         raise ConfigError(f"{where} is not valid YAML: {_problem(error)}") from error
@@ -72,7 +72,7 @@ def dump(value: Any) -> str:
     return text.getvalue()
 
 
-def _problem(error: YAMLError) -> str:
+def _problem(error: YAMLError | ValueError) -> str:
     """The parser's message in one line, without its excerpt of the text."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return " ".join(str(error).split())

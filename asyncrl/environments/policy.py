@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError, LifecycleError
+from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError, LifecycleError, shown
 from asyncrl.ports import Generate
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import (
@@ -284,6 +284,8 @@ def _rewards(result: Any) -> tuple[float | None, list[float] | None]:
         return None, None
     if isinstance(result, list | tuple) or getattr(result, "shape", None):
         turns = [_number(value) for value in result]
+        # Refuses an infinite sum, for which fsum raises OverflowError.
+        _number(sum(turns))
         return math.fsum(turns), turns
     return _number(result), None
 
@@ -292,12 +294,17 @@ def _number(value: Any) -> float:
     plain = value.item() if hasattr(value, "item") else value
     if not isinstance(plain, bool | int | float):
         raise ConfigError(
-            f"the episode returned {value!r:.80}; expected a number, None (reward functions score the episode), or a list with a "
+            f"the episode returned {shown(value)}; expected a number, None (reward functions score the episode), or a list with a "
             "number for each reply"
         )
-    if not math.isfinite(plain):
-        raise DataError(f"the episode returned the reward {plain}; expected a finite number")
-    return float(plain)
+    try:
+        number = float(plain)
+    except OverflowError:
+        # JSON that a model wrote may hold an integer above the largest float.
+        number = math.inf
+    if not math.isfinite(number):
+        raise DataError(f"the episode returned the reward {shown(plain)}; expected a finite number")
+    return number
 
 
 def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
@@ -321,6 +328,6 @@ def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str 
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 number = math.nan
             if not math.isfinite(number):
-                raise DataError(f"{argument}: {name} {member} is {value!r:.80}; expected a finite number, or None")
+                raise DataError(f"{argument}: {name} {member} is {shown(value)}; expected a finite number, or None")
             rows[member][f"{prefix}{name}"] = number
     return rows

@@ -75,7 +75,7 @@ def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[...
 
     try:
         schema = get_json_schema(function)
-        return schema, validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+        return schema, validate_call(config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
             f"{getattr(function, '__qualname__', function)} cannot be a tool: {error} Give each argument a type, and describe the "

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, shown
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 from .routes import MISSING, check_routes
 
@@ -210,7 +210,8 @@ def _check_turns(t: Trajectory, label: str) -> None:
     for index, reward in enumerate(rewards):
         if not (_is_number(reward) and abs(reward) <= MAX_REWARD):  # also for NaN
             raise DataError(
-                f"{label}: turn_rewards[{index}] is {reward}; expected a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}"
+                f"{label}: turn_rewards[{index}] is {shown(reward)}; expected a finite number from -{MAX_REWARD:g} to "
+                f"{MAX_REWARD:g}"
             )
 
 
@@ -301,7 +302,7 @@ def _check_rewards(t: Trajectory, label: str) -> None:
     for name, value in (("reward", t.reward), *t.components.items()):
         if value is not None and not (_is_number(value) and abs(value) <= MAX_REWARD):  # also for NaN
             raise DataError(
-                f"{label}: {name} is {value}; expected a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or None if "
+                f"{label}: {name} is {shown(value)}; expected a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or None if "
                 "it does not apply; scale the rewards"
             )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RecordError
+from ..errors import RecordError, shown
 from ..types import FinishReason, Trajectory
 from .layout import Section
 from .read import Record
@@ -244,9 +244,13 @@ def reward_number(value: float | None, name: str) -> float:
     """The reward as a record has it: NaN for None. Errors: RecordError for a number that is not finite."""
     if value is None:
         return math.nan
-    if not math.isfinite(value):
-        raise RecordError(f"{name} is {value}; expected a finite number, or None if the reward does not apply")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RecordError(f"{name} is {shown(value)}; expected a finite number, or None if the reward does not apply")
+    return number
 
 
 def json_bytes(value: Any, name: str) -> bytes:

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from asyncrl.errors import shown
+
 F = TypeVar("F")
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -130,8 +132,8 @@ def brief(value: Any) -> str:
     """The first 80 characters of `repr(value)` and its type, for messages. Of an exception its type and whole text."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
-    text = repr(value)
-    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
+    text = shown(value)
+    return f"{text}{'...' if len(text) == 80 else ''} ({type(value).__name__})"
 
 
 def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ import orjson
 
 from asyncrl.concurrency.channel import decode, encode
 from asyncrl.config import imports
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, shown
 from asyncrl.rewards import forms
 from asyncrl.rewards.forms import UsageError, as_trl, brief, check_reserved, columns_check, is_async
 from asyncrl.telemetry.output import lossy_output
@@ -98,12 +98,16 @@ class Log:
 
 
 def _json(value: Any) -> Any:
-    """The value for JSON; `str(value)` if JSON has no such type."""
+    """The value for JSON; its text if JSON has no such type."""
     value = plain(value)
     try:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
     except (TypeError, RecursionError):
-        return _utf8(str(value))
+        try:
+            return _utf8(str(value))
+        except ValueError:
+            # An integer with more digits than Python writes.
+            return shown(value)
 
 
 def plain(value: Any) -> Any:

@@ -49,6 +49,7 @@ OTHERS = {
     "prompts": "usage: asyncrl prompts CONFIG.yaml",
     "prompts run.yaml -n": "-n is ''; expected a number of prompts",
     "prompts run.yaml -n 0": "-n is '0'; expected a number of prompts",
+    "prompts run.yaml -n 1" + "0" * 5000: "expected a number of prompts",
     "prompts gone.yaml": "gone.yaml does not exist",
     "prompts bare.yaml": "data.train is not set",
     "prompts run.yaml data.chat_template_kwargs=3": "data.chat_template_kwargs is 3",

@@ -161,15 +161,21 @@ async def test_what_an_episode_may_return(returned: Any, reward: Any, turns: Any
         ([1, None], ConfigError, "returned None; expected a number"),
         ([1, 2, 3], ConfigError, "3 rewards of turns for 1 replies"),
         (float("nan"), DataError, "the reward nan; expected a finite number"),
+        (10**400, DataError, "the reward 10+; expected a finite number"),
+        pytest.param(10**5000, DataError, "the reward int with too many digits; expected", id="10**5000"),
+        ([1e308, 1e308], DataError, "the reward inf; expected a finite number"),
     ],
 )
 async def test_what_an_episode_may_not_return(returned: Any, error: type[Exception], words: str) -> None:
+    turns = 2 if returned == [1e308, 1e308] else 1
+
     async def episode(task: Any, policy: Any) -> Any:
-        await policy.complete("a")
+        for _ in range(turns):
+            await policy.complete("a")
         return returned
 
     with pytest.raises(error, match=words):
-        await Played(episode, "x").run()
+        await Played(episode, *"xx"[:turns]).run()
 
 
 async def test_an_episode_without_a_request_is_an_error() -> None:
@@ -209,6 +215,7 @@ async def test_each_member_gets_a_row_of_its_own() -> None:
         (lambda policy: policy.note("a b/", 1), DataError, "policy.note: 'a b/' is no name"),
         (lambda policy: policy.note("a", float("inf")), DataError, "expected a finite number"),
         (lambda policy: policy.note("a", "many"), DataError, "expected a finite number"),
+        (lambda policy: policy.note("a", 10**5000), DataError, "too many digits; expected a finite number"),
         (lambda policy: policy.base_url, ConfigError, "endpoint"),
     ],
 )

@@ -39,6 +39,15 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def half(value: float) -> float:
+    """Halves a number.
+
+    Args:
+        value: the number
+    """
+    return value / 2
+
+
 async def weather(
     city: str,
     unit: Unit = Unit.CELSIUS,
@@ -195,7 +204,9 @@ async def test_functions_coroutines_methods_and_tools_answer_in_the_order_of_the
         ("add", '{"a": 1}', "b: Missing required argument", "add/refused"),
         ("add", '{"a": 1, "b": 2, "c": 3}', "c: Unexpected keyword argument", "add/refused"),
         ("add", '{"a": 1, "b": "many"}', "b: Input should be a valid integer", "add/refused"),
-        ("rm -rf /", "{}", "there is no tool 'rm -rf /'; the tools are: add", "unknown"),
+        ("half", '{"value": "1e999"}', "value: Input should be a finite number", "half/refused"),
+        ("half", '{"value": 1' + "0" * 400 + "}", "value: Input should be a valid number", "half/refused"),
+        ("rm -rf /", "{}", "there is no tool 'rm -rf /'; the tools are: add, half", "unknown"),
         (None, None, "there is no tool", "unknown"),
     ],
 )
@@ -203,7 +214,7 @@ async def test_a_bad_call_of_the_model_gives_the_model_a_text(
     name: Any, arguments: Any, words: str, counted: str
 ) -> None:
     house = House()
-    [text] = await house.run([add], call(name, arguments))
+    [text] = await house.run([add, half], call(name, arguments))
     assert text.startswith("Error: ") and words in text and len(text) < 500
     assert house.counts()[f"tools/{counted}"] == 1
 

@@ -38,7 +38,10 @@ def nested(levels: int) -> Any:
         ({"versions": np.array([-1, 2**31, 0])}, "versions holds 2147483648 at a trained token"),
         ({"logprobs": np.array([0, -1, -88.0])}, r"logprobs\[2\] is -88 .* from -87 to 0"),
         ({"sampled_logprobs": np.array([0, -1e300, -1])}, r"sampled_logprobs\[1\] is -1e\+300"),
-        *(({"reward": r}, "reward is .* scale the rewards") for r in (1.1e9, -1e308, math.nan, math.inf, "1")),
+        *(
+            ({"reward": r}, "reward is .* scale the rewards")
+            for r in (1.1e9, -1e308, math.nan, math.inf, "1", 10**5000)
+        ),
         ({"components": {"a": 1e10}}, "a is 1.*scale the rewards"),
         ({"components": {1: 1.0}}, "components holds the name 1; use text"),
         (

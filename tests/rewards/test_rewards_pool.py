@@ -216,6 +216,7 @@ NO_SCORES = [
     [1.0],
     np.ones(1),
     10**400,
+    pytest.param(10**5000, id="10**5000"),
     math.inf,
     np.nan,
     Decimal("sNaN"),

@@ -167,6 +167,7 @@ def test_a_run_that_cannot_let_nodes_join_is_refused_at_once(
         (None, "127.0.0.1:0", "distributed.listen is set, so nodes"),
         ("short", "127.0.0.1:0", "ASYNCRL_SECRET has 5 characters"),
         ("long enough for a run", "here", "distributed.listen is 'here'; expected HOST:PORT"),
+        ("long enough for a run", "here:" + "1" * 5000, "expected HOST:PORT"),
     ):
         monkeypatch.setenv("ASYNCRL_SECRET", secret) if secret else monkeypatch.delenv("ASYNCRL_SECRET", raising=False)
         tree = DRY | {"reward": f"{REWARDS}:short", "distributed": {"listen": address}}
