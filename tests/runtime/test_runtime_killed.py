@@ -46,7 +46,7 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     tmp_path: Path, moment: str, sharding: str, version: int
 ) -> None:
     tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}, "distributed": {"sharding": sharding}}
-    tree["watchdog"] = {"abort_grace_s": 15.0}  # less than torchrun's 30: a part that never comes is waited for 9 s
+    tree["watchdog"] = {"abort_grace_s": 10.0}  # less than torchrun's 30: a part that never comes is waited for 6 s
     run = tmp_path / "runs/run"
     job = [started_by("torchrun", number, tmp_path) for number in (0, 1)]
     with start_two(tmp_path, tree, KILLED, KILLED=f"1 {STEP} {moment}", **job[0]) as (first, other):

@@ -88,7 +88,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "runs/run"
     with start_two(tmp_path, ENDLESS | {"watchdog": limits}) as ranks:
         ranks[0].wait_until(lines_at_least(run, 2), "second step")
-        for pause_s in (12.0, 6.0):
+        for pause_s in (7.0, 5.0):
             for each in ranks:
                 each.send(signal.SIGSTOP)
             time.sleep(pause_s)  # the suspension

@@ -274,7 +274,7 @@ def test_an_episode_longer_than_the_stall_timeout_is_progress_on_every_rank(tmp_
     tree = with_roles(DRY, [0, 1], [1, 2, 3]) | {
         "rollout": DRY["rollout"] | {"groups_per_step": 2, "max_staleness": 0, "max_tokens": 20},
         "train": DRY["train"] | {"max_steps": 1},
-        "dry_run": {"decode_step_s": 1.0, "length_sigma": 0.0},
+        "dry_run": {"decode_step_s": 0.6, "length_sigma": 0.0},
         "watchdog": {"stall_timeout_s": 4.0, "interval_s": 0.5},
         "reward": {"functions": [f"{REWARDS}:short"], "timeout_s": 1.0},
         "telemetry": TELEMETRY,

@@ -203,7 +203,7 @@ def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped:
     If the other rank stands still, the first one saves the last version."""
     limits = {
         "interval_s": 0.2,
-        "loop_timeout_s": 9.0,
+        "loop_timeout_s": 5.0,
         "stall_timeout_s": 60.0,
         "abort_grace_s": 20.0 if stopped else 2.0,
     }
@@ -226,8 +226,8 @@ def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Pat
     """Each in its own words, whoever notices first: the other one here never does."""
     limits = {"interval_s": 0.2, "abort_grace_s": 2.0}
     tree = endless(watchdog=limits, rollout=REAL["rollout"] | {"environment": f"{MODEL}:Pondering"})
-    tree["reward"] = {"functions": [REAL["reward"]], "timeout_s": 9.0}  # a standstill takes longer than a reward may
-    own = [f"watchdog.stall_timeout_s={10 if rank == looks else 600}" for rank in (0, 1)]
+    tree["reward"] = {"functions": [REAL["reward"]], "timeout_s": 5.0}  # a standstill takes longer than a reward may
+    own = [f"watchdog.stall_timeout_s={6 if rank == looks else 600}" for rank in (0, 1)]
     with start_two(tmp_path, tree, own=own) as ranks:
         ranks[looks].wait_until(lambda: "=== asyncrl watchdog: " in ranks[looks].output, "standstill")
     [headline] = [line for line in ranks[looks].output.splitlines() if line.startswith("=== asyncrl watchdog: ")][:1]
