@@ -123,9 +123,9 @@ def test_kept_weights_are_gathered_once_a_step_and_gradients_are_reduced_once(fo
     for count in (1, 3):
         where = [[i % 4, i % count] for i in range(SEQUENCES)]
         for shards, reductions in ((None, 3), (2, 6)):
-            for part in four.run(lines(four, Case(where=where, shards=shards, keep=True))):
+            for part in four.run(lines(four, Case(where=where, shards=shards, keep=True, counted=True))):
                 assert part["collectives"] == 2 * [{"_allgather_base_": 3, "allreduce_": 3 + reductions}]
-        [first, *_] = four.run(lines(four, Case(where=where)))
+        [first, *_] = four.run(lines(four, Case(where=where, counted=True)))
         # A layer is gathered twice, and the root once. The weights of the new version are gathered once more.
         assert first["collectives"][1]["_allgather_base_"] == 5 * count + 3
         assert first["collectives"][1]["_reduce_scatter_base_"] == 3 * count

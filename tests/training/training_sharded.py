@@ -6,6 +6,7 @@ is the file `OUT/RANK.pt`, then a line on stdout.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -72,6 +73,7 @@ class Case:
     lora: int = 0  # the rank of adapters
     spoilt: str = ""  # one token has an unknown "token" or "route"
     few: bool = False  # each sequence has two tokens
+    counted: bool = False  # collectives are counted, for which torch calls Python at each operation
     whole: str = ""  # "survey": the step is surveyed first; "buffer": a second gradient buffer
     lr: float = 0.01
     eps: float = 1e-8  # of AdamW
@@ -253,7 +255,7 @@ def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
         if case.whole:
             numbers.append(one_step(trainer, case, batches))
             continue
-        with CollectiveCount() as counter:
+        with CollectiveCount() if case.counted else contextlib.nullcontext(CollectiveCount()) as counter:
             trainer.begin_train_step(loss_of(case))
             for number, batch in enumerate(batches):
                 for _ in range(case.rounds.count(number)):
