@@ -180,13 +180,16 @@ class PromptSource:
     def requeue(self, group_ids: Iterable[int]) -> None:
         """Let `next()` return these prompts again, before new prompts, in ascending order. Repeated ids count once.
 
-        Errors: `DataError` for an id of this rank that `next()` has not reached.
+        Errors: `DataError` for an id that `next()` has not reached, or of another rank, which plays the prompt itself.
         """
         again = sorted({*self._requeued, *group_ids})
         for group_id in again:
             ordinal = group_id % REROLLS
-            if group_id < 0 or (ordinal % self._world_size == self._rank and ordinal >= self._position):
-                raise DataError(f"group id {group_id} was never handed out; the next new group id is {self._position}")
+            if group_id < 0 or ordinal >= self._position or ordinal % self._world_size != self._rank:
+                raise DataError(
+                    f"group id {group_id} was never handed out by rank {self._rank} of {self._world_size}; the next new group id "
+                    f"is {self._position}"
+                )
         self._requeued = again
 
     def add_failed(self, group_id: int, attempts: int) -> bool:

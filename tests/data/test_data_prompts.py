@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import DataConfig
-from asyncrl.data.prompts import EpochOrder, PromptSource
+from asyncrl.data.prompts import REROLLS, EpochOrder, PromptSource
 from asyncrl.errors import DataError
 
 
@@ -254,11 +254,19 @@ def test_resume_skips_and_repeats_nothing(
 def test_only_what_was_handed_out_can_be_given_back() -> None:
     cursor = source(10)
     cursor.next()
-    with pytest.raises(DataError, match="group id 1 was never handed out; the next new group id is 1"):
+    with pytest.raises(DataError, match="group id 1 was never handed out by rank 0 of 1; the next new group id is 1"):
         cursor.requeue([0, 1])
     assert cursor.statistics()["waiting"] == 0
     with pytest.raises(DataError, match="never handed out"):
         cursor.requeue([-1])
+    second = source(10, rank=1, world_size=2)
+    assert answers(second, 3) and second.statistics()["position"] == 7
+    # 2 and a replay of it are of rank 0.
+    for foreign in (2, 2 + REROLLS):
+        with pytest.raises(DataError, match=f"group id {foreign} was never handed out by rank 1 of 2"):
+            second.requeue([1, foreign])
+    second.requeue([1, 3 + REROLLS])
+    assert second.statistics()["waiting"] == 2
 
 
 @pytest.mark.parametrize(
