@@ -145,7 +145,7 @@ def entropy_threshold(entropy_N: Tensor, top: float) -> float:
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
-    """The group with masked completions: those that hit `max_tokens` (if `truncated`), or have more than `longest` sampled tokens.
+    """The group with masked completions: those whose text was cut (if `truncated`), or have more than `longest` sampled tokens.
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
     A masked sequence still counts as a sequence of the step. Its tokens do not count (TRL: `mask_truncated_completions`).
@@ -203,7 +203,9 @@ class Overlong(Method):
     section: ClassVar[str] = "mask"
     switches: ClassVar[tuple[str, ...]] = ("truncated", "longer_than")
     formula: ClassVar[Any] = without_overlong
-    truncated: bool = setting(False, "Mask completions that hit max_tokens. They still count as sequences.")
+    truncated: bool = setting(
+        False, "Mask completions that were cut at max_tokens or max_context. They still count as sequences."
+    )
     longer_than: int | None = setting(None, "Mask episodes with more sampled tokens than this number.", ge=1)
 
 

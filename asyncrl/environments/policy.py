@@ -251,7 +251,8 @@ class AgentEnvironment:
         except (ConfigError, DataError, GenerationError) as error:
             # The coroutine has returned, so no line of the user is in the traceback.
             raise type(error)(f"{error} ({_definition(self._play)})") from None
-        if limited:
+        if limited and not session.has_all_turns:
+            # The text is too long. A limit of turns cuts no text, so the reason is that of the last reply.
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
         return replace(trajectory, extras={**trajectory.extras, **episode.notes})
 

@@ -191,6 +191,11 @@ class Session:
         self._temperature: float | None = None
 
     @property
+    def has_all_turns(self) -> bool:
+        """Whether the episode has had as many replies as `rollout.max_turns` allows."""
+        return self._limits.max_turns is not None and self._started >= self._limits.max_turns
+
+    @property
     def turns(self) -> int:
         """Number of replies so far."""
         return sum(made.generation.token_ids.size > 0 for made in self._made)
@@ -372,7 +377,7 @@ class Session:
         limits = self._limits
         if not prompt_ids.size:
             raise DataError("a request has no token; expected at least one")
-        if limits.max_turns is not None and self._started >= limits.max_turns:
+        if self.has_all_turns:
             raise EpisodeLimit(
                 f"the episode has had {self._started} replies; rollout.max_turns allows {limits.max_turns}; end the episode, or "
                 "raise the setting"

@@ -102,7 +102,7 @@ def _describe_share_cut(metrics: Metrics, known: Sequence[str]) -> str:
     advice = "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
     ratio = metrics["completions/clipped_ratio"]
     share = "every completion was" if ratio == 1 else f"{ratio:.0%} of the completions were"
-    limits = "rollout.max_tokens (of an agent also rollout.max_turns or rollout.max_context)"
+    limits = "rollout.max_tokens (of an agent also rollout.max_context)"
     return f"{share} cut at {limits} before the end of an answer: {'; '.join(known) or advice}"
 
 
@@ -119,6 +119,10 @@ def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
         return [failed or _FIRST_TOKEN_REASON]
     many_cut = metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
     reasons = [_describe_share_cut(metrics, known)] if many_cut else []
+    if limited := metrics.get("rollout/limited"):
+        reasons.append(
+            f"{limited:.0f} episodes ran into rollout.max_turns or rollout.max_context: raise it, or end them earlier"
+        )
     reasons += [
         f"the text that the functions read lacks {what.format(int(metrics[name]))} ({fix})"
         for name, (what, fix) in LACKING.items()

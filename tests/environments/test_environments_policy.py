@@ -234,18 +234,25 @@ async def test_a_wrong_use_of_the_policy_is_an_error_with_its_name(
 
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
-async def test_an_episode_that_runs_into_a_limit_is_trained_on_what_it_sampled(scores: bool, grouped: bool) -> None:
+@pytest.mark.parametrize("limit", ["turns", "context"])
+async def test_an_episode_that_runs_into_a_limit_is_trained_on_what_it_sampled(
+    scores: bool, grouped: bool, limit: str
+) -> None:
+    """Only a limit of the text cuts the completion: with a limit of turns its last reply is whole."""
+    large = "c" * (9000 if limit == "context" else 1)
+
     async def episode(task: Any, policy: Any) -> float:
         await policy.complete("a")
         if grouped:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(policy.complete("b"))
-        await policy.complete("c")
+                tasks.create_task(policy.complete(large))
+        await policy.complete(large)
         return 1.0
 
-    played = Played(episode, "x", max_turns=1, scores=scores)
+    played = Played(episode, "x", max_turns=1 if limit == "turns" else None, scores=scores)
     trajectory = await played.run()
-    assert trajectory.reward == (None if scores else 0.0) and trajectory.finish_reason is FinishReason.LENGTH
+    assert trajectory.reward == (None if scores else 0.0)
+    assert trajectory.finish_reason is (FinishReason.STOP if limit == "turns" else FinishReason.LENGTH)
     assert played.text(trajectory.tokens[trajectory.mask]) == "x<|im_end|>"
     assert played.recorder.drain()["rollout/limited"] == 1
 
