@@ -168,18 +168,25 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
     heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
     tokens = -(-config.train.tokens_per_microbatch // ranks)
-    row_tokens, score = float(tokens), 0  # tokens of all rows; bytes that attention keeps for a score
+    # Tokens of all rows; bytes that attention keeps for a score; bytes of a token's queries, keys and values that it keeps.
+    row_tokens, score, operands = float(tokens), 0, 0
+    key_width, value_width = _head_widths(text)
     if path.name == "plain":
         # Every row repeats its prompt. Eager attention keeps its weights, and in 16-bit types also their softmax in float32.
         members = max(1, min(config.rollout.group_size, (tokens - prompt) // completion))
         row_tokens *= members * context / (prompt + members * completion)
         score = 0 if path.attention == "sdpa" else itemsize + (wide if itemsize < wide else 0)
+        if path.attention == "sdpa" and device == "cpu" and key_width != value_width:
+            # torch's kernel for a CPU needs values as wide as keys. Without it the weights are kept, in float32. So are queries,
+            # keys and values, beside those of the modules in a 16-bit type.
+            score = wide
+            operands = heads * (2 * key_width + value_width) * wide if itemsize < wide else 0
     elif device == "cpu":
         # Attention keeps its weights if all rows are short (models/attention/rows.py). Each of the ranks has a part of the heads.
         scores = max(completion * context, prompt**2) * 4 * heads
         score = itemsize if scores <= row_bytes(itemsize) * ranks else 0
     kept, meanwhile = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
-    kept += row_tokens * score * heads * context * _attention_layers(text)
+    kept += row_tokens * (score * heads * context + operands) * _attention_layers(text)
     meanwhile /= layers
     if config.train.gradient_checkpointing:
         kept, meanwhile = layers * row_tokens * hidden, meanwhile + kept / layers
@@ -230,8 +237,14 @@ def _position_width(text: Any) -> int:
     if rank := getattr(text, "kv_lora_rank", None):
         return int(rank) + int(text.qk_rope_head_dim)
     heads = int(getattr(text, "num_attention_heads", None) or 1)
-    head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
-    return 2 * int(getattr(text, "num_key_value_heads", None) or heads) * head_size
+    return int(getattr(text, "num_key_value_heads", None) or heads) * sum(_head_widths(text))
+
+
+def _head_widths(text: Any) -> tuple[int, int]:
+    """Elements of a head's key and of its value. Latent attention may have keys that are wider than values."""
+    size = getattr(text, "head_dim", None) or int(text.hidden_size) // (getattr(text, "num_attention_heads", None) or 1)
+    key = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else size
+    return int(key), int(getattr(text, "v_head_dim", None) or size)
 
 
 def _attention_layers(text: Any) -> int:

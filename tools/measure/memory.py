@@ -75,6 +75,10 @@ _NARROW = dict(
     hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=2000, num_hidden_layers=3,
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192,
 )  # fmt: skip
+_LATENT = _SIZES | dict(
+    num_key_value_heads=8, q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+    first_k_dense_replace=8,
+)  # fmt: skip
 CASES = {
     "llama, fused": Case("llama", _SIZES, "fused"),
     "llama, packed": Case("llama", _SIZES, "packed"),
@@ -96,6 +100,12 @@ CASES = {
     "gpt_oss, fused, checkpointing": Case("gpt_oss", _GPT_OSS, "fused", checkpointing=True),
     "gpt_oss, packed, checkpointing": Case("gpt_oss", _GPT_OSS, "packed", checkpointing=True),
     "mistral, window 128, plain eager": Case("mistral", _SIZES | {"sliding_window": 128}, "plain (eager"),
+    "deepseek_v3, plain sdpa": Case("deepseek_v3", _LATENT, "plain (sdpa"),
+    "deepseek_v3, plain sdpa, long rows": Case(
+        "deepseek_v3", _LATENT, "plain (sdpa", prompt=128, completion=1024, sequences=4
+    ),
+    "deepseek_v3, plain eager": Case("deepseek_v3", _LATENT, "plain (eager"),
+    "deepseek_v3, plain sdpa, checkpointing": Case("deepseek_v3", _LATENT, "plain (sdpa", checkpointing=True),
     "lfm2, plain sdpa": Case(
         "lfm2",
         _SIZES | {"num_hidden_layers": 10, "layer_types": (["conv"] * 4 + ["full_attention"]) * 2},
