@@ -12,6 +12,7 @@ Only the template writes control tokens: `data/tokenizing.py` encodes those in m
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import numpy as np
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.texts import CompletionText, decode, special_ids
 from asyncrl.data.tokenizing import (
+    NOTES,
     PromptEncoder,
     check_prompt,
     check_unicode,
@@ -97,15 +99,20 @@ class Chat:
         self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
 
     def of_row(self, columns: Mapping[str, Any]) -> Chat:
-        """The chat of an episode. The column `chat_template_kwargs` overrides `data.chat_template_kwargs`. Errors: `DataError`."""
-        given = columns.get("chat_template_kwargs")
+        """The chat of an episode. The columns `chat_template_kwargs` and `tools` override `data.chat_template_kwargs`, as for a
+        prompt without an agent. Errors: `DataError`."""
+        given = {name: columns[name] for name in ("chat_template_kwargs", "tools") if columns.get(name) is not None}
         if not given:
             return self
         if (key := repr(given)) not in self._of_rows:
-            arguments = self._encoder.arguments({"chat_template_kwargs": given})
-            config = self._config.model_copy(update={"chat_template_kwargs": arguments})
-            chat = self._of_rows[key] = Chat(self.tokenizer, config, recorder=self._recorder)
-            chat._logged = self._logged
+            arguments = self._encoder.arguments(given)
+            if given.get("tools") and not arguments.get("tools") and "column" not in self._logged:
+                self._logged.add("column")
+                logger.warning("a row has a column `tools` that %s", NOTES["tools"].partition("`tools` that ")[2])
+            chat = self._of_rows[key] = copy.copy(self)
+            chat._config = self._config.model_copy(update={"chat_template_kwargs": arguments})
+            if "chat_template_kwargs" in given:
+                chat._text = CompletionText(self.tokenizer, stop=False, arguments=arguments)
             if len(self._of_rows) > _MOST_OF_ROWS:
                 del self._of_rows[next(iter(self._of_rows))]
         return self._of_rows[key]
@@ -172,7 +179,9 @@ class Chat:
     ) -> dict[str, Any]:
         """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
 
-        A call that cannot be read remains in `content`, and is counted. Without `tools` no calls are read."""
+        A call that cannot be read remains in `content`, and is counted. Without `tools`, the request's or those of the row or of
+        `data.chat_template_kwargs`, no calls are read."""
+        tools = tools or self._config.chat_template_kwargs.get("tools") or ()
         text = self._text(generation)
         opening = self._text.opening(prompt_ids) if self._reasoning_key or "<think" in self._text.turn.opening else ""
         message: dict[str, Any] = {"role": "assistant"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.stash import same_trajectory
+from asyncrl.environments.chat import Chat
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
 from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
@@ -227,8 +229,6 @@ async def test_an_argument_of_the_template_keeps_the_thinking_in_one_line(
 
 
 async def test_the_column_of_a_row_overrides_the_arguments_of_the_template() -> None:
-    from asyncrl.environments.chat import Chat
-
     chat = Chat(tokenizer_of("qwen3"))
     empty = chat.of_row({"chat_template_kwargs": '{"enable_thinking": false}', "answer": "7"})
     assert empty is chat.of_row({"chat_template_kwargs": '{"enable_thinking": false}'}) is not chat.of_row({})
@@ -236,6 +236,37 @@ async def test_the_column_of_a_row_overrides_the_arguments_of_the_template() -> 
     assert text.endswith("<think>\n\n</think>\n\n") and chat.of_row({}) is chat
     with pytest.raises(DataError, match="which the chat template never reads; did you mean 'enable_thinking'"):
         chat.of_row({"chat_template_kwargs": {"enable_thinkin": True}})
+
+
+@pytest.mark.parametrize("written", [list, json.dumps], ids=["list", "text"])
+async def test_the_tools_of_a_row_hold_for_requests_that_have_none(written: Any) -> None:
+    """As if the request had brought them; a request with tools of its own has those alone."""
+    own = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
+    call = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    asked, of_row = session_of("qwen3", Script("qwen3", call)), session_of("qwen3", Script("qwen3", call, "x"))
+    of_row.format = of_row.format.of_row({"tools": written([TOOL]), "answer": "7"})
+    answers = [await asked.chat([USER], [TOOL]), await of_row.chat([USER])]
+    assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
+    assert (
+        answers[0].message == answers[1].message and answers[1].message["tool_calls"][0]["function"]["name"] == "look"
+    )
+    others = session_of("qwen3", Script("qwen3", "x"))
+    answers = [await each.chat([{"role": "user", "content": "else"}], [own]) for each in (others, of_row)]
+    assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
+
+
+def test_a_column_of_tools_that_the_template_cannot_use_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    for family, tools in (("qwen3", ["search", "look"]), ("chatml", [TOOL])):
+        chat = Chat(tokenizer_of(family))
+        caplog.clear()
+        for name in ("a", "b"):
+            row = chat.of_row({"tools": tools, "chat_template_kwargs": {}, "name": name})
+            assert row.render([USER]).tolist() == chat.render([USER]).tolist()
+        chat.of_row({"tools": [*tools, *tools]})
+        [named] = caplog.messages
+        assert named.startswith(
+            "a row has a column `tools` that is no list of tool schemas or that the chat template never reads"
+        )
 
 
 async def test_limits_of_tokens() -> None:
