@@ -97,8 +97,8 @@ class MessagesBody(Body):
     def ask(self, base: SamplingParams) -> Ask:
         system = self.system if isinstance(self.system, str) else _joined(self.system or [])
         start: Messages = [{"role": "system", "content": system}] if system else []
-        tools = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools or []
-        functions = [
+        tools: Any = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools
+        functions = tools and [
             {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
             for tool in tools
         ]
@@ -107,7 +107,7 @@ class MessagesBody(Body):
                 base, max_tokens=self.max_tokens, stop=self.stop_sequences and tuple(self.stop_sequences)
             ),
             messages=start + [each for message in self.messages for each in _messages(message)],
-            tools=[{"type": "function", "function": function} for function in functions],
+            tools=functions and [{"type": "function", "function": function} for function in functions],
             stream=bool(self.stream),
             ids=bool(self.return_token_ids),
         )

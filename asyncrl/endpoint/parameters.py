@@ -34,7 +34,7 @@ class Ask:
     sampling: SamplingParams
     messages: Messages | None = None  # None: `prompts`
     prompts: list[str | list[int]] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None  # None: those of the row
     n: int = 1
     stream: bool = False
     usage: bool = False  # a last chunk with the usage
@@ -240,7 +240,7 @@ class ChatBody(PenaltiesBody):
 
     def ask(self, base: SamplingParams) -> Ask:
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        tools = [] if self.tool_choice == "none" else [dict(tool) for tool in self.tools or ()]
+        tools: Any = [] if self.tool_choice == "none" else self.tools
         return self._ask(base, most, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
 
 

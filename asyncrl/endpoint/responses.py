@@ -111,11 +111,12 @@ class ResponsesBody(OpenAiBody):
             [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
         )
         start: Messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools = [] if self.tool_choice == "none" else self.tools or []
+        tools: Any = [] if self.tool_choice == "none" else self.tools
+        functions = tools and [{k: v for k, v in tool.items() if k != "type"} for tool in tools]
         return Ask(
             sampling=self._sampling(base, max_tokens=self.max_output_tokens),
             messages=start + _messages(items),
-            tools=[{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in tools],
+            tools=functions and [{"type": "function", "function": function} for function in functions],
             stream=bool(self.stream),
             logprobs="message.output_text.logprobs" in (self.include or ()),
             ids=bool(self.return_token_ids),
@@ -198,7 +199,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
         "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools],
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()],
         "temperature": ask.sampling.temperature,
         "top_p": ask.sampling.top_p,
         "instructions": None,

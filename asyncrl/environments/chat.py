@@ -87,8 +87,10 @@ class Chat:
         self.tokenizer = tokenizer
         self._config = config or DataConfig()
         self._encoder = PromptEncoder(tokenizer, self._config)
-        arguments = self._config.chat_template_kwargs
-        self._text = CompletionText(tokenizer, stop=False, arguments=arguments)
+        self._arguments = dict(self._config.chat_template_kwargs)
+        # Schemas for requests that bring no tools.
+        self.tools: list[Any] = list(self._arguments.pop("tools", None) or ())
+        self._text = CompletionText(tokenizer, stop=False, arguments=self._arguments)
         self._special = special_ids(tokenizer)
         self.has_template = getattr(tokenizer, "chat_template", None) is not None and self._config.template != "raw"
         self._recorder = recorder
@@ -106,12 +108,13 @@ class Chat:
             return self
         if (key := repr(given)) not in self._of_rows:
             arguments = self._encoder.arguments(given)
-            if given.get("tools") and not arguments.get("tools") and "column" not in self._logged:
+            tools = arguments.pop("tools", None)
+            if given.get("tools") and not tools and "column" not in self._logged:
                 self._logged.add("column")
                 logger.warning("a row has a column `tools` that %s", NOTES["tools"].partition("`tools` that ")[2])
             chat = self._of_rows[key] = copy.copy(self)
-            chat._config = self._config.model_copy(update={"chat_template_kwargs": arguments})
-            if "chat_template_kwargs" in given:
+            chat._arguments, chat.tools = arguments, list(tools or ())
+            if arguments != self._arguments:
                 chat._text = CompletionText(self.tokenizer, stop=False, arguments=arguments)
             if len(self._of_rows) > _MOST_OF_ROWS:
                 del self._of_rows[next(iter(self._of_rows))]
@@ -179,9 +182,7 @@ class Chat:
     ) -> dict[str, Any]:
         """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
 
-        A call that cannot be read remains in `content`, and is counted. Without `tools`, the request's or those of the row or of
-        `data.chat_template_kwargs`, no calls are read."""
-        tools = tools or self._config.chat_template_kwargs.get("tools") or ()
+        A call that cannot be read remains in `content`, and is counted. Without `tools` no calls are read."""
         text = self._text(generation)
         opening = self._text.opening(prompt_ids) if self._reasoning_key or "<think" in self._text.turn.opening else ""
         message: dict[str, Any] = {"role": "assistant"}
@@ -290,7 +291,7 @@ class Chat:
                 ):
                     message["content"] = written.pop()["content"] + "\n" + message["content"]
             written.append(message)
-        arguments = dict(self._config.chat_template_kwargs)
+        arguments = dict(self._arguments)
         if tools and self._has_tools:
             arguments["tools"] = list(tools)
         elif tools:

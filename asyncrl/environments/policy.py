@@ -89,13 +89,14 @@ class AgentPolicy:
         self._line = line
         self._branches = 0
 
-    async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] = (), **sampling: Any) -> Reply:
+    async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] | None = None, **sampling: Any) -> Reply:
         """The reply to a conversation in OpenAI's form. If `messages` continue an earlier one, its tokens are continued.
 
-        `tools`: functions with types and a docstring, or `Tool`s. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
+        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call those of the row's column `tools`, and
+        the caller runs them. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
         Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
-        known = [as_tool(tool) for tool in tools]
-        schemas = [dict(tool.schema) for tool in known]
+        known = [as_tool(tool) for tool in tools or ()]
+        schemas = None if tools is None else [dict(tool.schema) for tool in known]
         answer = await self._session.chat(messages, schemas, self._sampling(sampling), line=self._line)
         return self._reply(answer.message, answer.prompt_ids, answer.generation, known)
 

@@ -230,7 +230,7 @@ class Session:
         *,
         line: str = "",
     ) -> ChatAnswer:
-        """The reply to a conversation in OpenAI's form. See `sample`.
+        """The reply to a conversation in OpenAI's form. See `sample`. `tools`: None means those of the row (`Chat.tools`).
 
         The tokens of the longest recorded conversation with which `messages` begin are continued. Errors: also `DataError` for
         messages and tools that are malformed, or that the chat template refuses."""
@@ -239,7 +239,7 @@ class Session:
                 "messages need a chat template, and the tokenizer has none or data.template is raw; use policy.complete "
                 "(/v1/completions), or a model with a template"
             )
-        messages, tools = normalise(messages), normalise_tools(tools)
+        messages, tools = normalise(messages), self.format.tools if tools is None else normalise_tools(tools)
         last, through, prompt_ids, messages = self._place(messages, tools, line)
         generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, through)
         # Some templates want ids of 9 letters and digits.

@@ -29,6 +29,18 @@ def bodies(**more: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", TOOLS)
+async def test_a_request_without_tools_has_those_of_the_row_unless_it_chooses_none(path: str) -> None:
+    none: Any = {"type": "none"} if path == "/v1/messages" else "none"
+    script = Script("qwen2_5", *[CALL] * 3)
+    async with opened(script, chat_template_kwargs={"tools": [TOOL]}) as o:
+        for more in ({"tools": [TOOLS[path]]}, {}, {"tool_choice": none}):
+            status, reply = await o.post(path, bodies(**more)[path])
+            assert status == 200 and ("tool_call>" in json.dumps(reply)) == ("tool_choice" in more), reply
+    given, of_row, chosen = (script.tokenizer.decode(request.prompt_ids) for request in script.requests)
+    assert given == of_row and "Looks." in of_row and "Looks." not in chosen
+
+
+@pytest.mark.parametrize("path", TOOLS)
 async def test_a_tool_loop_is_one_line_of_tokens_on_every_route(path: str) -> None:
     script = Script("qwen2_5", "I look. " + CALL, "Sunny")
     async with opened(script) as o:

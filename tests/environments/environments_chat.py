@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+# As in a run. transformers imports it for the first schema of a tool, which would block the loop.
+import torch  # noqa: F401
+
 from asyncrl.config.schema import DataConfig
 from asyncrl.environments.chat import Chat
 from asyncrl.environments.session import EpisodeLimits, Session

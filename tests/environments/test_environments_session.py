@@ -243,16 +243,17 @@ async def test_the_tools_of_a_row_hold_for_requests_that_have_none(written: Any)
     """As if the request had brought them; a request with tools of its own has those alone."""
     own = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
     call = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
-    asked, of_row = session_of("qwen3", Script("qwen3", call)), session_of("qwen3", Script("qwen3", call, "x"))
+    asked, of_row = session_of("qwen3", Script("qwen3", call)), session_of("qwen3", Script("qwen3", call, "x", "x"))
     of_row.format = of_row.format.of_row({"tools": written([TOOL]), "answer": "7"})
     answers = [await asked.chat([USER], [TOOL]), await of_row.chat([USER])]
     assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
     assert (
         answers[0].message == answers[1].message and answers[1].message["tool_calls"][0]["function"]["name"] == "look"
     )
-    others = session_of("qwen3", Script("qwen3", "x"))
-    answers = [await each.chat([{"role": "user", "content": "else"}], [own]) for each in (others, of_row)]
-    assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
+    for tools in ([own], []):
+        others = session_of("qwen3", Script("qwen3", "x"))
+        answers = [await each.chat([{"role": "user", "content": f"else {tools}"}], tools) for each in (others, of_row)]
+        assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
 
 
 def test_a_column_of_tools_that_the_template_cannot_use_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
