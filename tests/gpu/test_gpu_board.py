@@ -135,7 +135,8 @@ def test_the_memory_goes_with_the_board(name: str) -> None:
     before, elements = torch.cuda.mem_get_info()[0], 1 << 26
     slab = SlabHalves.create(name, elements, torch.float32, CARD)
     with Board.create(elements, torch.float32, "layout", slab):
-        assert torch.cuda.mem_get_info()[0] <= before - 8 * elements
+        # The driver returns some of its own memory meanwhile, in blocks of 2 MiB.
+        assert torch.cuda.mem_get_info()[0] <= before - 8 * elements + (32 << 20)
     del slab
     gc.collect()
     assert torch.cuda.mem_get_info()[0] > before - elements
