@@ -11,6 +11,10 @@ some time, unless requests with smaller `priority` keep arriving.
 Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
 
+A prefill can stop all running sequences for longer than a decode step, however short it is. Then requests wait until together they
+have lost as much, in rows times decode steps, as their prefill takes from the running rows. An admission that knows all later
+requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
+
 An engine may keep the cache of a finished request for the next request of its session (`_remove`). What is kept counts as free:
 `_admit` does not see it, and the engine drops it where a running request needs the room.
 """
@@ -34,6 +38,10 @@ from .requests import check_request
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
+
+
+# Decode steps for which a request waits at most for others, so that a prefill of one request does not wait for minutes.
+_LONGEST_WAIT = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +74,9 @@ class OwnedEngine(EngineLife):
     """See the module docstring. max_sequences: most running sequences. max_context: most tokens of prompt + max_tokens.
     kv_positions: most cache positions of all rows together; None: max_sequences x max_context."""
 
+    # Decode steps that a short prefill takes. 0: a request is admitted as soon as there is room.
+    prefill_steps = 0
+
     def __init__(
         self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int, kv_positions: int | None = None
     ) -> None:
@@ -89,6 +100,9 @@ class OwnedEngine(EngineLife):
         self._ended_sessions: list[str] = []
         self._updates: list[_Update] = []
         self._wake = anyio.Event()
+        # Since the last admission: what waiting requests have lost, in rows times decode steps, and decode steps with one of them.
+        self._lost = 0
+        self._waited = 0
         self._tokens = 0
         self._decode_steps = 0
         self._finished_count = 0
@@ -242,9 +256,20 @@ class OwnedEngine(EngineLife):
         # The watchdog asks for statistics on its own thread, so the dictionary may change meanwhile.
         return max((job.positions for job in list(self._running.values())), default=0)
 
+    def _waits_for_others(self) -> bool:
+        """Whether the waiting requests shall wait for later ones. Called once before each closure."""
+        free = min(len(self._waiting), self.max_sequences - len(self._running))
+        self._lost += free
+        self._waited += free > 0
+        if self._lost < self.prefill_steps * len(self._running) and self._waited < _LONGEST_WAIT:
+            return True
+        self._lost = self._waited = 0
+        return False
+
     def _admit(self) -> None:
+        waits = self._waits_for_others()
         longest = self._longest_running() if self._waiting else 0
-        while self._waiting and len(self._running) < self.max_sequences:
+        while self._waiting and not waits and len(self._running) < self.max_sequences:
             longest = max(longest, self._waiting[0].positions)
             if (len(self._running) + 1) * longest > self.kv_positions:
                 break

@@ -88,6 +88,59 @@ async def test_nobody_overtakes_the_first_that_waits() -> None:
     assert ended[:2] == [0, 1] and sorted(ended) == [0, 1, 2, 3]
 
 
+async def steps_before_prefills(
+    policy: PolicyModel, prefill_steps: int, arrivals: dict[int, GenerationRequest]
+) -> tuple[list[int], dict[int, Any]]:
+    """A batch of eight long requests, and later ones: number of decode steps before the request -> request. Returns the number of
+    decode steps before each prefill, and all answers."""
+    steps, found, answers, started = 0, list[int](), dict[int, Any](), set[int]()
+    async with opened(policy, max_sequences=16, max_context=110) as run, anyio.create_task_group() as tasks:
+        run.engine.prefill_steps = prefill_steps
+        advance = run.engine._advance
+
+        async def one(number: int, asked: GenerationRequest) -> None:
+            answers[number] = (await run.engine.generate(asked)).token_ids.tolist()
+
+        async def noted() -> Any:
+            nonlocal steps
+            if run.engine.core.needs_prefill:
+                found.append(steps)
+            else:
+                steps += 1
+            ended = await advance()
+            for number in [number for number in arrivals if number <= steps and number not in started]:
+                started.add(number)
+                tasks.start_soon(one, number, arrivals[number])
+            await anyio.lowlevel.checkpoint()
+            return ended
+
+        run.engine._advance = noted  # type: ignore[method-assign]
+        for number in range(8):
+            tasks.start_soon(one, -1 - number, request(4, number, max_tokens=100, ignore_eos=True))
+    return found, answers
+
+
+async def test_requests_wait_for_each_other_where_a_prefill_is_dear() -> None:
+    """One request arrives with each decode step. If a prefill takes four steps from eight rows, all eight requests are admitted
+    together: they have lost 1 + 2 + ... + 8 = 36 row-steps by then, and seven of them only 28."""
+    policy, _ = policy_and_plain("qwen3")
+    arrivals = {20 + number: request(5, 50 + number, max_tokens=30, ignore_eos=True) for number in range(8)}
+    at_once, expected = await steps_before_prefills(policy, 0, arrivals)
+    assert at_once == [0, *arrivals]
+    together, found = await steps_before_prefills(policy, 4, arrivals)
+    assert together == [0, 27]
+    assert found == expected and len(found) == 16
+
+
+@pytest.mark.parametrize(("prefill_steps", "steps"), [(2, 15), (40, 31)])
+async def test_one_request_waits_for_nobody_for_long(prefill_steps: int, steps: int) -> None:
+    """Beside eight rows it has lost as much as its prefill takes after 8 x 2 = 16 closures. After 32 it is admitted in any case."""
+    policy, _ = policy_and_plain("qwen3")
+    arrivals = {20: request(5, 50, max_tokens=9, ignore_eos=True)}
+    found, answers = await steps_before_prefills(policy, prefill_steps, arrivals)
+    assert found == [0, 20 + steps] and len(answers) == 9
+
+
 async def test_a_cancelled_request_gives_its_reservation_back() -> None:
     policy, _ = policy_and_plain("llama")
     async with (
