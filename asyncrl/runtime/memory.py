@@ -44,7 +44,7 @@ _MOST_USED = 0.85  # of a GPU's memory, as predicted, which is rough
 _MICROBATCHES = (16384, 8192, 4096, 2048)
 # Fitted: elements kept for backward, and elements that the backward of one layer needs meanwhile. Per element of a module's output;
 # for experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
-_FACTORS = {"fused": (1.1, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
+_FACTORS = {"fused": (1.0, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
 # Rows of logits that the head computes at a time on a CPU.
 _CPU_HEAD_ROWS = 64
 # What torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
@@ -219,7 +219,22 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
         if matrix is not None and matrix.ndim == 2:
             widths["scan"] += matrix.numel() * widening
     kept, meanwhile = (sum(_FACTORS[kind][part] * width for kind, width in widths.items()) for part in (0, 1))
-    return kept, meanwhile
+    return kept + _kept_beside_outputs(described, path), meanwhile
+
+
+def _kept_beside_outputs(described: PreTrainedModel, path: ModelPath) -> float:
+    """Elements per token that are kept for backward beside the outputs of linear modules: queries and keys before their norms.
+    Fused layers also keep the output of attention, and two branches before theirs. Their inputs, which they keep, are as wide as
+    two outputs that they do not keep (models/fused/decoder.py)."""
+    text = described.config.get_text_config()
+    leaves = Counter(name.rpartition(".")[2] for name, _ in described.named_modules())
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+    queries, keys = heads * size, int(getattr(text, "num_key_value_heads", None) or heads) * size
+    kept = leaves["q_norm"] * queries + leaves["k_norm"] * keys
+    if path == FUSED:
+        kept += _attention_layers(text) * queries + 2 * int(text.hidden_size) * leaves["post_feedforward_layernorm"]
+    return kept
 
 
 def _guess_path(described: PreTrainedModel) -> ModelPath:
