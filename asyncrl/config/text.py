@@ -56,9 +56,12 @@ def parse_value(text: str) -> Any:
 
 def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
     """One YAML document and the line (from 1) of every dotted key. Errors: `ConfigError` naming source and line."""
+    yaml = _yaml()
     try:
-        lines = dict(_lines(_yaml().compose(text), source))
-        return _yaml().load(text), lines
+        node = yaml.compose(text)
+        lines = dict(_lines(node, source))
+        # Not `load`, which would scan and parse the text again.
+        return yaml.constructor.construct_document(node) if node is not None else None, lines
     except (YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = source if mark is None else f"{source} line {mark.line + 1} column {mark.column + 1}"

@@ -1,4 +1,7 @@
-"""Ranks that share each microbatch take the step of one rank: real gloo ranks, float64, every term of the loss on, five updates."""
+"""Ranks that share each microbatch take the step of one rank: real gloo ranks, float64, every term of the loss on.
+
+Each kind of model and loss makes two updates, and five nightly. Plain cases of two, four and two times two ranks make five.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield ranks
 
 
-def check(ranks: Ranks, case: Case, tolerance: float = 1e-10) -> list[dict[str, Any]]:
-    """After five steps each rank has the weights, optimizer state, metrics and log-probs of one rank that runs all microbatches."""
-    case = replace(case, steps=5)
+@pytest.fixture(params=[2, pytest.param(5, marks=pytest.mark.slow)], ids="{} updates".format)
+def updates(request: pytest.FixtureRequest) -> int:
+    """The second update is the first from weights and an optimizer state that the ranks have made."""
+    return int(request.param)
+
+
+def check(ranks: Ranks, case: Case, tolerance: float = 1e-10, updates: int = 5) -> list[dict[str, Any]]:
+    """After these updates each rank has the weights, optimizer state, metrics and log-probs of one rank that runs all
+    microbatches."""
+    case = replace(case, steps=updates)
     wanted = training_sharded.replicate(case)
     found = ranks.run(lines(ranks, case))
     close = {"rtol": 0.0, "atol": tolerance}
@@ -54,7 +64,7 @@ def check(ranks: Ranks, case: Case, tolerance: float = 1e-10) -> list[dict[str, 
     for part in found:
         for mine, theirs in zip(part["numbers"], wanted["numbers"], strict=True):
             assert mine == pytest.approx(theirs, rel=100 * tolerance, abs=1e-9)
-    # With the same weights, and with those of five steps.
+    # With the first weights, and with the last.
     for when in (0, 1):
         for sibling in range(case.context):
             logprobs = [values for part in found[sibling :: case.context] for values in part["exact"][when]]
@@ -89,50 +99,50 @@ def test_four_ranks_repeat_the_heads_of_keys(four: Ranks, path: str) -> None:
 
 
 @BOTH_PATHS
-def test_six_heads_of_which_two_share_a_head_of_keys(two: Ranks, path: str) -> None:
+def test_six_heads_of_which_two_share_a_head_of_keys(two: Ranks, path: str, updates: int) -> None:
     """Rank 0 needs the first head of keys twice and the second once, so each is sent twice."""
-    check(two, replace(BASE, path=path, kind="six heads"))
+    check(two, replace(BASE, path=path, kind="six heads"), updates=updates)
 
 
 @BOTH_PATHS
-def test_adapters(two: Ranks, path: str) -> None:
-    check(two, replace(BASE, path=path, lora=3))
+def test_adapters(two: Ranks, path: str, updates: int) -> None:
+    check(two, replace(BASE, path=path, lora=3), updates=updates)
 
 
 @PATHS_AND_CHECKPOINTING
 @pytest.mark.parametrize("kind", ["window", "sinks"])
-def test_windows_capped_scores_and_sinks(four: Ranks, path: str, kind: str, checkpointing: bool) -> None:
-    check(four, replace(BASE, context=4, path=path, kind=kind, checkpointing=checkpointing))
+def test_windows_capped_scores_and_sinks(four: Ranks, path: str, kind: str, checkpointing: bool, updates: int) -> None:
+    check(four, replace(BASE, context=4, path=path, kind=kind, checkpointing=checkpointing), updates=updates)
 
 
 @PATHS_AND_CHECKPOINTING
-def test_experts_their_routes_and_their_balance(two: Ranks, path: str, checkpointing: bool) -> None:
-    check(two, replace(BASE, path=path, kind="moe", routes=True, checkpointing=checkpointing))
+def test_experts_their_routes_and_their_balance(two: Ranks, path: str, checkpointing: bool, updates: int) -> None:
+    check(two, replace(BASE, path=path, kind="moe", routes=True, checkpointing=checkpointing), updates=updates)
 
 
 @pytest.mark.parametrize("kind", ["capped", pytest.param("scaled", marks=SLOW), pytest.param("biased", marks=SLOW)])
-def test_what_a_model_does_around_its_head(two: Ranks, kind: str) -> None:
+def test_what_a_model_does_around_its_head(two: Ranks, kind: str, updates: int) -> None:
     """With the epsilon of the other tests AdamW enlarges rounding: log-probs of "scaled" by one rank that runs its microbatches in
     another order differ by 7e-11 after five steps, with this one by 4e-13."""
-    check(two, replace(BASE, kind=kind, tied=kind == "capped", eps=1e-3))
+    check(two, replace(BASE, kind=kind, tied=kind == "capped", eps=1e-3), updates=updates)
 
 
 @pytest.mark.parametrize("whole", ["survey", "buffer"])
-def test_a_surveyed_step_and_a_second_buffer(two: Ranks, whole: str) -> None:
+def test_a_surveyed_step_and_a_second_buffer(two: Ranks, whole: str, updates: int) -> None:
     """If the entropies of both siblings counted, the survey would keep three tokens more."""
-    check(two, replace(BASE, seed=11, whole=whole))
+    check(two, replace(BASE, seed=11, whole=whole), updates=updates)
 
 
-def test_two_sets_whose_step_is_surveyed(four: Ranks) -> None:
-    check(four, replace(BASE, where=TWO_SETS, whole="survey"))
+def test_two_sets_whose_step_is_surveyed(four: Ranks, updates: int) -> None:
+    check(four, replace(BASE, where=TWO_SETS, whole="survey"), updates=updates)
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("context", [2, 4])
-def test_fewer_tokens_than_ranks(four: Ranks, flat: bool, context: int) -> None:
+def test_fewer_tokens_than_ranks(four: Ranks, flat: bool, context: int, updates: int) -> None:
     """One set, or two."""
     where = [[0, 0], [4 // context - 1, 0]]
-    check(four, replace(BASE, where=where, context=context, flat=flat, few=True))
+    check(four, replace(BASE, where=where, context=context, flat=flat, few=True), updates=updates)
 
 
 # With the rate and the epsilon of the other tests AdamW enlarges rounding: log-probs of one rank that runs its microbatches in
@@ -150,13 +160,13 @@ FLOAT32 = replace(BASE, dtype="float32", lr=1e-3, eps=3e-3)
     ],
     ids=str,
 )
-def test_float32(two: Ranks, changed: dict[str, Any]) -> None:
-    check(two, replace(FLOAT32, **changed), 1e-5)
+def test_float32(two: Ranks, changed: dict[str, Any], updates: int) -> None:
+    check(two, replace(FLOAT32, **changed), 1e-5, updates=updates)
 
 
 @pytest.mark.parametrize("flat", [True, pytest.param(False, marks=SLOW)])
-def test_float32_on_four_ranks(four: Ranks, flat: bool) -> None:
-    check(four, replace(FLOAT32, where=TWO_SETS, flat=flat), 1e-5)
+def test_float32_on_four_ranks(four: Ranks, flat: bool, updates: int) -> None:
+    check(four, replace(FLOAT32, where=TWO_SETS, flat=flat), 1e-5, updates=updates)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +179,18 @@ def test_two_sets_and_shards_of_the_model(four: Ranks, shards: int | None, keep:
 
 
 @pytest.mark.parametrize("kind", ["window", "moe"])
-def test_shards_of_models_with_windows_and_with_experts(four: Ranks, kind: str) -> None:
-    check(four, replace(BASE, where=TWO_SETS, flat=False, kind=kind, routes=kind == "moe", checkpointing=True))
+def test_shards_of_models_with_windows_and_with_experts(four: Ranks, kind: str, updates: int) -> None:
+    check(
+        four,
+        replace(BASE, where=TWO_SETS, flat=False, kind=kind, routes=kind == "moe", checkpointing=True),
+        updates=updates,
+    )
 
 
-def test_a_set_whose_groups_are_all_skipped(four: Ranks) -> None:
+def test_a_set_whose_groups_are_all_skipped(four: Ranks, updates: int) -> None:
     case = replace(BASE, where=[[1, i % 2] for i in range(SEQUENCES)], silent=[2, 0], plain=True)
     for flat in (True, False):
-        check(four, replace(case, flat=flat))
+        check(four, replace(case, flat=flat), updates=updates)
 
 
 def test_the_comparison_has_teeth(two: Ranks) -> None:
