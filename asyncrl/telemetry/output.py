@@ -57,7 +57,7 @@ class LossyStream:
     def _redirect_to_null(self) -> None:
         """Redirect the file descriptor to /dev/null, also for C code and children. Otherwise each later flush would fail again."""
         with contextlib.suppress(OSError, ValueError):
-            with open(os.devnull, "w") as null:
+            with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
