@@ -116,6 +116,13 @@ CASES = {
     ),
     # Of a size for tests: experts narrower than what they are fed.
     "small qwen3_moe, fused, checkpointing": Case("qwen3_moe", _NARROW, "fused", checkpointing=True),
+    "small deepseek_v3, plain sdpa, long rows": Case(
+        "deepseek_v3",
+        _LATENT | {"hidden_size": 256, "vocab_size": 2000, "num_hidden_layers": 3},
+        "plain (sdpa",
+        prompt=128,
+        completion=1024,
+    ),
 }
 
 
