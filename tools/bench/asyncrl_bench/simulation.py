@@ -475,7 +475,8 @@ class World:
             for name, share in lane_budget(rank.recorder.take_window(), "device").shares().items():
                 training[name] += share
             training["idle/other ranks"] += rank.barrier_s / seconds
-            training["idle/unexplained"] -= rank.barrier_s / seconds
+            # The pump waits for its next group meanwhile.
+            training["idle/group"] -= rank.barrier_s / seconds
         result.training = {name: share / plan.trainers for name, share in training.items()}
         result.generating = {name: count / self.seats.total() for name, count in self.seats.items()}
         self.measured.set()
