@@ -216,7 +216,7 @@ def test_embedded_it_never_ends_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["asyncio", "uvloop"])
 def test_a_suspended_run_wakes_as_it_was(tmp_path: Path, library: str) -> None:
-    """Stopped twice as long as any limit, with a closure on the lane and a deadline on the loop: nobody speaks of it."""
+    """Stopped for longer than any limit, with a closure on the lane and a deadline on the loop: nobody speaks of it."""
     done = run_program(
         tmp_path,
         """
@@ -229,7 +229,7 @@ def test_a_suspended_run_wakes_as_it_was(tmp_path: Path, library: str) -> None:
             with anyio.fail_after(2.5):
                 async with anyio.create_task_group() as group:
                     group.start_soon(lambda: lane.run(lambda: time.sleep(0.6), name="microbatch"))
-                    stop = f"kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
+                    stop = f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"
                     with subprocess.Popen(["sh", "-c", stop], start_new_session=True):
                         pass
                     for i in range(20):

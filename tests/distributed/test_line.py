@@ -579,7 +579,7 @@ async def test_a_job_that_was_suspended_as_a_whole_goes_on() -> None:
             await line_of(client)
             for process in (server, client):
                 os.kill(process.pid, signal.SIGSTOP)
-            await asyncio.sleep(6.0)
+            await asyncio.sleep(4.0)
             for process in (client, server):
                 os.kill(process.pid, signal.SIGCONT)
             before = int(await line_of(client))

@@ -33,6 +33,7 @@ class Large(TorchDispatchMode):
         return result
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize(
     "placed", [["generation.placement=shared"], ["generation.placement=worker", "generation.threads=1"]]
 )

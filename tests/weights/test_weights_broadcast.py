@@ -59,7 +59,7 @@ def test_training_goes_on_and_the_newest_version_is_sent() -> None:
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
-SHORT = {"deadline_s": 8.0, "silence_s": 8.0, "versions": 4}
+SHORT = {"deadline_s": 5.0, "silence_s": 5.0, "versions": 4}
 
 
 @pytest.mark.parametrize(
