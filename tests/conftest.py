@@ -15,7 +15,7 @@ import warm
 from blockbuster import blockbuster as module
 from hypothesis import settings
 
-settings.register_profile("lanes", deadline=None)  # three lanes share two cores: no test may depend on how fast one is
+settings.register_profile("lanes", deadline=None)  # four lanes share two cores: no test may depend on how fast one is
 settings.load_profile("lanes")
 
 gc.disable()  # until all tests are loaded: that makes a million objects and no garbage

@@ -31,7 +31,7 @@ def test_a_signal_leaves_no_lane_behind(tmp_path: Path, number: signal.Signals) 
         start_new_session=True,
     ) as check:
         try:
-            while len(lanes := list(tmp_path.glob("lane.*"))) < 3:
+            while len(lanes := list(tmp_path.glob("lane.*"))) < 4:
                 time.sleep(0.01)
             check.send_signal(number)
             assert check.wait(30) == 128 + number
