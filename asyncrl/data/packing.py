@@ -10,9 +10,9 @@ node costs a call of attention:
 * A node is not cut for less than `_FEWEST` tokens, except at the end of the prompt or of a row.
 * Rows of two groups do not share `_MOST_APART` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
 
-Both keep the number of forwarded tokens below that of TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one
-token more for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is
-only a target of the loss. A row without scored tokens takes no room, but its sequence is counted: losses that divide by the number
+Even so, fewer tokens are forwarded than by TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one token more
+for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is only a
+target of the loss. A row without scored tokens takes no room, but its sequence is counted: losses that divide by the number
 of sequences need the count.
 
 With recorded expert routes, rows share a token only if its routes are equal: other experts make other keys and values. Routes can
@@ -132,7 +132,7 @@ class _Trie:
         return found
 
     def add(self, row: _PackedRow, match: _Match) -> None:
-        """`match`: of this row."""
+        """Add a row. `match`: the result of `match` for this row."""
         trajectory, ends = row.trajectory, list[_Node]()
         for start, end, parent, position, first, last in row.segments:
             if first == last and start == end:
@@ -163,7 +163,7 @@ class _Trie:
         return self._cut(node, depth - node.depth) if depth - node.depth < node.length else node
 
     def _cut(self, node: _Node, at: int) -> _Node:
-        """A new node with the first `at` tokens. The others stay in `node`, which becomes its child."""
+        """A new node with the first `at` tokens. The other tokens stay in `node`, the child of the new node."""
         parent = _parent(node)
         upper = _Node(node.trajectory, node.start, at, node.depth, parent)
         siblings = parent.children[int(node.trajectory.tokens[node.start])]

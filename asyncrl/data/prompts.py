@@ -145,8 +145,8 @@ class PromptSource:
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
 
-        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or twice as many
-        skipped rows in a row as there are rows.
+        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or after twice as
+        many skipped rows, one after the other, as there are rows.
         """
         while self._requeued:
             prompt = self.prompt_for(self._requeued[0])
@@ -164,7 +164,7 @@ class PromptSource:
                 return prompt
             self._counts["skipped"] += 1
             skipped += 1
-            if skipped >= 2 * len(self._rows):  # of one rank, a whole epoch at least
+            if skipped >= 2 * len(self._rows):
                 raise DataError(
                     f"rank {self._rank} took {skipped:,} prompts of {self._rows.source}, and every prompt is longer than "
                     f"data.max_prompt_tokens = {self.config.max_prompt_tokens}; raise the setting, or set data.overlong=cut"
@@ -326,7 +326,7 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row that was checked. An access may be slow, because user code may generate the row: call this once for each prompt."""
+        """A row that was checked. An access may be slow, because user code may generate the row: call `_row` once a prompt."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row and not self._for_agents:
             raise DataError(

@@ -11,8 +11,8 @@ Guarantees
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-Call the methods on the thread of the event loop. None awaits. `encode` and `load` are slow. Call `encode` on another thread, and
-`load` too, if no other method was called before.
+Call the methods on the thread of the event loop. None awaits. `encode` and `load` are slow. Call `encode` on another thread. Call
+`load` on another thread, too, if no other method of the buffer was called before.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
                                                           └──────────────────────────────────┘
 
 A row is a trajectory. A column holds one value per row. Stages of the run write the columns `REWARDS`, `ADVANTAGES`,
-`REFERENCE` and `OLD`.
+`TURN_ADVANTAGES`, `REFERENCE` and `OLD`.
 
 Guarantees
 * A group is ready as soon as its rows have every required column. `ready` lists groups in the order in which they became
-  ready. The groups of an aborted step are ready again, behind the others.
+  ready. The groups of an aborted step are ready again, behind the other ready groups.
 * `put` and `score` copy arrays, because a caller may write to them later. Arrays with a lease are not copied: they are views
   of shared memory, and the lender does not change this memory before the release of the lease.
 * `clear` removes the rows and columns of a group, and releases its leases.
@@ -58,7 +58,7 @@ class Lease(Protocol):
     """The right to read memory of a lender, such as a ring. Arrays of rows may be views of this memory."""
 
     def release(self) -> None:
-        """Give the memory back to the lender. The store calls this method once, after it has cleared the rows."""
+        """Give the memory back to the lender. The store calls this after it has cleared the rows. A second call does nothing."""
         ...
 
 

@@ -244,8 +244,8 @@ class PromptEncoder:
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the template beside the messages. Those of the row override `data.chat_template_kwargs`. Errors: DataError
-        for those that the template never reads."""
+        """Arguments of the template beside the messages. Arguments of the row override `data.chat_template_kwargs`. Errors:
+        DataError for an argument that the template never reads."""
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")

@@ -67,7 +67,7 @@ def abort() -> None:
     """End all nccl collectives of this process, and forget all process groups."""
     # A group that another thread destroys at this moment needs no abort.
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
-        # torch has no public name for it. `ProcessGroup.abort` of one group after the other can deadlock (pytorch#119797).
+        # torch has no public name for this call. `ProcessGroup.abort` of one group after the other can deadlock (pytorch#119797).
         dist.distributed_c10d._abort_process_group()
 
 
@@ -100,7 +100,7 @@ class Collectives:
         return flat
 
     def broadcast_(self, values: torch.Tensor) -> torch.Tensor:
-        """Overwrite contiguous `values` with those of rank 0 of the world, in pieces of 64 MiB. Returns `values`."""
+        """Overwrite contiguous `values` with the values of rank 0 of the world, in pieces of 64 MiB. Returns `values`."""
         if self._has_other_ranks():
             for piece in values.view(-1).view(torch.uint8).split(_PIECE_BYTES):
                 self._run(partial(dist.broadcast, piece, 0, group=self.group, async_op=True))

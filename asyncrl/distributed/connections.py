@@ -20,7 +20,7 @@ _HERE, _WHERE = "training/here", "training/where"
 
 
 class Connections:
-    """The lines of one rank. `async with` closes those that it opened."""
+    """The lines of one rank. `async with` closes the lines that `Connections` opened."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, secret: str) -> None:
         """`line`: the server of rank 0, or this rank's client of that server."""
@@ -78,6 +78,6 @@ def _own_address(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only chooses the route.
+        # On a datagram socket `connect` sends nothing, and only chooses the route.
         probe.connect(target)
         return str(probe.getsockname()[0])

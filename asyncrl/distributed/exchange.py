@@ -1,8 +1,9 @@
 """What one end of the line knows of its peer: messages that were sent and not answered, and messages that were received.
 
-An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps it until the answer, and sends it
-again after a reconnection. The receiver starts handlers in the order of the numbers. It ignores a number that it has had, and a
-number after a gap: the gap and what follows are sent again. It keeps an answer until the sender has received it.
+An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps a message until the answer, and sends
+the message again after a reconnection. The receiver starts handlers in the order of the numbers. A message after a gap is ignored,
+because the sender sends it again. A message that has come before gets its answer again, if there is one, and is not handled again.
+The receiver keeps an answer until the sender has received the answer.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Exchange:
         for task in self._running.values():
             task.cancel()
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until no handler of the peer's messages runs."""
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 

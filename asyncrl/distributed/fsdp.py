@@ -65,7 +65,7 @@ class ShardedParameters:
     ) -> None:
         """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on.
         `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
-        `prefix`: is left out of the names. `frozen`: names of what is not trained.
+        `prefix`: is left out of the names. `frozen`: names of weights that are not trained.
         `collectives`: of the ranks that train. `shards`: number of ranks that hold one copy of the model, a
         divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
 

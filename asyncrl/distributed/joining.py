@@ -32,8 +32,8 @@ JOINING = "joining node "
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What rank 0 has told a node that joins. `rank`: the number of the node. `base`: see `pumps.pipeline.Ports`. `version`: of the
-    weights. `config`: the resolved configuration of the run, in JSON types."""
+    """What a node that joins knows of the run. `rank`: the number of the node. `base`: see `pumps.pipeline.Ports`. `version`: of
+    the weights. `config`: the resolved configuration of the run, in JSON types."""
 
     address: str
     secret: str

@@ -1,5 +1,5 @@
 """The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. With several
-ranks rank 0 has one, and `line_ledger.py` asks it.
+ranks rank 0 has this ledger, and the other ranks ask rank 0 (`line_ledger.py`).
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
@@ -215,7 +215,7 @@ class LocalLedger:
         return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
     def due(self) -> int:
-        """0: one rank has no shares."""
+        """Always 0: one rank has no shares."""
         return 0
 
     def last_step(self, rank: int) -> list[int]:
@@ -229,7 +229,7 @@ class LocalLedger:
         return f"{self.books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:
-        """None: there is no other rank."""
+        """Always None: there is no other rank."""
         return None
 
     def _changed(self) -> None:

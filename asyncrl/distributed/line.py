@@ -128,7 +128,7 @@ class _End:
             raise cancelled
 
     async def _wait_closed(self) -> None:
-        await asyncio.gather(*(link.ended() for link in self._links()), *self._ended.values())
+        await asyncio.gather(*(link.wait_ended() for link in self._links()), *self._ended.values())
         # In a thread: `term` waits for the last messages, at most for the linger time.
         await offload(self._context.term, "close the line")
 
@@ -209,7 +209,7 @@ class _End:
 class LineServer(_End):
     """Listens at one address. `async with` closes it.
 
-    name: for messages ("rank 0"). on_end: called for each peer that ended, with RankLost, or with None after a goodbye.
+    name: for error texts ("rank 0"). on_end: called for each peer that ended, with RankLost, or with None after a goodbye.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class LineServer(_End):
                 raise result
 
     def give_up(self, peer: str, error: RankLost) -> None:
-        """End the exchange with a client, if there is one, and send it the error. Calls `on_end`."""
+        """End the exchange with a client, if there is one, and send the client the error. Calls `on_end`."""
         if (link := self._peers.get(peer)) is not None:
             self._dismiss(peer.encode(), link.session, str(error))
             self._end(link, error)
@@ -398,7 +398,7 @@ class LineServer(_End):
     def _end(self, link: Exchange, lost: RankLost | None) -> None:
         # Handlers of a peer that said goodbye end by themselves.
         link.end(lost or RankLost(f"{link.peer} has left {self.name}"), cancel=lost is not None)
-        self._ended[link] = self._loop.create_task(link.ended())
+        self._ended[link] = self._loop.create_task(link.wait_ended())
         self._ended[link].add_done_callback(lambda _: self._ended.pop(link))
         if self._peers.get(link.peer) is link:
             del self._peers[link.peer]
@@ -412,7 +412,7 @@ class LineServer(_End):
 class LineClient(_End):
     """Connects to a `LineServer`. `async with` waits for the connection, and closes it.
 
-    name: unique over the clients of a server ("rank 3"). server: name of the server, for messages. on_end: called once if the
+    name: unique over the clients of a server ("rank 3"). server: name of the server, in error texts. on_end: called once if the
     server is lost or has ended.
     """
 

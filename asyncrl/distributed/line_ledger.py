@@ -310,7 +310,7 @@ class LineLedger:
             self._recorder.count(f"groups/{outcome}/{reason}")
 
     async def commit(self) -> int:
-        """See `ports.Ledger.commit`. Every rank must commit once per step. The first commit raises the shared turn."""
+        """See `ports.Ledger.commit`. Every rank that trains must commit each step once. The first commit raises the shared turn."""
         self._check_open("commit")
         await self._complete("commit", self._turn)
         return self._turn
@@ -346,7 +346,7 @@ class LineLedger:
         return [ticket for ticket in self._live.values() if ticket.deadline < self._statistics.turn]
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """Groups of this rank that were admitted and not trained, by group id. On rank 0 `everywhere` adds those of other ranks.
+        """Groups of this rank that were admitted and not trained, by group id. On rank 0 `everywhere` adds other ranks' groups.
 
         Groups of the open step are included until this rank commits, even if another rank has committed the step."""
         live = self._live | self._open

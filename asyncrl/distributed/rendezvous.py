@@ -103,7 +103,7 @@ def _lead(info: RankInfo, met: Rendezvous) -> None:
     except OSError as error:
         met.host = _EVERYWHERE
         met.notes.append(
-            f"note: the line of the ranks listens on every interface, because MASTER_ADDR is elsewhere ({error})"
+            f"note: the line of the ranks listens on every interface, because MASTER_ADDR is no address of this machine ({error})"
         )
     file = None
     if not met.secret:

@@ -127,7 +127,7 @@ class Roles:
 
     @property
     def sends(self) -> bool:
-        """Whether training ranks send weights to other nodes."""
+        """Whether training ranks send weights to ranks that only generate."""
         return self.listens or bool(self.receivers)
 
     def trains(self, rank: int) -> bool:

@@ -1,7 +1,8 @@
 """The live groups of this rank: their tickets, and their rows in the store.
 
-    add --> Store.put --> mark_ready --> claim --> mark_trained, after which the rows are cleared
+    add --> Store.put --> mark_ready --> claim --> clear: the step was applied
     end        before `claim`: the group is dropped or failed, and its rows are cleared
+    clear      before `claim`: another rank has the group
     unclaim    after `claim`: the step was aborted, and the group can be claimed again
 
 Only `GroupBook.end` gives a slot back before training. So every admitted group ends exactly once, even if several pumps find
@@ -60,7 +61,7 @@ class GroupBook:
         self._on_ready.append(callback)
 
     def on_end(self, callback: Callable[[Sequence[int]], None]) -> None:
-        """Register a callback for groups that were dropped, failed, trained, or sent to another rank. It gets their ids."""
+        """Register a callback that gets the ids of groups that were dropped, failed, trained, or sent to another rank."""
         self._on_end.append(callback)
 
     def add(self, ticket: Ticket) -> None:
@@ -93,7 +94,7 @@ class GroupBook:
         self.add(ticket)
         self.store.unclaim(ticket.group_id)
 
-    def mark_trained(self, group_ids: Iterable[int]) -> None:
+    def clear(self, group_ids: Iterable[int]) -> None:
         """Clear the rows and end the leases of these groups: their step was applied, or another rank has them."""
         ids = tuple(group_ids)
         self.store.clear(ids)

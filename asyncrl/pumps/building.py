@@ -125,8 +125,8 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
 async def write_advantages(
     ports: Ports, rows: list[Rows], advantages: Advantages, turns: Mapping[int, TurnAdvantages | None]
 ) -> list[Rows]:
-    """Write the columns of advantages. The hook `after_advantages` may replace the advantage of a member: the new one holds for all
-    replies of the member."""
+    """Write the columns of advantages. The hook `after_advantages` may replace the advantage of a member: all replies of the
+    member then have the new advantage."""
     for group_rows in rows:
         values, of_turns = advantages[group_rows.group_id], turns[group_rows.group_id]
         if not all((np.abs(each) <= FLOAT32).all() for each in (values, *(of_turns or ()))):
@@ -299,7 +299,7 @@ class RewardReader:
         return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len, gamma)
 
     def numbers(self, group: Group) -> GroupRewards:
-        """The numbers of a group as estimators take them."""
+        """The rewards of a group in the form that estimators take."""
         lengths = [int(t.mask.sum()) for t in group.trajectories]
         factors = lengths if self.scale_by_length else [1] * len(lengths)
 

@@ -25,16 +25,10 @@ class Claims:
         ports.book.on_ready(self.notify)
 
     @property
-    def stopping(self) -> bool:
-        """Whether the step in progress, if any, is the last step of this run."""
-        turn = self._ports.ledger.turn
-        return self._stop_requested or (self._stop_turn is not None and turn >= self._stop_turn)
-
-    @property
     def finished(self) -> bool:
         """Whether no further step may begin."""
-        limit = self._ports.config.train.max_steps
-        return self.stopping or (limit is not None and self._ports.ledger.turn >= limit)
+        limits = self._stop_turn, self._ports.config.train.max_steps
+        return self._stop_requested or any(limit is not None and self._ports.ledger.turn >= limit for limit in limits)
 
     def stop_at(self, turn: int) -> None:
         """Begin no step of this turn or a later turn."""

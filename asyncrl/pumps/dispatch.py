@@ -101,7 +101,7 @@ class Dispatch:
             if prompt is not None:
                 self._handed[peer] = prompt.group_id
                 return prompt
-            # If one of these ranks is lost, the cursor gets its prompt back.
+            # If a rank of `_handed` is lost, the cursor gets the rank's prompt back.
             if self._handed:
                 await self._changed.wait()
             elif self._ledger.statistics().live:
@@ -195,7 +195,7 @@ class Dispatch:
         return total
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
-        """Spread these held-out rows over all ranks that generate. The rows of a rank that is lost go to the others.
+        """Spread these held-out rows over all ranks that generate. The rows of a lost rank go to other ranks.
         Errors: RankLost if no rank is left."""
         scored: list[Sample] = []
         rest, ending = list(rows), set[str]()
@@ -236,15 +236,15 @@ class Dispatch:
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
     async def tell_version(self, version: int) -> None:
-        """The weights have this version. Only for dry runs, which send no weights."""
+        """Tell the other ranks the version of the weights. Only for dry runs, which send no weights."""
         await self._tell(VERSION, {"version": version})
 
     async def tell_trained(self) -> None:
-        """No step follows: the other ranks generate nothing more."""
+        """Tell the other ranks that no step follows, so that they generate nothing more."""
         await self._tell(TRAINED, {})
 
     async def tell_ended(self, version: int) -> None:
-        """The run has ended at this version: the other ranks end once their engines have the version."""
+        """Tell the other ranks that the run has ended at this version. They end once their engines have the version."""
         await self._tell(ENDED, {"version": version})
 
     @property
@@ -253,7 +253,7 @@ class Dispatch:
         return TRAINED in self._told
 
     async def wait_left(self, peers: Sequence[str]) -> None:
-        """Wait until all pumps of these ranks, and of the ranks that joined and generate, have ended. They wait for `dismiss`."""
+        """Wait until the pumps of these ranks, and of joined ranks that generate, have ended. A rank then waits for `dismiss`."""
         while not self._left.issuperset((*peers, *filter(None, self._generating))):
             await self._changed.wait()
 

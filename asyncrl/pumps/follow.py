@@ -137,7 +137,7 @@ class Remote:
     async def report_often(self) -> None:
         """Report until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
         ports, limits = self._ports, self._ports.config.watchdog
-        # The pumps notice it, too, if rank 0 is lost.
+        # If rank 0 is lost, the pumps raise the error.
         with suppress(RankLost):
             while True:
                 await anyio.sleep(min(limits.interval_s, limits.stall_timeout_s / 4))
@@ -161,7 +161,7 @@ class Remote:
             await self._line.ask(LEFT, {})
 
     async def wait_told(self, version: int) -> int:
-        """Wait until rank 0 has told this version or a later one. Returns it. Only for dry runs."""
+        """Wait until rank 0 has told this version or a later one. Returns the newest told version. Only for dry runs."""
         while self._told < version:
             await self._told_more.wait()
         return self._told

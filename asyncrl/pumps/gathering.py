@@ -245,4 +245,4 @@ class Gathering:
 
 def _release(leases: Iterable[Lease]) -> None:
     for lease in leases:
-        lease.release()  # a second call does nothing
+        lease.release()

@@ -62,7 +62,7 @@ T = TypeVar("T")
 class Apart:
     """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `follower`: on ranks
     that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train. `leading`: on the leader of siblings.
-    `calls`: on the others."""
+    `calls`: on its siblings."""
 
     dispatch: Dispatch | None = None
     remote: Remote | None = None
@@ -352,8 +352,8 @@ class Graph:
     def is_last_version(self) -> bool:
         """Whether it is known that no step follows the version that the trainer has now. All training ranks get the same answer."""
         ports = self._ports
-        # The end of the prompts is known to each rank at a moment of its own. With fsdp a rank that knew it would save the last
-        # version and wait for the part of a rank that did not.
+        # The end of the prompts is known to each rank at a moment of its own. With fsdp a rank that knew the end would save the
+        # last version, and wait for the part of a rank that did not know the end.
         return self._claims.finished or (ports.alone and ports.ledger.finished)
 
     @property

@@ -3,7 +3,7 @@
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
-belongs into a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
+belongs in a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
 wrong form, ends the run with a `HookError` that names the hook. With several ranks, each rank calls its hooks for its own groups.
 """
 

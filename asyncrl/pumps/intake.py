@@ -41,7 +41,7 @@ logger = logging.getLogger("asyncrl.pumps")
 
 
 class Intake:
-    """Takes groups from every source until they are ready to be claimed, or dropped."""
+    """Scores and filters the groups of every source. A group then is ready to be claimed, or is dropped."""
 
     def __init__(self, ports: Ports, reroll: Reroll) -> None:
         self._ports = ports

@@ -65,7 +65,7 @@ class StepPart:
     groups: tuple[GroupRows, ...]
     # Metrics that are summed over ranks, by name.
     sums: Mapping[str, float] = field(default_factory=dict)
-    # The ages, in versions, of the replayed groups among `groups`.
+    # The ages, in versions, of the replayed groups. They were trained in place of some of `groups`.
     replayed_ages: tuple[int, ...] = ()
     # The sum of the KL over all tokens, if the KL is subtracted from the rewards.
     kl: float | None = None
@@ -221,7 +221,7 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
         values = [result.metrics[name] for result in results if name in result.metrics]
         reduction = reduction_of(name)
         if reduction == "sum":
-            # `*_tokens` are counts. The others with this reduction are means of an optimizer step, so their mean is taken.
+            # `*_tokens` are counts. Other metrics with this reduction are means of an optimizer step, so their mean is taken.
             metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
         else:
             metrics[name] = min(values) if reduction == "min" else max(values)

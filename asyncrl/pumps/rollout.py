@@ -5,8 +5,8 @@
     waits for    a slot; episodes, which wait for the engine (edge 2); a free scorer
     is woken by  the publish pump (which releases slots), the engine, the score pump
 
-Each group plays its members in its own task group. A member that fails in all its attempts ends the whole group: its slot goes
-to another prompt, and its trajectories are dropped. More than `rollout.max_failed_groups` such groups end the run. With
+Each group plays its members in its own task group. A member that fails in all its attempts ends the whole group: the group's
+slot goes to another prompt, and its trajectories are dropped. More than `rollout.max_failed_groups` such groups end the run. With
 `rollout.keep_viable` the other members of the group are trained, if there are at least two.
 """
 
@@ -46,7 +46,7 @@ _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
 # Of a traceback, from its outer and from its inner end.
 _LOGGED_ENTRIES = 5
-# Errors of asyncrl that fail only the episode. Other errors of asyncrl, such as a ConfigError, end the run.
+# Errors of asyncrl that fail only the episode.
 _EPISODE_ERRORS = (GenerationError, DataError)
 _NUMBERS = re.compile(r"[\w-]*\d[\w.-]*")
 logger = logging.getLogger("asyncrl.pumps")
@@ -291,10 +291,10 @@ def request_seed(seed: int, number: int) -> int:
 class Episodes:
     """Plays episodes of the environment, with a time limit and retries. The watchdog sees the episodes that run.
 
-    Every exception of the environment, also SystemExit, fails only its episode. A failed episode is played again up to
-    `rollout.retries` times, by a new call of `Environment.run`. All attempts have the same random numbers. So a repeated run with
-    `sync` gives the same result, and a retry does not select completions that do not fail. `rollout.timeout_s` includes the
-    retries of an episode and its waits for the engine.
+    An exception of the environment, also SystemExit, fails only its episode. Errors of asyncrl end the run, except those in
+    `_EPISODE_ERRORS`. A failed episode is played again up to `rollout.retries` times, by a new call of `Environment.run`. All
+    attempts have the same random numbers. So a repeated run with `sync` gives the same result, and a retry does not select
+    completions that do not fail. `rollout.timeout_s` includes the retries of an episode and its waits for the engine.
     """
 
     def __init__(self, ports: Ports) -> None:

@@ -3,9 +3,9 @@
     train pump ─▶ LeadingTrainer ─┬─▶ LaneTrainer of the leader           begin · microbatch x K · finish: in the same order
                                   └─▶ line ─▶ SiblingPump ─▶ LaneTrainer of the sibling
 
-Groups are claimed, built and reported at the leader alone. A call is sent to the siblings before the leader's own closure runs,
-with the arrays of its microbatches, so all ranks of a set join their collectives in one order. No call has an answer: each rank
-raises the errors of its own closure and leaves the run, and then the collectives of the others end (`distributed/collectives.py`).
+Groups are claimed, built and reported at the leader alone. A call is sent to the siblings, with the arrays of its microbatches,
+before the leader's own trainer gets the call. So all ranks of a set join their collectives in one order. No call has an answer: a
+rank raises its own trainer's errors and leaves the run. Then the other ranks' collectives end (`distributed/collectives.py`).
 
 The publish of a step has collectives of its own (the time limit, parts of a checkpoint). So no rank runs a call before its publish
 of the last step has ended.
@@ -102,7 +102,7 @@ class LeadingTrainer:
         return await self._call("finish", self._trainer.finish_train_step)
 
     async def abort_train_step(self) -> None:
-        # A sibling that has failed by the same error is gone.
+        # A sibling that failed with the same error is gone.
         with suppress(RankLost):
             await self._send("abort")
         await self._trainer.abort_train_step()
@@ -155,7 +155,7 @@ class Calls:
     def __init__(self, line: SiblingLine, leader: str) -> None:
         """`line`: to the leader. `leader`: its name."""
         self.leader = leader
-        # The groups of a step bound it: the leader waits for this rank at the end of each step.
+        # The groups of a step bound the queue: the leader waits for this rank at the end of each step.
         self._calls = asyncio.Queue[_Call]()
         line.on(CALL, self._on_call)
 
@@ -188,7 +188,7 @@ class SiblingPump:
         """Make the leader's calls until no call follows. Errors: those of the calls; RankLost if a training rank is lost."""
         recorder = self._ports.recorder
         async with publications, anyio.create_task_group() as tasks:
-            # It raises if a rank is lost while this rank waits for a call.
+            # The watch raises if a rank is lost while this rank waits for a call.
             spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while True:
                 with recorder.watch("sibling pump", "the next call of the trainer", on=self._calls.leader):

@@ -265,11 +265,11 @@ class TrainPump:
         await ports.ledger.commit()
         step.committed = True
         self._reroll.on_step_commit([rows.group for rows in step.rows])
-        # Not earlier, so that no step draws its own groups from the buffer. Not later, because `mark_trained` clears the rows.
+        # Not earlier, so that no step draws its own groups from the buffer. Not later, because `clear` removes the rows.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
-        ports.book.mark_trained(rows.group_id for rows in step.rows)
+        ports.book.clear(rows.group_id for rows in step.rows)
         return groups
 
     def _report(self, step: Step, groups: tuple[Group, ...], parts: Sequence[StepPart]) -> None:

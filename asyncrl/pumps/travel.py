@@ -178,10 +178,10 @@ class Departures:
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
         if answer["ended"]:
-            # Not dropped here: a last checkpoint at rank 0 has the prompts of live groups alone.
+            # Not dropped here: a last checkpoint at rank 0 has only the prompts of live groups.
             ports.book.add(ticket)
         elif not answer["refusal"]:
-            ports.book.mark_trained((ticket.group_id,))
+            ports.book.clear((ticket.group_id,))
         return str(answer["refusal"])
 
 
@@ -245,7 +245,7 @@ class Arrivals:
             count(f"travel/rank_{sender}/credit_wait_s", waited)
 
     async def run(self) -> None:
-        """Keep arriving groups, one after the other, until it is cancelled. Errors: those of the ledger."""
+        """Store the groups that arrive, one after the other, until cancelled. Errors: those of the ledger."""
         try:
             async with self._queue_in, self._queue:
                 async for arrival in self._queue:
@@ -260,7 +260,7 @@ class Arrivals:
                     kept.set_result(False)
 
     async def _keep(self, arrival: _Arrival) -> RankLost | None:
-        """Keep the group, if this rank needs it. Returns an error for a sender that rank 0 has given up."""
+        """Keep the group, if this rank needs it. Returns an error if rank 0 counts the sender as lost."""
         ports, group = self._ports, arrival.group
         # The record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
         if group.group_id in ports.store:

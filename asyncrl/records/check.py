@@ -29,7 +29,7 @@ HIGHEST_LOGPROB = 1e-4
 # Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
 MAX_NESTED = 64
 # A key of a trajectory's metadata. The advantage of a member with this key is set to 0, after its reward was used for the
-# advantages of its group. Its tokens with mask 1 are still trained and count in N, but it needs none.
+# advantages of its group. The member needs no tokens with mask 1. If it has such tokens, they are trained and count in N.
 SILENT = "set_advantage_to_zero"
 _DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}

@@ -45,8 +45,8 @@ _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.u
 def trajectories_of(record: Record, *, group: int | None = None) -> list[Trajectory]:
     """The members of a record as trajectories, in the order of the record. `group`: replaces the record's group id.
 
-    Arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask is copied, and so
-    are unsigned routes.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
+    Arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask, unsigned
+    routes, branches and turns are copied.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
     true mask, log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings

@@ -79,11 +79,11 @@ class RecordingBook(GroupBook):
         super().__init__(ledger, store)
         self.house = house
 
-    def mark_trained(self, group_ids: Iterable[int]) -> None:
+    def clear(self, group_ids: Iterable[int]) -> None:
         ids = tuple(group_ids)
         self.house.note("clear", *ids)
         rows = self.store.statistics().rows
-        super().mark_trained(ids)
+        super().clear(ids)
         assert rows - self.store.statistics().rows == len(ids) * self.house.config.rollout.group_size
 
 

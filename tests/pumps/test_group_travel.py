@@ -159,7 +159,7 @@ class Run:
                 continue
             self.books.commit()
             for trainer in self.trainers:
-                trainer.book.mark_trained(step)
+                trainer.book.clear(step)
             self.trained += step
             step = []
 

@@ -117,7 +117,7 @@ class FirstRank:
                 await books.changes.wait(seen)
                 continue
             books.commit()
-            own.book.mark_trained(step)
+            own.book.clear(step)
             trained += step
             await server.tell_all("committed", step)
 
@@ -204,7 +204,7 @@ async def train(own: Rank, line: LineClient, lines: Connections, counted: Counte
         return answer
 
     async def committed(peer: str, header: Any, buffers: Any) -> None:
-        own.book.mark_trained([each for each in header if each in own.store])
+        own.book.clear([each for each in header if each in own.store])
 
     server = await lines.serve()
     server.on(KIND, take)
