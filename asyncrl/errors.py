@@ -16,7 +16,7 @@
     |  |- EngineClosed
     |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
-    |- TrainStepError           8   groups failed in a step, or a method of it was called in the wrong state (also RuntimeError)
+    |- TrainStepError           8   groups failed in a step, or its method was called in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
     |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
@@ -241,8 +241,8 @@ def name_shortage(error: BaseException, work: str) -> BaseException:
 
 
 def shown(value: object) -> str:
-    """The first 80 characters of `repr(value)`. Python refuses to write an integer of more than 4,300 digits, which a model's
-    answer may hold or ask for."""
+    """The first 80 characters of `repr(value)`. Python has no `repr` for an integer of more than 4,300 digits, and the answer of a
+    model may have such an integer."""
     try:
         return f"{value!r:.80}"
     except ValueError:

@@ -91,7 +91,7 @@ class GenerationRequest:
     start by `priority`, the smallest first, then by arrival. A running request is not stopped for another request.
 
     Requests of one `session` continue each other, or branch from a common beginning. The engine may keep the keys and values of a
-    finished request for the next request, until `Engine.end_session`. Only a dead or overloaded worker loses a session.
+    finished request for the next request, at most until `Engine.end_session`.
     """
 
     prompt_ids: Int32Array  # [P]
@@ -173,7 +173,7 @@ class Trajectory:
     # [L, layers, k] experts that the sampler chose for each token; None: not recorded.
     routed_experts: RoutesArray | None = None
     # [n, 2] rows (start, after), starts ascending: a segment begins at token `start`, and follows token `after` < start. -1: the
-    # segment begins a text of its own. Its first token is then not sampled. The first segment begins at token 0 and has no row.
+    # segment begins a text of its own, whose first token is not sampled. The first segment begins at token 0 and has no row.
     branches: Int32Array | None = None
     # [t] the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
     turns: Int32Array | None = None
@@ -232,7 +232,7 @@ class Trajectory:
 
     @property
     def completion_length(self) -> int:
-        """Number of distinct tokens after the prompt, in all branches, with mask True or False."""
+        """Number of tokens after the prompt, in all branches, with mask True or False. A shared token counts once."""
         return int(self.tokens.size) - self.prompt_length
 
     @property
@@ -277,7 +277,7 @@ class Microbatch:
 
     The tokens of a node are adjacent. Nodes are in depth-first preorder, and their tokens are in the order of the nodes.
     So the tokens of a node's descendants come right behind its own. A token attends to its own node up to itself, and to all tokens
-    of all ancestors. Its position is the number of earlier tokens that it attends to. A sequence is a trajectory and has the tokens
+    of all ancestors. A token's position is the number of these tokens before it. A sequence is a trajectory and has the tokens
     of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden
     state predicts `target[s]`. Several scored tokens may have the same source.
     """

@@ -1,4 +1,4 @@
-"""`asyncrl nodes RUN`: lists the ranks of a run, with what rank 0 knew about them last. Reads a file, so the run may be dead."""
+"""`asyncrl nodes RUN`: lists the ranks of a run, as rank 0 last knew them. Reads a file, so the run may be dead."""
 
 from __future__ import annotations
 

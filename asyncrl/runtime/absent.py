@@ -1,4 +1,4 @@
-"""What stands for the parts that a rank does not have, because of its role (`distributed.roles`)."""
+"""Stand-ins for the parts that a rank does not have, because of its role (`distributed.roles`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Absent:
     calls_at_once = 1
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: of the reward components."""
+        """`weights`: name of a reward component -> weight."""
         self.weights = weights or {}
 
     async def __aenter__(self) -> Absent:
@@ -41,8 +41,8 @@ class Absent:
     run = score = generate
 
 
-class TellVersions:
-    """The sink of a dry run with roles. There are no weights to send, so rank 0 tells the other ranks each version."""
+class VersionSender:
+    """The sink of a dry run with roles. There are no weights to send, so rank 0 sends each version's number."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
@@ -51,14 +51,14 @@ class TellVersions:
         await self._dispatch.tell_version(version)
 
 
-class ToldVersions:
+class SentVersions:
     """The versions of a dry run's engine on a rank that only generates. Implements `pumps.follow.Versions`."""
 
     def __init__(self, remote: Remote, version: int) -> None:
         """`version`: the version at the start."""
         self._remote = remote
         self.version = version
-        self.engine: WeightSink | None = None  # made later: its `version_source` reads `self.version`
+        self.engine: WeightSink | None = None  # set later: making the engine needs this object
         self._first = True
 
     async def next(self) -> int:

@@ -46,7 +46,7 @@ from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import Messages
 
-from .absent import Absent, TellVersions, ToldVersions
+from .absent import Absent, SentVersions, VersionSender
 from .endpoint import lazy_endpoint
 from .inputs import check_rewards, columns_of, import_code, known_columns
 
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 
 async def open_ports(run: OpenRun) -> None:
-    """Open ledger, reward workers, model, trainer and engine, each after those it needs. Errors: ConfigError, and those of loading
-    a model."""
+    """Open ledger, reward workers, model, trainer and engine, each after the parts that it needs. Errors: ConfigError, and those of
+    loading a model."""
     decided, config, stack = run.decided, run.config, run.stack
     dry, engine_kind = config.train.kind == "dry_run", config.engine.kind
     if dry != (engine_kind == "dry_run"):
@@ -144,7 +144,7 @@ async def _environment_and_rewards(
 
 
 async def _open_apart(run: OpenRun) -> None:
-    """Add what a rank needs if ranks have different roles."""
+    """Open the parts that a rank needs if ranks have different roles."""
     if not run.world.roles.differ:
         return
     ports, world, epoch = run.ports, run.world, run.world.restart
@@ -202,7 +202,7 @@ async def _open_gather(run: OpenRun) -> Gather:
     if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone
     if isinstance(lane, SimulatedLane):
-        # The lane of a dry run runs its closures on the event loop, which has to serve this rank while others are late.
+        # The lane of a dry run runs its closures on the event loop, which has to serve this rank while other ranks are late.
         lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
     ranks = world.leaders
 
@@ -216,7 +216,7 @@ async def _open_gather(run: OpenRun) -> Gather:
 
 def _limits(run: OpenRun) -> Limits:
     policy, config = run.policy, run.config
-    # A trajectory is not split over microbatches. A larger one would need more memory than was predicted.
+    # A trajectory is not split over microbatches. A larger trajectory needs more memory than was predicted.
     whole = max(row_limit(config), config.train.tokens_per_microbatch)
     if (model := run.model) is not None:
         return Limits(whole=whole, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
@@ -237,7 +237,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 
 def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
-    """The reward functions together with the reward models. Errors: ConfigError where two have one name."""
+    """The reward functions together with the reward models. Errors: ConfigError if two of them have the same name."""
     reward, last = run.config.reward, last_version(run.config, run.base, run.decided.row_count)
     functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if not run.reward_models:
@@ -247,8 +247,7 @@ def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Rewar
 
 
 def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str, float]:
-    """Weight of each reward component, by name. Errors: ConfigError where two have one name, or a setting names an unknown
-    component."""
+    """Name of a reward component -> weight. Errors: ConfigError if two components have the same name."""
     weights, overlong = reward.weights, run.config.reward.overlong
     if overlong.cache is not None:
         if OVERLONG in weights:
@@ -327,16 +326,16 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     trainer: Trainer = DryRunTrainer(
         train_lane, run.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
     )
-    sinks: list[WeightSink] = [] if run.dispatch is None else [TellVersions(run.dispatch)]
+    sinks: list[WeightSink] = [] if run.dispatch is None else [VersionSender(run.dispatch)]
     if not world.generates:
         return trainer, Absent(), sinks
     assert config.engine.max_sequences is not None
-    weights: OwnWeights | ToldVersions | None = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
+    weights: OwnWeights | SentVersions | None = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
     if not world.trains:
         assert run.remote is not None
-        weights = ToldVersions(run.remote, version)
+        weights = SentVersions(run.remote, version)
         run.follower = Follower(weights)
-        # Only its version is read on a rank without a trainer.
+        # On a rank without a trainer only `trainer.version` is read.
         trainer = cast(Trainer, run.follower)
     engine = DryRunEngine(
         engine_lane,
@@ -352,7 +351,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     await run.stack.enter_async_context(engine)
     if weights is not None:
         weights.engine = engine
-    if isinstance(weights, ToldVersions):
+    if isinstance(weights, SentVersions):
         return trainer, engine, sinks
     return trainer, engine, [weights or engine, *sinks]
 
@@ -379,7 +378,7 @@ class ByteTokenizer:
 
 
 class ChatBytes(ByteTokenizer):
-    """The same with a chat template, which reads the first letter of a role and the content: prompts stay short."""
+    """A ByteTokenizer with a chat template, which reads the first letter of a role and the content: prompts stay short."""
 
     chat_template = "role[0] content"
 
@@ -394,7 +393,7 @@ class OwnWeights:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.engine: WeightSink | None = None  # made later: its `version_source` reads `self.version`
+        self.engine: WeightSink | None = None  # set later: making the engine needs this object
 
     async def update_weights(self, version: int) -> None:
         self.version = version

@@ -87,7 +87,7 @@ class RunDirectory:
             if self.resumes and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.spare_descriptors.keep()
-            # The other ranks check nothing: rank 0 may be writing the files at this moment.
+            # The other ranks check nothing else: rank 0 may be writing the files at this moment.
             return self._open(config) if leader else []
         except OSError as error:
             raise ConfigError(unusable_message(self.path, error)) from error

@@ -14,7 +14,7 @@
 * There is no await between the commit (or drop) of a group and the release of its records. So a checkpoint of that step never
   finds the records in the ring, and a resumed run does not train the records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
-  that passed, that group is dropped. A second such failure ends the run (`pumps/step.py`). All errors name the group.
+  that passed this check, that group is dropped. A second such failure ends the run (`pumps/step.py`). All errors name the group.
 * Records that are neither trained nor refused when the run ends stay in the ring for the next run of this name. Open the ring
   before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
-# Section that a run would ignore, so that a record with this section is refused -> the reason.
+# Section of a record -> the reason why a run refuses a record with this section.
 REFUSED_SECTIONS = {
     Section.ADVANTAGES: "the run computes advantages from the rewards",
     Section.REFERENCE_LOGPROBS: "the run computes reference log-probs under its own reference weights",
@@ -104,7 +104,7 @@ class _Door:
             for trajectory in new_members:
                 self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
-            check_json(columns, "the group's metadata", written=False)  # only reward functions get them
+            check_json(columns, "the group's metadata", written=False)  # only reward functions get these columns
         except (RecordError, DataError) as error:
             gathering.discard(error, record.epoch, record.group)
             delivery.release()

@@ -1,4 +1,4 @@
-"""The gate compares each path with eager transformers, and uses the first that agrees. A path is a way to compute a model here.
+"""The gate compares one path after the other with eager transformers, until a path agrees. A path is a way to compute a model.
 
     probe       a few layers of the same class with the model's own weights (models/probe.py)
     comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
@@ -125,8 +125,8 @@ def check_model(
 ) -> Verdict:
     """Compare paths on `device` until a path agrees, or all paths if `every` is set.
 
-    `module`: as loaded. If it is on the meta device, the probe has random weights. `dtype`: the run's dtype; a path of
-    transformers' own layers must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
+    `module`: as loaded. If it is on the meta device, the probe has random weights. `dtype`: the run's dtype; the
+    plain path must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
     the original context. `sharded`: the layers are sharded over the ranks, so the packed path must agree and the plain path is
     excluded. `show`: is called with a sentence before each comparison.
     Errors: ConfigError if no small copy of the model can be built, or the model itself fails.

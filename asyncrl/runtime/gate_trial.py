@@ -5,8 +5,8 @@
     sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version in between, against an eager forward over prompt and completion
 
-Everything is in float32. The eager side shares only the weights with the path. It has no cache, and it computes each row alone, or
-all rows in one padded batch, which is faster.
+All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. Each row is computed alone,
+or all rows in one padded batch, which is faster.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
@@ -102,7 +102,7 @@ class Trial:
         self._checkpointing = checkpointing
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
-        self._knows_batches = True
+        self._accepts_batches = True
         # Families of parameters to which text gives no gradient (models/parameters/frozen.py); known after `eager`.
         self.families_without_gradient = frozenset[str]()
         self._random = np.random.default_rng(0)
@@ -111,11 +111,11 @@ class Trial:
         limits = [] if long_rows else [original_context(probe.config), most_positions(probe.config)]
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
-        # Tokens repeat, so a layer that chooses keys has to choose among equal ones.
+        # Tokens repeat, so a layer that chooses keys has to choose among equal keys.
         self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
             self._open_logits_LV = self._logits([self._open_tokens])[0]
-        # Softens the next token's distribution. Without it rounding and the choice of a token would hide every other difference.
+        # A higher temperature softens the distribution. At 1 rounding and the choice of a token could hide every other difference.
         self.temperature = max(1.0, round(float(self._open_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
@@ -124,14 +124,14 @@ class Trial:
     def eager(self, row_by_row: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """(log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`). `row_by_row`: one forward
         for each row. A class whose forward fails on a batch always gets its rows alone."""
-        row_by_row = row_by_row or not self._knows_batches
+        row_by_row = row_by_row or not self._accepts_batches
         if row_by_row not in self._eager:
             try:
                 self._eager[row_by_row] = self._compute_eager(row_by_row)
             except Exception:  # whatever the class raises
                 if row_by_row:
                     raise
-                self._knows_batches = False
+                self._accepts_batches = False
                 return self.eager(True)
         return self._eager[row_by_row]
 
@@ -185,7 +185,7 @@ class Trial:
             if not distance <= NATS:
                 raise ConfigError(
                     f"its own forward is not causal: the log-prob of one of {part} tokens moves by {distance:.1g} nats when "
-                    f"{length - part} more follow"
+                    f"{length - part} more tokens follow"
                 )
 
     def has_fixed_frequencies(self) -> bool:
@@ -281,7 +281,7 @@ class Trial:
     @torch.no_grad()
     def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], row_by_row: bool) -> float:
         rows = [row for _, row, _ in sampled]
-        row_by_row = row_by_row or not self._knows_batches
+        row_by_row = row_by_row or not self._accepts_batches
         logits = [self._logits([row])[0] for row in rows] if row_by_row else self._logits(rows)
         worst = 0.0
         for (request, row, logprobs), logits_LV in zip(sampled, logits, strict=True):

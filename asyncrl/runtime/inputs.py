@@ -78,14 +78,14 @@ def check_start(config: Config, code: bool) -> None:
     if code:
         check_code(resolved)
         import_code(resolved)
-    # A run loads the reward functions later, too. This early load reports a mistake in them before the slow import of torch.
+    # A run loads the reward functions later, too. This load reports their mistakes before the slow import of torch.
     if code or (known_columns(resolved) and "torch" not in sys.modules):
         anyio.run(load_rewards, resolved)
 
 
 def require_free_lanes(config: Config, roles: Roles) -> None:
-    """While rank 0 evaluates, the lanes of other sets may wait for it in a collective. Errors: ConfigError if a reward model has to
-    score on such a lane."""
+    """While rank 0 evaluates, lanes of other ranks may wait for rank 0 in a collective. Errors: ConfigError if a reward model has
+    to score on such a lane."""
     waiting = {*roles.generate} & {*roles.train[roles.context :]}
     if roles.differ and waiting and config.reward.model and config.data.eval is not None:
         raise ConfigError(

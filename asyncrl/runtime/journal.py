@@ -62,7 +62,7 @@ class Journal:
         lines: bool = False,
         rollouts: tuple[Path, int] | None = None,
     ) -> None:
-        """`directory`: None for a program without a run directory and for ranks other than the first: no file is written.
+        """`directory`: None for a program without a run directory and for ranks other than the first: only `rollouts` are written.
         `lines`: show lines at the terminal, also without a directory. `rollouts`: on a training rank above 0: the run directory,
         into which this rank writes its rollouts, and the number of the rank.
         `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
@@ -72,7 +72,7 @@ class Journal:
         self._recorder = recorder
         # Notes of the start on why completions may not end. Later warnings name these reasons.
         self.missing_end_notes: list[str] = []
-        # Those metrics `text/*` that a note has named already: each counts a part of completions that rewards do not see.
+        # Metrics `text/*` that a note has named. Each metric counts a part of completions that rewards do not see.
         self._warned: set[str] = set()
         # Free bytes that rollouts must leave on the disk for the next checkpoint.
         self.reserve = 0
@@ -99,7 +99,7 @@ class Journal:
         config, directory = self._config, self._directory
         if self._rollouts_of_rank is not None:
             path, rank = self._rollouts_of_rank
-            with self._skip_on_error(path / "rollouts"):
+            with self._skip_on_error(str(path / "rollouts")):
                 limit = config.telemetry.rollouts_per_step
                 self._rollouts = await offload(
                     partial(RolloutWriter, path, limit, decode=decode, rank=rank), "rollouts"
@@ -144,7 +144,7 @@ class Journal:
     @contextlib.contextmanager
     def _skip_on_error(self, target: str | Path) -> Iterator[None]:
         """Warn and continue if `target` cannot be written. If `target` is a path, its partial file is removed, since a checkpoint
-        may need the space. This blocks, so with a path use it on another thread."""
+        may need the space. The removal blocks, so with a path use another thread."""
         try:
             yield
         except OSError as error:
@@ -160,9 +160,9 @@ class Journal:
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
-            # The COUNTED counts of this step are in `report.metrics`. Later ones stay in the recorder, for the next step.
+            # The COUNTED counts of this step are in `report.metrics`. Later counts stay in the recorder, for the next step.
             **self._recorder.drain(COUNTED),
-            # These replace metrics of the recorder: their mean reward is over trained groups, not over recently scored ones.
+            # Replaces metrics of the recorder: the mean reward in `report` is over trained groups, not over recently scored groups.
             **report.metrics,
             **self._budget.step(window),
             "time/accounted": window.end - window.start,

@@ -1,4 +1,4 @@
-"""Opens the line to the other ranks, and says what happens if a rank or a node comes, leaves or is lost.
+"""Opens the line to the other ranks, and handles ranks and nodes that join, leave or are lost.
 
 On rank 0 all handlers are registered before the line opens, because other ranks send as soon as they are connected.
 """
@@ -87,16 +87,16 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
 
 
 def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
-    """What the line calls: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
-    another rank says why it ends."""
+    """Handlers for the line: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
+    another rank sends the reason why it ends."""
     world = run.world
 
     def lose(lost: RankLost) -> None:
-        told = run.told.get("rank 0")
-        lost = told or lost
+        reported = run.end_reasons.get("rank 0")
+        lost = reported or lost
         if world.joined is not None:
             world.ended_well = run.remote is not None and run.remote.ended.is_set()
-            lost = lost if told is None else RankLost(f"the run has ended: {told}")
+            lost = lost if reported is None else RankLost(f"the run has ended: {reported}")
         if world.joined is None or not run.stages.end_opening(lost):
             run.stages.lost = str(lost)
         world.lost.report(str(lost))
@@ -110,22 +110,22 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.dispatch.lose(peer, ())
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
         if run.ended_by is None and run.stopped_by is None:
-            # It has left, and this rank has met no error of its own: it waits for groups that will not come.
-            lost = lost or run.told.get(peer)
+            # The peer has left, and this rank has no error of its own: this rank would wait for groups that never come.
+            lost = lost or run.end_reasons.get(peer)
         if lost is not None:
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
 
-    async def hear(peer: str, ended: Any, buffers: Any) -> None:
+    async def on_ending(peer: str, ended: Any, buffers: Any) -> None:
         lost = RankLost(ended["reason"], ended["stopped_by"])
         if ended["stalled"]:
             run.describe_waits()
         if not isinstance(run.line, LineServer) and not world.trains:
             # This rank is in no collective that would end. Rank 0 waits until this rank has left.
-            run.told[peer] = lost
+            run.end_reasons[peer] = lost
             return lose(lost)
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
-            # Ends collectives and not yet the run: this rank may be about to raise the error that ended the other rank.
-            run.told[peer] = lost
+            # `report` ends collectives, not the run: this rank may be about to raise the error that ended the other rank.
+            run.end_reasons[peer] = lost
             world.lost.report(str(lost))
             if lost.stopped_by is not None and run.ledger is not None:
                 # No error is about to come. A sibling may wait for a call of its leader, and no collective ends that wait.
@@ -135,13 +135,13 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         else:
             lose(lost)
 
-    return lose, on_end, hear
+    return lose, on_end, on_ending
 
 
 async def _open_line(run: OpenRun) -> None:
     """Open the line between rank 0 and the other ranks. A lost rank ends the run, unless the rank only generates."""
     world, silence_s = run.world, run.config.watchdog.loop_timeout_s
-    lose, on_end, hear = _on_lost(run)
+    lose, on_end, on_ending = _on_lost(run)
 
     async def meet(peer: str, header: Any, buffers: Any) -> Any:
         return [chosen_settings(run.config), run.saved is not None, run.decided.row_count], ()
@@ -149,7 +149,7 @@ async def _open_line(run: OpenRun) -> None:
     # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
         run.line = server = LineServer(world.secret, silence_s=silence_s)
-        server.on(ENDED, hear)
+        server.on(ENDED, on_ending)
         server.on(_MEET, meet)
         server.on_end = on_end
         run.ledger = make_ledger(run)
@@ -158,7 +158,7 @@ async def _open_line(run: OpenRun) -> None:
         await _listen(run, server)
     else:
         run.line = client = await offload(lambda: world.join_line(silence_s), "rendezvous", abandon=True)
-        client.on(ENDED, hear)
+        client.on(ENDED, on_ending)
         client.on_end = lose
         await client.__aenter__()
         await _agree(run, client)
@@ -212,7 +212,7 @@ async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> 
 
 
 async def _agree(run: OpenRun, line: LineClient) -> None:
-    """Compare automatic settings and the number of prompts with rank 0, and take its checkpoint: rank 0 may write files before
+    """Compare automatic settings and the number of prompts with rank 0, and resume if rank 0 does: rank 0 may write files before
     another rank has searched. Errors: ConfigError, DataError."""
     (first, resumes, rows), _ = await line.ask(_MEET)
     check_chosen(run.config, first, run.world.rank)
@@ -228,7 +228,7 @@ async def _agree(run: OpenRun, line: LineClient) -> None:
 
 
 def _open_roles(run: OpenRun, server: LineServer) -> None:
-    """On rank 0: what the other ranks may ask for, if ranks have different roles."""
+    """On rank 0: serve the requests of the other ranks, if ranks have different roles."""
     roles = run.world.roles
     if not roles.differ:
         return

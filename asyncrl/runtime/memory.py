@@ -40,18 +40,18 @@ from .placement import Placement, place
 # Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
 _STATE = 18
 _MOST_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
-_MOST_USED = 0.85  # of a GPU's memory, as predicted, which is rough
+_MOST_USED = 0.85  # of a device's memory: the prediction is rough
 _MICROBATCHES = (16384, 8192, 4096, 2048)
 # Fitted: elements kept for backward, and elements that the backward of one layer needs meanwhile. Per element of a module's output;
 # for experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
 _FACTORS = {"fused": (1.0, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
 # Rows of logits that the head computes at a time on a CPU.
 _CPU_HEAD_ROWS = 64
-# What torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
+# Bytes that torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
 _LIBRARIES = 32 << 20
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in configurations
-# A process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. It takes memory of the
-# trainer's GPU too if it computes on another one, because it opens the board there.
+# A process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process
+# that computes on another GPU takes memory of the trainer's GPU, too, because it opens the board there.
 _PROCESS = 600 << 20
 
 
@@ -168,7 +168,7 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
     heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
     tokens = -(-config.train.tokens_per_microbatch // ranks)
-    # Tokens of all rows; bytes that attention keeps for a score; bytes of a token's queries, keys and values that it keeps.
+    # Tokens of all rows; bytes that attention keeps for a score; bytes of a token's queries, keys and values that attention keeps.
     row_tokens, score, operands = float(tokens), 0, 0
     key_width, value_width = _head_widths(text)
     if path.name == "plain":
@@ -177,8 +177,8 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
         row_tokens *= members * context / (prompt + members * completion)
         score = 0 if path.attention == "sdpa" else itemsize + (wide if itemsize < wide else 0)
         if path.attention == "sdpa" and device == "cpu" and key_width != value_width:
-            # torch's kernel for a CPU needs values as wide as keys. Without it the weights are kept, in float32. So are queries,
-            # keys and values, beside those of the modules in a 16-bit type.
+            # torch's kernel for a CPU needs values as wide as keys. Without the kernel attention keeps its weights in float32 and,
+            # with a 16-bit type, also copies of queries, keys and values in float32.
             score = wide
             operands = heads * (2 * key_width + value_width) * wide if itemsize < wide else 0
     elif device == "cpu":
@@ -224,8 +224,8 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
 
 def _kept_beside_outputs(described: PreTrainedModel, path: ModelPath) -> float:
     """Elements per token that are kept for backward beside the outputs of linear modules: queries and keys before their norms.
-    Fused layers also keep the output of attention, and two branches before theirs. Their inputs, which they keep, are as wide as
-    two outputs that they do not keep (models/fused/decoder.py)."""
+    Fused layers also keep the output of attention, and both branches of a layer with norms behind them. The layer's inputs are
+    kept, and are as wide as two outputs that are not kept (models/fused/decoder.py)."""
     text = described.config.get_text_config()
     leaves = Counter(name.rpartition(".")[2] for name, _ in described.named_modules())
     heads = int(getattr(text, "num_attention_heads", None) or 1)

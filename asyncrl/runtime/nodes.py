@@ -1,4 +1,4 @@
-"""Rank 0 writes `nodes.json` into the run directory: who is there, and who is lost. `asyncrl nodes RUN` reads it (cli/nodes.py)."""
+"""Rank 0 writes `nodes.json` into the run directory: which ranks are there or lost. `asyncrl nodes RUN` reads the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Nodes:
 
     def __init__(self, run: OpenRun, server: LineServer) -> None:
         self._run, self._server = run, server
-        self._tokens: dict[str, float] = {}  # by rank, at the last call of `rows`
+        self._tokens: dict[str, float] = {}  # by peer, at the last call of `rows`
         self._since = time.monotonic()
 
     async def write_often(self) -> None:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 _SHOWN_EVERY_S = 1.0
 REWARD_MODELS = "reward models"
-# The kind of the message with which a rank that ends early says why, and the most time for sending it.
+# The kind of the message with which a rank that ends early says why, and the time limit for sending the message.
 ENDED, _TELL_S = "ended", 1.0
 # If one of these errors or a signal ends a rank that only generates, the run goes on: other ranks need not have the same error.
 _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
@@ -91,7 +91,7 @@ class RunSummary:
 class OpenRun:
     """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # In the order of the opening. In a dry run all attributes that may be None are None.
+    # In the order of the opening. A dry run has no policy, core, rates, verdict, round, reward models and model.
     saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
@@ -110,7 +110,7 @@ class OpenRun:
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line
     positions: Positions | None = None  # made with the line, on ranks that train
-    # Only if ranks have different roles: on rank 0; on the others; on ranks that only generate.
+    # Only if ranks have different roles: on rank 0; on other ranks; on ranks that only generate.
     dispatch: Dispatch | None = None
     remote: Remote | None = None
     follower: Follower | None = None
@@ -143,7 +143,7 @@ class OpenRun:
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
         # Other rank -> why it ends, in its own words. On rank 0: training ranks; on the others: rank 0.
-        self.told: dict[str, RankLost] = {}
+        self.end_reasons: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # whether another rank has said that the run stands still
         # On rank 0: rank without which the run goes on -> time, reason.
@@ -343,7 +343,7 @@ class OpenRun:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
         engine = self.ports.engine
         if isinstance(error, asyncio.CancelledError) and isinstance(engine, EngineLife) and engine.failure is not None:
-            # An engine that fails cancels the pumps. If none of them waits for a reply just then, no pump raises its error.
+            # An engine that fails cancels the pumps. If no pump waits for a reply just then, no pump raises the engine's error.
             error = engine.failure
         self.ended_by = error
         if self.directory is not None:
@@ -363,9 +363,9 @@ class OpenRun:
                     if error is not None and self.world.world_size > 1:
                         stop_signal, missing = await self.checkpointer.leave(version, self.stopped_by)
                         stop_signal = stop_signal or next(
-                            (told.stopped_by for told in self.told.values() if told.stopped_by), None
+                            (lost.stopped_by for lost in self.end_reasons.values() if lost.stopped_by), None
                         )
-                        missing = [rank for rank in missing if f"rank {rank}" not in self.told]
+                        missing = [rank for rank in missing if f"rank {rank}" not in self.end_reasons]
                         if stop_signal is not None and isinstance(error, RankLost):
                             # Perhaps all ranks are being stopped, and the signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal

@@ -78,7 +78,7 @@ async def _open_directory(run: OpenRun) -> None:
     stages.begin("opening the run directory")
     opened: list[str] = []
     if directory is not None:
-        # Closed last: everything else may write to the directory until it ends.
+        # Closed last: the other parts may write to the directory until they end.
         run.stack.callback(directory.close)
         opened = await offload(lambda: directory.open(config, leader=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")

@@ -45,7 +45,7 @@ _PEAK_TFLOPS = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """FLOP/s of one device in the matmul dtype. `gemm`: measured at the start of the run with two large square matrices.
+    """FLOP/s of one device in the matmul dtype. `gemm`: measured at the start of the run with products of a square matrix.
     `peak`: stated by the manufacturer; equal to `gemm` if there is no such number, as for every CPU."""
 
     gemm: float
@@ -104,8 +104,8 @@ def needed_flop(report: StepReport, policy: PolicyModel, config: Config) -> floa
 
 class StepProfiler:
     """Profiles the steps of `telemetry.profile`. Call `at` at every version, and `close` before the lane is closed.
-    Steps are policy versions, as in `metrics.jsonl`. The profile begins when the version before `from` is published, and ends
-    when the version of the last step is published. It includes all generation between these two moments."""
+    Steps are policy versions, as in `metrics.jsonl`. The profile begins when the last version before `from` is published, and
+    ends when the version of the last step is published. It includes all work of the lane between these two moments."""
 
     def __init__(
         self,

@@ -210,7 +210,7 @@ def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device
 def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
-    """The devices of each worker of this rank: as many as `generation.tensor_parallel`. The ranks of a machine get
+    """`generation.tensor_parallel` devices for each worker of this rank, in one tuple. The ranks of a machine get
     `generation.devices` in turn, and share a device if there are too few. Without that setting workers use spare GPUs, else the
     trainer's device. Errors: ConfigError."""
     named = [_parse_device(text, trainer, gpus) for text in config.generation.devices]

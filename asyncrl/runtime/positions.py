@@ -1,4 +1,4 @@
-"""The positions of all training ranks in their prompts, at rank 0. So rank 0 alone can write a checkpoint of the last committed
+"""The positions of all training ranks in their prompts, on rank 0. So rank 0 alone can write a checkpoint of the last committed
 version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
 
     every rank   announce(version), at each version    rank 0 gets the RankState, without the replay buffer
@@ -83,7 +83,7 @@ class Positions:
 
     async def announce(self, version: int, state: RankState, *, save_next: bool = False) -> bool:
         """Call once per version, before any rank can finish the next step. Returns whether to save this version.
-        Rank 0 decides this one version ahead (`save_next`), so all ranks get the same answer. Errors: RankLost."""
+        Rank 0 decides one version ahead (`save_next`), so all ranks get the same answer. Errors: RankLost."""
         if self._rank == 0 and save_next:
             # No rank can ask too early: this rank joins the next step later.
             self._save_after = {version, *sorted(self._save_after)[-_KEPT:]}
@@ -144,7 +144,7 @@ class Positions:
         connected = [f"rank {self._names[self._rank]}"]
         connected += [name for name, silence_s in self._line.silences().items() if not silence_s]
         missing = [number for number in self._ranks if number not in self._departures]
-        # A rank that is connected may only be slow. If all are, one of them hangs.
+        # A rank that is connected may only be slow. If all missing ranks are connected, one of them hangs.
         lost = [number for number in missing if f"rank {self._names[number]}" not in connected] or missing
         departures = [[number, record.version, record.stopped_by] for number, record in self._departures.items()]
         return [departures, lost], ()
@@ -196,7 +196,7 @@ class Positions:
         self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool
     ) -> str | None:
         """Wait for states of other ranks at this version. Returns a sentence after the timeout, or if nothing can come any more:
-        ranks have ended at another version, and they are all that is missing, or (`sharded`) every part is needed."""
+        ranks have ended at another version, and no other rank is missing, or (`sharded`) every part is needed."""
         started = awake.now()
         while missing := lacking():
             wrong = [rank for rank, record in self._departures.items() if record.version != version]

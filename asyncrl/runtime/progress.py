@@ -95,7 +95,7 @@ class Listeners(Generic[T]):
             listener.push(item)
 
     def close(self) -> None:
-        """Close all listeners, and those that are added later."""
+        """Close all listeners. A listener that is added later is closed at once."""
         self._closed = True
         for listener in self._all:
             listener.close()
@@ -129,8 +129,8 @@ class StepStream(Generic[T]):
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Leave the objects of the start out of garbage collections, because with those of transformers a full collection holds the GIL
-    for 0.2 s. Make full collections of later objects, which take up to 20 ms, a hundredth as often. If the program has disabled the
+    """Leave the objects of the start out of garbage collections, because with all of them a full collection holds the GIL for
+    0.2 s. Make full collections of later objects a hundred times rarer: each takes up to 20 ms. If the program has disabled the
     collector or frozen objects, nothing is changed."""
     thresholds = gc.get_threshold()
     if not gc.isenabled() or gc.get_freeze_count():

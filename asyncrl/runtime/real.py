@@ -94,7 +94,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
             run.follower = Follower(receiver)
-            # Only its version is read on a rank without a trainer.
+            # On a rank without a trainer only `trainer.version` is read.
             return cast(Trainer, run.follower), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
     if decided.engine_is_auto:
@@ -157,7 +157,7 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
 
 
 async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> None:
-    """Errors: ConfigError if a reward model is not that of the first rank that has loaded its own."""
+    """Errors: ConfigError if a reward model differs from that of the first rank that has loaded its models."""
     if run.line is None or not models:
         return
     rank, found = (
@@ -218,7 +218,7 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
 
 
 def _receive(policy: PolicyModel, world: World) -> None:
-    """Overwrite what this rank has loaded with what rank 0 has: their files may differ."""
+    """Overwrite the weights that this rank has loaded with those of rank 0: the files of the ranks may differ."""
     for values in policy.loaded():
         world.train.broadcast_(values)
     policy.flat.refresh()

@@ -72,7 +72,7 @@ _COLLECTIVE_FRACTION = 0.25
 
 
 class Runtime:
-    """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close it.
+    """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close a Runtime.
     `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
     `steps` iterates over the committed steps. Outside of the block all methods raise LifecycleError. After the block
     `summary`, `note`, `announce` and all properties but `intake` still work."""
@@ -457,7 +457,7 @@ class Runtime:
 
 class NotebookRuntime(Runtime):
     """For notebooks: `rt = await NotebookRuntime(config).open()` in one cell, `await rt.close()` in another.
-    The same task must open and close a Runtime, but each cell is a task. So a background task opens, holds and closes it."""
+    One task must open and close a Runtime, but each cell is a task. So a background task opens, holds and closes the Runtime."""
 
     _holder: asyncio.Task[None] | None = None
 

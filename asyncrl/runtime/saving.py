@@ -194,8 +194,8 @@ class Checkpointer:
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
         """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled. Then `error` need not be the
         cancellation: a collective fails, for example, when a stopped rank leaves it.
-        A stalled run saves nothing: the save could hang, too. With a sharded model, a rank that failed alone saves nothing: the
-        other ranks are still running and write no parts."""
+        After a stall or a failed checkpoint nothing is saved: the save could hang or fail, too. With a sharded model, a rank that
+        failed alone saves nothing: the other ranks are still running and write no parts."""
         # If the process ran out of descriptors, the reserved ones suffice for a checkpoint.
         if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
             return False
@@ -348,7 +348,7 @@ class Checkpointer:
                 try:
                     state = {**state, "shard": await self._write_shard(core, version)}
                 except (CheckpointError, DivergenceError) as error:
-                    # Rank 0 waits for this part. It gets the error instead.
+                    # Rank 0 waits for this part, and gets the error instead.
                     await self._gather(version, {**state, "shard": str(error)})
                     raise
             states, missing = await self._gather(version, state)
@@ -370,7 +370,7 @@ class Checkpointer:
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             shards = {rank: states[rank]["shard"] for rank in range(1, core.shards)}
-            # A string is the error of that rank.
+            # In place of a part that was not written there is a string, the error.
             failed = [(trainers[rank], shard) for rank, shard in shards.items() if isinstance(shard, str)]
             if failures := [f"rank {rank}: {error}" for rank, error in failed]:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")

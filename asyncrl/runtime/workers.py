@@ -1,4 +1,4 @@
-"""Opens the weight board of a rank, and those who read it or fill it.
+"""Opens the weight board of a rank, and the parts that read or write the board.
 
 rank                   who writes the board         who reads it                                                opened by
 trains and generates   the trainer                  its workers, and the nodes that only generate, if any       open_workers
@@ -33,7 +33,7 @@ from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board, SlabHalves
-from asyncrl.weights.broadcast import AllReaders, SendingNodes, Stripes, WeightReceiver, stripes
+from asyncrl.weights.broadcast import AllReaders, GeneratingNodes, Stripes, WeightReceiver, stripes
 from asyncrl.weights.orders import LineOrders, OrderDesk
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
@@ -114,12 +114,12 @@ def _make_publisher(
 
 async def _open_nodes(
     run: OpenRun, board: Board, model: Mapping[str, Any], whole_bytes: int | None = None
-) -> SendingNodes:
-    """The nodes that only generate, as readers of this rank's board. `whole_bytes`: see `SendingNodes`."""
+) -> GeneratingNodes:
+    """The nodes that only generate, as readers of this rank's board. `whole_bytes`: see `GeneratingNodes`."""
     assert run.policy is not None
     orders, lora = run.orders, run.policy.lora
     desk = orders or LineOrders(cast(LineClient, run.line))
-    nodes = SendingNodes(board, *await _open_stripes(run, desk), desk, lora, whole_bytes)
+    nodes = GeneratingNodes(board, *await _open_stripes(run, desk), desk, lora, whole_bytes)
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())
@@ -153,7 +153,7 @@ async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placem
 
 
 def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
-    """What a worker needs beside the weights, in JSON types. Errors: ConfigError for a model that the engine cannot run."""
+    """The model without its weights, for a worker, in JSON types. Errors: ConfigError for a model that the engine cannot run."""
     config, context = run.config, row_limit(run.config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     vllm = config.generation.engine == "vllm"

@@ -1,10 +1,10 @@
-"""The way of a version of the weights from the training ranks to the generating nodes, by `torch.distributed`.
+"""How a version of the weights gets from the training ranks to the generating nodes, by `torch.distributed`.
 
-    sender's loop     SendingNodes.update_weights   a version lies in a half of this rank's board (sync.py): rank 0 is told
-    rank 0            Orders.run                    every receiver has a free half: all nodes get an order (orders.py)
-    sender's lane     Stripes.broadcast             this rank's stripe of the half goes to all receivers, bucket by bucket
-    receiver's lane   Stripes.broadcast             the stripes of all senders come into the free half of the receiver's board
-    receiver's loop   WeightReceiver                the receiver's workers move to that half as they do on the trainer's node
+    sender's loop     GeneratingNodes   a version lies in a half of this rank's board (sync.py): rank 0 is notified
+    rank 0            Orders.run        every receiver has a free half: all nodes get an order (orders.py)
+    sender's lane     Stripes           this rank's stripe of the half goes to all receivers, bucket by bucket
+    receiver's lane   Stripes           the stripes of all senders come into the free half of the receiver's board
+    receiver's loop   WeightReceiver    the receiver's workers move to that half as they do on the trainer's node
 
 Each sender has one stripe: a contiguous part of the half. The broadcasts of a sender run in a process group of that sender and all
 receivers. So no sender waits for another one, and no process receives a stripe that it has. A rank runs its broadcasts on a lane
@@ -44,11 +44,11 @@ from .orders import Order, OrderDesk
 from .sync import BoardOwner, BoardWorkers
 
 BUCKET_BYTES = 64 << 20
-_ASK_EVERY_S = 0.0002
+_POLL_EVERY_S = 0.0002
 
 
 def stripes(total: int, senders: int) -> list[tuple[int, int]]:
-    """Of each sender: (start, end) of its stripe in `total` bytes. Stripes differ by at most 64 bytes."""
+    """Of each sender: (start, end) of its stripe in `total` bytes. Stripes differ by less than 128 bytes."""
     units = total // 64
     return list(pairwise([units * i // senders * 64 for i in range(senders)] + [total]))
 
@@ -134,7 +134,7 @@ class Stripes:
         while not work.is_completed():
             if awake.now() > until:
                 raise TimeoutError(f"nothing moved for {self._deadline_s:g} s")
-            time.sleep(_ASK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         if (error := work.exception()) is not None:
             raise RuntimeError(str(error))
 
@@ -146,7 +146,7 @@ class Stripes:
             list(threads.map(lambda group: group.abort(), groups))
 
 
-class SendingNodes:
+class GeneratingNodes:
     """The generating nodes as the `BoardWorkers` of a training rank's board."""
 
     def __init__(
@@ -282,10 +282,10 @@ class AllReaders:
                 spawn(tasks, "hand-over of weights", reader.update_weights, version, half, outputs)
 
     def reads(self, half: int) -> bool:
-        """Whether one of them may read this half."""
+        """Whether a reader may read this half."""
         return any(reader.reads(half) for reader in self._readers)
 
     async def wait_unread(self, half: int) -> None:
-        """Returns once none of them reads this half."""
+        """Returns once no reader reads this half."""
         for reader in self._readers:
             await reader.wait_unread(half)

@@ -1,6 +1,6 @@
 """Decides in the process of rank 0 which version of the weights is broadcast to which nodes, and when.
 
-    a training rank      wrote(v)      v lies in a half of its board. Returns when all senders hold v and no older one is sent
+    a training rank      wrote(v)      v lies in a half of its board. Returns when all senders hold v and no older version is sent
     a generating node    next(has)     a half of its board is free. Returns when a version newer than `has` has come
     rank 0               ask(order)    all senders and receivers run this broadcast, and answer at its end
 
@@ -9,7 +9,7 @@ Until then the training goes on, and the newest version is in the next order. A 
 version returns, so the version of an order lies in a half of every sender.
 
 A broadcast that failed is repeated in new process groups. A node that is disconnected is lost, and so is a node that does not
-answer within the deadline after the first node has answered. The others go on without a lost receiver. A lost sender ends the run.
+answer within the deadline after the first node has answered. Other nodes go on without a lost receiver. A lost sender ends the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Orders:
         deadline_s: float,
         on_lost: Callable[[str, str], None],
     ) -> None:
-        """`receivers`: the first order waits for them. Others may come later, and no order waits while they start.
+        """`receivers`: the first order waits for all of them. No order waits for receivers that come later, while they start.
         `ask(node, order)` returns None, or a sentence if the node's part of the broadcast failed. `deadline_s`: of that part.
         `on_lost(node, sentence)` is called for a receiver that is given up."""
         self._written = dict.fromkeys(senders, -1)
@@ -117,7 +117,6 @@ class Orders:
         try:
             await self._run()
         except Exception as error:
-            # Nobody may wait for an order that never comes.
             self._error = error if isinstance(error, RankLost) else RankLost(f"rank 0 cannot send weights: {error!r}")
             self._notify()
             raise
@@ -159,7 +158,7 @@ class Orders:
                 if self._has[node] < 0 and node not in self._first:
                     self._starting.add(node)
                 self._has[node] = order.version
-                # Its `next` returns soon, and the half is not free any more.
+                # `next` of this node returns soon, and its half is not free any more.
                 self._ready.discard(node)
         for node, reason in lost.items():
             self.lose(node, f"{reason}; {failures[0]}" if failures else reason)
@@ -226,7 +225,7 @@ class ServedOrders:
         self.store = LineStore(partial(self._values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
-        """Set what nodes without weights need to open their workers, in JSON types. They wait for it (`LineOrders.model`)."""
+        """Set what nodes without weights need to open their workers, in JSON types. `LineOrders.model` waits for this call."""
         self._model.set_result(model)
 
     async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:
@@ -240,7 +239,7 @@ class ServedOrders:
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
-        # Each node that comes or goes makes new process groups. The keys of earlier ones are forgotten.
+        # Each node that comes or goes makes new process groups. The keys of earlier groups are forgotten.
         self._values.keep(f"weights/{order.group}/")
         if node == self._server.name:
             return await self._run_own(order)
@@ -259,7 +258,7 @@ class ServedOrders:
 
 
 class LineOrders:
-    """The same calls on every other node."""
+    """The calls of `ServedOrders`, on every other node than rank 0."""
 
     def __init__(self, client: LineClient) -> None:
         self._client = client

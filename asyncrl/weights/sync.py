@@ -1,4 +1,4 @@
-"""The way of a version of the weights from the trainer to the engine.
+"""How a version of the weights gets from the trainer to the engine.
 
 `SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
 halves, in host memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board and
@@ -12,8 +12,8 @@ halves, in host memory or in a slab on a device (transport/memory/board.py). `We
     trainer's loop    _move      every worker has answered: the other half is free
 
 A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) leaves workers on
-both halves, so none is free: the next update repeats that move before it writes. A worker that is pinned (held at its version)
-keeps the older half while the others move. That half is free when the pin ends, and the next update waits for the end.
+both halves, so no half is free: the next update repeats that move before it writes. A worker that is pinned (held at its version)
+keeps the older half while the other workers move. That half is free when the pin ends, and the next update waits for the end.
 
 The working copy of a bfloat16 model is itself a half of the board. Each optimizer step casts the masters into the free half
 (`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into other
@@ -66,7 +66,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
         )
     stride = max(working.numel() // _SAMPLED_POSITIONS, 1)
     sample = working[::stride].contiguous()
-    # In this form NaN fails too.
+    # `<` is false for NaN, so NaN fails, too.
     if not bool((sample.abs() < _LARGEST).all()):
         error = DivergenceError(
             f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares overflow "
@@ -192,7 +192,7 @@ class WeightPublisher(BoardOwner):
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def wait_writable(self) -> None:
-        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not, or a move did not end."""
+        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not cast, or a move failed."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()

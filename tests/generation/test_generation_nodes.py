@@ -29,7 +29,7 @@ from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.progress import Listeners, Stages
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.weights.broadcast import SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.broadcast import GeneratingNodes, Stripes, WeightReceiver
 from asyncrl.weights.orders import LineOrders, ServedOrders
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
@@ -54,7 +54,7 @@ async def two_nodes(
         weights = policy.weights
         sending = await asyncio.to_thread(Board.create, weights.size, policy.dtype, weights.layout_digest())
         stack.push_async_callback(asyncio.to_thread, sending.close)
-        nodes = SendingNodes(sending, *ends[0], orders)
+        nodes = GeneratingNodes(sending, *ends[0], orders)
         publisher = WeightPublisher(policy, sending, nodes, lane)
         stack.callback(publisher.close)
         running = asyncio.create_task(orders.orders.run())

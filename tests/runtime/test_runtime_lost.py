@@ -154,7 +154,7 @@ def test_a_run_without_ranks_that_generate_waits_for_a_node_to_join(tmp_path: Pa
 async def test_a_rank_that_only_generates_does_not_wait_until_rank_0_closes_its_line() -> None:
     ended: list[RankLost] = []
     world = SimpleNamespace(trains=False, joined=None, lost=LostRank())
-    parts = {"remote": None, "stages": Stages(), "told": {}, "ledger": SimpleNamespace(lose=ended.append)}
+    parts = {"remote": None, "stages": Stages(), "end_reasons": {}, "ledger": SimpleNamespace(lose=ended.append)}
     run: Any = SimpleNamespace(world=world, **parts)
     run.line = LineClient("127.0.0.1:1", "a secret", "rank 1")
     _, _, on_ended = meeting._on_lost(run)

@@ -33,7 +33,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory import words
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights import broadcast, sync
-from asyncrl.weights.broadcast import SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.broadcast import GeneratingNodes, Stripes, WeightReceiver
 from asyncrl.weights.orders import LineOrders, OrderDesk, ServedOrders
 from asyncrl.weights.sync import WeightPublisher, WeightReader
 
@@ -189,7 +189,7 @@ class Node:
     async def _send(self, case: Trained, desk: OrderDesk) -> None:
         weights = case.policy.weights
         whole_bytes = None if self.part is None else weights.working.nbytes
-        nodes = SendingNodes(self.board, self.stripes, self.lane, desk, case.policy.lora, whole_bytes)
+        nodes = GeneratingNodes(self.board, self.stripes, self.lane, desk, case.policy.lora, whole_bytes)
         publisher = WeightPublisher(case.policy, self.board, nodes, self.own, nodes.adapters, self.part)
         first = await publisher.post_first()
         say(version=0, sha=digest(weights.working))

@@ -16,7 +16,7 @@ from weights_helpers import trained
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights import broadcast
-from asyncrl.weights.broadcast import SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.broadcast import GeneratingNodes, Stripes, WeightReceiver
 from asyncrl.weights.orders import Order, Orders
 from asyncrl.weights.sync import WeightPublisher
 
@@ -90,7 +90,7 @@ class Nodes:
     async def send_first(self, name: str) -> None:
         board, stripes, lane, desk = await self._parts(name)
         policy = self.cases[name].policy
-        nodes = SendingNodes(board, stripes, lane, desk, policy.lora)
+        nodes = GeneratingNodes(board, stripes, lane, desk, policy.lora)
         own = await self._stack.enter_async_context(ThreadLane("cpu"))
         self._publishers[name] = WeightPublisher(policy, board, nodes, own, nodes.adapters)
         await nodes.update_weights(*await self._publishers[name].post_first())

@@ -34,7 +34,7 @@ from asyncrl.models.reading import ModelSkeleton
 from asyncrl.telemetry.recorder import LANE_PREFIX, Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, SamplingParams
-from asyncrl.weights.broadcast import SendingNodes, Stripes, WeightReceiver
+from asyncrl.weights.broadcast import GeneratingNodes, Stripes, WeightReceiver
 from asyncrl.weights.orders import LineOrders, ServedOrders
 from asyncrl.weights.sync import WeightPublisher, WeightReader
 
@@ -156,7 +156,7 @@ class BenchNode:
         lora = policy.lora and policy.lora.describe()
         orders.describe({"path": [policy.path.name, policy.path.attention, policy.path.padded], "lora": lora})
         self.store.set("line", server.address)
-        nodes = SendingNodes(self.board, self.stripes, self.lane, orders, policy.lora)
+        nodes = GeneratingNodes(self.board, self.stripes, self.lane, orders, policy.lora)
         publisher = WeightPublisher(policy, self.board, nodes, own, nodes.adapters)
         running = asyncio.create_task(orders.orders.run())
         self.stack.callback(running.cancel)
