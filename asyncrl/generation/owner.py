@@ -11,12 +11,12 @@ some time, unless requests with smaller `priority` keep arriving.
 Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
 
-A prefill can stop all running sequences for longer than a decode step, however short it is. Then requests wait until together they
+However short a prefill is, it can stop all running sequences for longer than a decode step. Then requests wait until together they
 have lost as much, in rows times decode steps, as their prefill takes from the running rows. An admission that knows all later
 requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
 
-An engine may keep the cache of a finished request for the next request of its session (`_remove`). What is kept counts as free:
-`_admit` does not see it, and the engine drops it where a running request needs the room.
+An engine may keep the cache of a finished request for the next request of its session (`_remove`). A kept cache counts as free:
+`_admit` ignores kept caches, and the engine drops them where a running request needs the room.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OwnedEngine(EngineLife):
         self._ended_sessions: list[str] = []
         self._updates: list[_Update] = []
         self._wake = anyio.Event()
-        # Since the last admission: what waiting requests have lost, in rows times decode steps, and decode steps with one of them.
+        # Since the last admission: free rows that waiting requests could have used, summed over steps; and steps with such a row.
         self._lost = 0
         self._waited = 0
         self._tokens = 0

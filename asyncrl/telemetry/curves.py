@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 MOST_POINTS = 4_000  # of a curve: more than a screen has columns
-# There are at most this many curves, because environments and producers may invent any number of metric names.
+# With this many curves only shares of the time get new ones: environments and producers may invent any number of names.
 MOST_NAMES = 1_000
 
 

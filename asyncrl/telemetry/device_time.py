@@ -3,7 +3,7 @@
     lane's thread    begin.record(), closure, end.record()      on the thread's current stream
     later            query(), and if it is True elapsed_time()  at the begin of the next closure and at `Recorder.take_window`
 
-* Only `finish` waits for a device. Pairs of events are resolved in the order of their closures, and their events are used again.
+* Only `finish` waits for the end of work. Pairs of events are resolved in the order of their closures. Their events are reused.
   If `MAX_PENDING` pairs are unresolved, or after an error of the device, further closures count with the host's time.
 * A closure is busy from the end of all earlier work, but not before the host starts it, to the end of its last kernel. Gaps
   between its own kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
@@ -110,7 +110,7 @@ class DeviceTimes:
         return is_timed
 
     def poll(self) -> tuple[str, float] | None:
-        """Resolve what has ended, on any thread. Returns the closure that the device computes now, and since when."""
+        """Resolve the pairs that have ended, on any thread. Returns the closure that the device computes now, and since when."""
         with self._lock:
             if not self._in_closure:
                 self._resolve()

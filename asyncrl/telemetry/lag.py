@@ -34,7 +34,7 @@ _REPORT_AGAIN_S = 60.0
 # `LatenessHistogram`: the upper limit of bin i is 0.1 ms * 1.05**i. The last bin has no upper limit.
 _FIRST_BIN_MS, _BIN_RATIO, _BINS = 0.1, 1.05, 275
 
-_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"  # not also a folder asyncrl_tasks
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"  # the slash excludes a folder asyncrl_tasks
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
 _LOOP_FILES = (
     "asyncio/base_events.py",

@@ -40,8 +40,8 @@ _ASSETS = "charts.js", "timeline.js", "report.js"
 def write_report(run_dir: Path, *, name: str | None = None, result: str | None = None) -> Path:
     """Write `report.html` into the run directory, atomically, and return its path.
 
-    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run, so not
-    to be called on the event loop. Errors: OSError.
+    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run, so do
+    not call it on the event loop. Errors: OSError.
     """
     page = render(collect(run_dir, name=name, result=result))
     path = run_dir / "report.html"

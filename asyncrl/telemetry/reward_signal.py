@@ -2,7 +2,7 @@
 
 `reward/steps_without_signal` counts steps in a row, the present one included, in which no completion had a reward, all rewards were
 equal, or (if advantages are taken within a group) no group had two different rewards. The reason comes from the metrics of the
-step, so the report finds the same one later. A run adds reasons that it found at its start. `completions/steps_clipped` counts
+step, so the report finds the same reason later. A run adds reasons that it found at its start. `completions/steps_clipped` counts
 steps in a row in which almost every completion was cut.
 """
 

@@ -1,8 +1,9 @@
 """Sinks store the metrics of each step: always in metrics.jsonl, and by choice in wandb, TensorBoard and MLflow.
 
-`write` is called on the event loop once a step. The JSONL sink writes a line in tens of microseconds; the others use their own
-thread or process. `close` may block for seconds, so call it outside the event loop. The step of each sink is the policy version.
-`sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses these ids and repeats no step.
+`write` is called on the event loop once a step. The JSONL sink writes a line in tens of microseconds, TensorBoard waits for its
+file, and the others use their own thread or process. `close` may block for seconds, so call it outside the event loop. The step of
+each sink is the policy version. `sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses these
+ids and repeats no step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger("asyncrl.telemetry")
 IDS = "sinks.json"
 _MLFLOW_PARAMS_PER_REQUEST = 100  # the limit of MLflow
 _MLFLOW_QUEUED_STEPS = 100  # some kilobytes each
-# Must be less than `watchdog.abort_grace_s`, the time that a stopped run has to end.
+# Less than the default of `watchdog.abort_grace_s`, the time that a stopped run has to end.
 _MLFLOW_CLOSE_S = 15.0
 
 
@@ -220,7 +221,7 @@ class MlflowSink:
     Respects the variables of MLflow, such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`, so `eval/x/pass@4` becomes `eval/x/pass_at_4`.
     Training never waits for the store. After an error the store gets no further steps. If the store is slow, at most 100 steps are
-    queued, and further steps are left out. The log warns once; `metrics.jsonl` has every step. A resume changes neither the
+    queued, and further steps are left out. The log warns of both; `metrics.jsonl` has every step. A resume changes neither the
     parameters nor the points that are already in the store.
     """
 
@@ -322,7 +323,7 @@ def _missing_message(name: str) -> str:
 
 
 class Sinks:
-    """All sinks of a run. An error of one sink does not keep the other sinks from being written and closed."""
+    """All sinks of a run. If a sink raises an OSError, the others are still written. If a `close` fails, the others are closed."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -355,8 +356,8 @@ class Sinks:
 def open_sinks(
     names: Sequence[str], run_dir: Path, *, name: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> Sinks:
-    """Open metrics.jsonl and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). Errors: ConfigError for an unknown sink or
-    a missing package. Blocks for seconds (wandb starts a process), so call it outside the event loop."""
+    """Open metrics.jsonl and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). Errors: ConfigError for an unknown sink,
+    a missing package or a store that refuses. Blocks for seconds (wandb starts a process), so call it outside the event loop."""
     classes: dict[str, Callable[[SinkRun], Sink]] = {
         "wandb": WandbSink,
         "tensorboard": TensorBoardSink,

@@ -24,7 +24,7 @@ def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
     """Row numbers for the spans of one track, by `id(event)`.
 
     In the trace format, spans of one thread must be nested or disjoint. Spans of coroutines overlap in other ways, so a track may
-    need several rows. Each span gets the first row whose other spans allow it."""
+    need several rows. Each span gets the first row where it fits."""
     # For each row the ends of the spans that are open at the current start, outermost first.
     rows: list[list[float]] = []
     row_of: dict[int, int] = {}

@@ -26,21 +26,20 @@ from .rings.ring import MAGIC, RingMemory
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One segment, with the rings that belong to it. `owner`: a process number; 0: a process that cannot be seen from here; None:
-    the segment has no owner."""
+    """One segment, with the rings that belong to it. `owner`: see `owner_of`."""
 
     name: str
     size: int  # bytes
     owner: int | None = None
     rings: int = 0
     records: int = 0  # accepted and not released
-    tenure: int = 0  # how many owners it has had
+    tenure: int = 0  # number of owners so far
     created_ns: int = 0
-    problem: str = ""  # why it cannot be read
+    problem: str = ""  # why the segment cannot be read
 
     @property
     def free(self) -> bool:
-        """Nobody owns it: it may be cleared."""
+        """No owner is listed. `clear` still refuses a segment whose hidden owner holds the lock."""
         return self.owner is None
 
 
@@ -49,7 +48,7 @@ def inventory() -> list[Entry]:
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
-        with contextlib.suppress(FileNotFoundError):  # it ended while we looked
+        with contextlib.suppress(FileNotFoundError):  # removed since `glob`
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 part = path.name.removeprefix(PREFIX)
@@ -110,7 +109,7 @@ def _with_ring(entry: Entry, data: memoryview) -> Entry:
 def clear(name: str, *, drop_records: bool = False) -> int:
     """Remove a segment without an owner, with the rings that belong to it. Returns their size in bytes.
 
-    Errors: ArenaOwned if it has an owner; TransportError if it holds accepted records, or a damaged ring that may hold some, and
+    Errors: ArenaOwned if the segment has an owner; TransportError for accepted records, or a damaged ring that may hold some, if
     `drop_records` is not set; FileNotFoundError.
     """
     check_platform()
@@ -125,14 +124,14 @@ def clear(name: str, *, drop_records: bool = False) -> int:
             )
         parts.append(name)
     with contextlib.ExitStack() as locks:
-        # The name is locked first, as a new owner does, and removed last: while it exists, an interrupted removal can be repeated.
+        # Lock the name first, as a new owner does. Remove the name last, so that an interrupted removal can be repeated.
         for part in reversed(parts):
             locks.enter_context(locked(part))
         return _clear_locked(name, parts, drop_records)
 
 
 def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
-    # Sealed before the count. A producer that stores a record later sees the seal afterwards and puts the record elsewhere.
+    # Seal before the count. A producer that stores a record later sees the seal and keeps the record for the next owner.
     before = [(part, _seal(part, True)) for part in parts]
     found = [_read_entry(part) for part in parts]
     records = sum(entry.records for entry in found)

@@ -48,7 +48,7 @@ def listen(segment: Segment) -> socket.socket:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """(process, user) of the other side, from the kernel; process 0 if that process is in another pid namespace."""
+    """(pid, uid) of the other side, from the kernel; pid 0 if the process is in a pid namespace that this process cannot see."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -77,7 +77,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not raw:
             raise EOFError("the other side closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise TransportError(f"a message at the rendezvous is longer than {_MAX_MESSAGE_BYTES} bytes")
+            raise TransportError(
+                f"a message at the rendezvous is longer than {_MAX_MESSAGE_BYTES} bytes, or its descriptors exceed `ulimit -n`"
+            )
         message = json.loads(raw)
         if not isinstance(message, dict):
             raise ValueError("no object")
@@ -127,9 +129,9 @@ class Attachment:
 
 
 def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
-    """Ask the owner of the segment for this producer's ring. None if no process listens.
+    """Ask the owner of the segment for this producer's ring. None if no owner listens, or the owner ends before its answer.
 
-    Errors: RingDetached if the owner refuses, with the owner's reason, or does not answer before `deadline` (monotonic s).
+    Errors: RingDetached with the owner's refusal, or without an answer at `deadline` (monotonic s); TransportError; OSError.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:

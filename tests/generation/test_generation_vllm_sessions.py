@@ -85,7 +85,7 @@ async def test_a_turn_goes_on_with_blocks_of_older_weights_up_to_the_age_limit(k
         assert salts[5:] == ["3"]
         engine.end_session("a")
         await engine.generate(request(3, 1, max_tokens=1))
-        assert engine._lines == {}
+        assert engine._prefixes == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,4 +129,4 @@ async def test_nothing_is_noted_of_requests_that_outlive_their_session(kind: str
 
         assert_plain(plain, asked, await generate_all(made.engine, asked, end), SAME)
         await made.lane.run(made.engine._apply_changes, name="engine/changes")
-        assert made.engine._lines == {}
+        assert made.engine._prefixes == {}

@@ -1,4 +1,4 @@
-"""The embedded engine samples from the trainer's own model, in this process and on its lane.
+"""The embedded engine samples from a model in this process, on its lane: the trainer's own model, or a worker's.
 
 Start reading in `engine.py` (admission and the order of steps) and `core.py` (the computation on the lane).
 """

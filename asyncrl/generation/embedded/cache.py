@@ -1,6 +1,6 @@
 """The key/value cache of the embedded engine. plans.py has the attention plans that read it.
 
-One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is the
+One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is at most the
 budget of the engine (`engine.kv_positions`) and a row is as long as the longest running sequence needs. A longer sequence, or
 more sequences, change that shape (`fit`) and move the cached positions. Running sequences occupy rows [0..n) without holes,
 so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
@@ -113,7 +113,7 @@ class KVCache:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def swap_rows(self, row: int, other: int, length: int, other_length: int) -> None:
-        """Let two rows change places. `length` and `other_length`: how many positions each holds, perhaps none."""
+        """Swap two rows. `length` and `other_length`: how many positions each holds, perhaps none."""
         if not length:
             row, other, length, other_length = other, row, other_length, length
         saved = self.data[:, :, other, :, :other_length].clone()

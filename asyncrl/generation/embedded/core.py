@@ -290,7 +290,7 @@ class Core:
             if length > 0:
                 pieces.append(PromptPiece(slot, int(columns.row_of[slot]), start, length))
                 budget -= length
-        # Neighbouring pieces of equal start and length share an attention call.
+        # Neighbouring pieces that start at 0 and have equal lengths share an attention call.
         pieces.sort(key=lambda piece: (piece.start, piece.length))
         return pieces
 

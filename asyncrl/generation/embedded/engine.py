@@ -1,8 +1,8 @@
-"""Continuous batching over the trainer's own model, in this process.
+"""Continuous batching over a model in this process: the trainer's own model, or a worker's.
 
-The owner task keeps the decode batch full. It admits a waiting request as soon as a row is free and the budget of cached positions
-has room for prompt and completion, so no sequence is ever preempted. Prefill runs before the next decode step. Training closures
-have a higher priority on the lane.
+The owner task keeps the decode batch full. It admits a waiting request if a row is free and the budget of cached positions has room
+for prompt and completion, so no sequence is preempted. On a GPU a request may wait for others (`owner.py`). Prefill runs before the
+next decode step. Training closures have a higher priority on the lane.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 
-# On a GPU a decode step is one graph, but a prefill launches each kernel: 25 ms and 6 ms with a model of 0.6 billion weights (one
-# H200). On a CPU a short prefill takes no longer than a decode step.
+# On a GPU a prefill launches each kernel (25 ms with a model of 0.6 billion weights on an H200), but a decode step is one graph
+# (6 ms). On a CPU a short prefill takes no longer than a decode step.
 _PREFILL_STEPS_ON_A_GPU = 4
 
 
@@ -73,7 +73,7 @@ def open_core(
 
 
 class EmbeddedEngine(OwnedEngine):
-    """Implements `ports.Engine` and `ports.WeightSink` on a model that it shares with the trainer, on the trainer's lane.
+    """Implements `ports.Engine` and `ports.WeightSink` on the trainer's model and lane, or on a worker's.
 
     max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
     cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.

@@ -8,7 +8,7 @@ When a sequence ends, its row is removed from the cohort's cache. If the cache c
 sequences are prefilled again. This module does not know what a cache contains: keys and values, convolution states, windows. If the
 model has no correct cache (`ModelPath.cached` is false), each token costs a forward over all tokens of the sequence.
 
-After each weight update all caches are rebuilt (`kv_after_update: recompute`).
+After each weight update all caches are rebuilt. The run refuses `kv_after_update: keep` on this path.
 
 Shape legend: n sequences of a cohort, L their known tokens, E hidden size.
 """

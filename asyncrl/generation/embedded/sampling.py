@@ -6,7 +6,7 @@ Guarantees
 * `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows (T = 0), T is 1.
 * `sampled_logprobs` are log-probs of the distribution that was sampled: after bias, penalties, bans, temperature, top-k, top-p and
   min-p, renormalised. For greedy rows they are 0, because the choice was certain.
-* NaN or infinite logits raise `DivergenceError`, and no token is returned.
+* A row of logits with NaN or +inf raises `DivergenceError`, and no token is returned.
 
 Cost of a row without filters: one scaling, one softmax and one sum per block of the vocabulary. The sampler searches the cumulative
 sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
@@ -145,7 +145,7 @@ class RowParams:
 
 class Drawn(NamedTuple):
     """One batch of `Sampler.draw`. `values` [5, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, a
-    check that is finite only if the row's logits are, and whether the partial sort sufficed. `sort_all` returns the values of
+    check that is NaN for logits with NaN or +inf, and whether the partial sort sufficed. `sort_all` returns the values of
     the same batch by a whole sort, and keeps its logits alive; None if no row needs a sort."""
 
     values: Tensor

@@ -9,7 +9,7 @@ Guarantees, the same as those of the embedded engine
 * Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
 * After a change of weights, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes the
   other sequences again. `recompute` computes all sequences again. Requests of different versions never share the keys and values
-  of a prompt, except within a session: its next request may go on with the cached tokens of an earlier one, see `_Line`.
+  of a prompt, except within a session: its next request may go on with the cached tokens of an earlier one, see `_CachedPrefix`.
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 * If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
   its first token used, even if another request computed them.
@@ -64,7 +64,7 @@ class CoreSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _CachedPrefix:
     """A finished request whose prompt was computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
     under the salt of that version: vLLM shares blocks only between requests of one salt. A later request of the session whose
     prompt begins with `tokens` uses that salt. `tokens`: the prompt and the first sampled token, whose version tells the age of the
@@ -209,7 +209,7 @@ class VllmEngine(OwnedEngine):
         self._slot_of_name: dict[str, int] = {}  # names of requests in the core
         self._sampled_logprobs: dict[str, tuple[float, float]] = {}  # (model, as sampled) of the newest token, by name
         self._replay: Replay | None = None
-        self._lines: dict[str, list[_Line]] = {}  # by session
+        self._prefixes: dict[str, list[_CachedPrefix]] = {}  # by session
         self._prefilled = self._copied = 0  # tokens so far
         # Results of steps that `_step` has not reported yet.
         self._ended: list[tuple[int, Generation]] = []
@@ -329,7 +329,7 @@ class VllmEngine(OwnedEngine):
                 self._core.abort([name])
         while self._forgotten:
             session = self._forgotten.popleft()
-            self._lines.pop(session, None)
+            self._prefixes.pop(session, None)
             for running in self._slots.values():
                 if running.session == session:
                     running.session = None
@@ -347,8 +347,10 @@ class VllmEngine(OwnedEngine):
     def _choose_salt(self, running: RunningRequest, name: str) -> tuple[str, int | None]:
         """The salt of the blocks that the request may share, and `RunningRequest.base`."""
         prompt = running.request.prompt_ids
-        lines = [] if running.session is None else self._lines.get(running.session, [])
-        versions = [line.version for line in lines if np.array_equal(prompt[: line.tokens.size], line.tokens)]
+        prefixes = [] if running.session is None else self._prefixes.get(running.session, [])
+        versions = [
+            prefix.version for prefix in prefixes if np.array_equal(prompt[: prefix.tokens.size], prefix.tokens)
+        ]
         # If nothing is kept, a request that continues another one must not find the blocks of that one by accident.
         if versions and self._kept_max_age is None:
             return name, None
@@ -357,14 +359,14 @@ class VllmEngine(OwnedEngine):
             return str(self.version), None
         return str(base), base
 
-    def _keep_line(self, running: RunningRequest) -> None:
+    def _keep_prefix(self, running: RunningRequest) -> None:
         """Let later requests of the session go on with the cached tokens of this finished request."""
         if running.base is not None and running.reused:
             self._reused.append((running.reused, running.first_version - running.base))
-        # A request with a base continues a line that has the same salt.
+        # A request with a base continues a prefix that has the same salt.
         if running.session is not None and running.base is None:
-            lines = self._lines.setdefault(running.session, [])
-            lines.append(_Line(running.first_version, running.tokens[: running.request.prompt_ids.size + 1]))
+            prefixes = self._prefixes.setdefault(running.session, [])
+            prefixes.append(_CachedPrefix(running.first_version, running.tokens[: running.request.prompt_ids.size + 1]))
 
     def _compute(self) -> None:
         """Run one step of the core and store its outputs."""
@@ -388,7 +390,7 @@ class VllmEngine(OwnedEngine):
             if not stop_string and not output.ended:
                 continue
             reason = FinishReason.STOP if stop_string or output.stopped else FinishReason.LENGTH
-            self._keep_line(running)
+            self._keep_prefix(running)
             self._ended.append((slot, running.generation(reason, None if output.stopped else stop_string)))
             if not output.ended:
                 self._core.abort([output.name])

@@ -1,4 +1,4 @@
-"""The temporary files of vLLM's start, and their removal after a worker that was killed."""
+"""The temporary files of vLLM's start, and their removal after a worker was killed."""
 
 from __future__ import annotations
 

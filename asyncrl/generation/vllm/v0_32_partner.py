@@ -1,5 +1,5 @@
 """The program of a partner (v0_32_split.py): `python -m asyncrl.generation.vllm.v0_32_partner FD WORKER`. FD: descriptor of the
-channel to the worker. WORKER: process number of the worker."""
+channel to the worker. WORKER: pid of the worker."""
 
 from __future__ import annotations
 

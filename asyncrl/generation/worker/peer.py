@@ -34,7 +34,7 @@ class Setup:
 
 
 class Peer:
-    """See the module docstring. `process.aclose` must follow; `receive` runs until the process has ended."""
+    """See the module docstring. `receive` runs until the process has ended. Call `process.aclose` afterwards."""
 
     def __init__(self, number: int, setup: Setup) -> None:
         """Starts the process. Errors: OSError."""

@@ -67,7 +67,7 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that were not sent."""
+        """Number of requests that no worker has."""
         return len(self._waiting)
 
     @property
@@ -119,7 +119,7 @@ class Router:
         return 0 if load is None else sum(not job.pinned for job in load.jobs.values())
 
     def remove_worker(self, worker: int) -> int:
-        """The worker is out of service. Its requests wait again, in their first order. Returns their number."""
+        """The worker is out of service. Its requests wait again, in their original order. Returns their number."""
         load = self._loads.pop(worker, None)
         self._sessions = {session: home for session, home in self._sessions.items() if home != worker}
         if load is None or not load.jobs:

@@ -14,7 +14,7 @@ embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanw
     {"sequence": n, ...}        worker -> rank    see wire.py
     {"failed": n, "error": e}   worker -> rank    request n cannot be served
     {"refused": text}           worker -> rank    the engine cannot run this model, or lacks memory: the rank raises ConfigError
-    {"wrong": text}             worker -> rank    its weights differ from those of the board: the run ends
+    {"wrong": text}             worker -> rank    the board has another version, or log-probs differ: the run ends
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from asyncrl.concurrency.channel import encode
 from asyncrl.errors import GenerationError
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
-# Sampling uses the low 64 bits of a seed, and JSON holds no larger integers.
+# Sampling uses the low 64 bits of a seed, and the channel's JSON encoder refuses larger integers.
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
-# Fields of a request that are sent as they are; a seed is sent by `_SEED_MASK`.
+# Fields that are sent unchanged, but `_SEED_MASK` cuts the seed.
 _PLAIN_FIELDS = ("seed", "prefix_key", "priority", "session")
 Message = tuple[dict[str, Any], bytes]
 

@@ -104,7 +104,7 @@ function curves() {
   const more = byId("more");
   more.querySelector("summary").textContent = `${rest.length} more metrics`;
   if (!rest.length) more.remove();
-  // Drawn when they are asked for: there can be a hundred of them.
+  // Draw these charts only when the section is opened, because there can be a thousand.
   more.addEventListener("toggle", () => {
     if (byId("more-charts").children.length) return;
     for (const name of rest) byId("more-charts").append(lineChart([name, unit(name)].filter((part) => part && part !== "none").join(", "), STEPS, [{ label: name, values: SERIES[name] }], about([name])));

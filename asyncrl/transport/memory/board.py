@@ -10,8 +10,8 @@ Each half is a flat buffer with all weights of one version.
 Guarantees
 * The board is a memfd without a name, so no death of a process leaves a file behind. The size of the memfd is sealed.
 * All pages are allocated at creation. So a lack of memory raises an error with figures, and no SIGBUS comes later.
-* A reader's mapping is read-only, and the seal forbids writable mappings. A reader that writes ends with SIGSEGV.
-* A word in the memfd holds the version of each half. `write` clears the word before the copy and stores the version
+* A reader's mapping is read-only: a write is a SIGSEGV. From Linux 5.1 on, a seal forbids further writable mappings.
+* The memfd has a word for each half with its version. `write` clears the word before the copy and stores the version
   after the copy, and x86-64 keeps this order (`words.py`).
 
 On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd.
@@ -75,7 +75,7 @@ def record_event(device: torch.device) -> DeviceWait:
 
 
 def copy_beside(source: Tensor, target: Tensor) -> DeviceWait:
-    """Copy to the device of `target` on a stream of its own, in parallel with the computations there."""
+    """Copy on a new stream, after earlier launches on the device of `target` and in parallel with later launches."""
     if target.device.type != "cuda":
         target.copy_(source)
         return None
@@ -87,7 +87,7 @@ def copy_beside(source: Tensor, target: Tensor) -> DeviceWait:
 
 
 async def wait_for_device(wait: DeviceWait) -> None:
-    """Wait for a device on another thread; lane and event loop do not block."""
+    """Wait for a device on another thread; lane and event loop stay free."""
     if wait is not None:
         await offload(wait, "device")
 
@@ -149,7 +149,7 @@ class _MappingBase:
     """
 
     def __init__(self, mapping: mmap.mmap, start: int, size: int) -> None:
-        self._export = memoryview(mapping)  # keeps the memory mapped: `mmap.close` fails
+        self._export = memoryview(mapping)  # so `mmap.close` fails, and the memory stays mapped
         address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address + start, False)}
 
@@ -305,7 +305,7 @@ class Board:
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
-        """A wait after which no kernel reads the previous half. Call it when no later launch reads that half."""
+        """A wait for the reads launched so far. If this process has moved to the other half, no kernel reads the old one then."""
         self._check_open()
         return record_event(self._halves[0].device)
 

@@ -7,7 +7,7 @@
 
 Guarantees
 * A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
-  `create` links the file to the name, which fails if the name exists. A live segment is never unlinked.
+  `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks it.
 * The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps it.
 * Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
 * If a process exits normally without `close`, the names of its created segments are removed, unless `keep_at_exit` is
@@ -43,7 +43,7 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# The number of forks so far. An object compares `forks` to detect a fork after its creation: cheaper than `os.getpid`.
+# The number of forks that led to this process. A new value shows an object a fork since its creation, without `os.getpid`.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
@@ -184,7 +184,7 @@ class Segment:
 
     @property
     def secret(self) -> int:
-        """Random bits of this owner and its tenure. Only a process that can open the file knows the secret."""
+        """Random bits and the tenure of this owner. Only a process that can open the file knows the secret."""
         return self._owner_words[0]
 
     @property
@@ -211,7 +211,7 @@ class Segment:
         self._owner_words.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
 
     def close(self, *, unlink: bool) -> None:
-        """Unmap the segment and release the lock. `unlink` (owner only) removes the name first. Closing twice is fine.
+        """Unmap the segment and release the lock. `unlink`: an owner removes the name first. Closing twice is fine.
         The memory stays mapped until the last view of the mapping is gone."""
         if self.closed:
             return
@@ -322,9 +322,9 @@ def _damaged(path: str, problem: str) -> SegmentDamaged:
 
 
 def owner_of(fd: int) -> int | None:
-    """The process that holds the `flock`, read from /proc: a try to lock would disturb a new owner.
+    """The pid of the lock's holder, read from /proc/locks, because a try to lock would disturb a new owner.
 
-    0: a process of another pid namespace holds the lock. None: nobody holds the lock.
+    0: the kernel lists the lock without a pid. None: no lock is listed. The list omits holders in outer pid namespaces.
     """
     status = os.fstat(fd)
     with contextlib.suppress(OSError):
@@ -427,4 +427,6 @@ def _name_in_use_error(name: str, *, locked: bool = False) -> TransportError:
             f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
         )
     holder = f"process {pid}" if pid else "a process that cannot be seen from here"
-    return ArenaOwned(f"{path} is owned by {holder}, which lives (perhaps stopped); use another name or end it")
+    return ArenaOwned(
+        f"{path} is owned by {holder}, which lives (perhaps stopped); use another name, or end that process"
+    )

@@ -9,7 +9,7 @@ exported once and opened once. The description of the slab is in shared memory u
 `device="cpu"` the memory of the slab is in shared memory too.
 
 Device memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all other processes
-have closed their mappings. A call returns before the device has done its work: the owner waits for its writes before others read.
+have closed their mappings. A launch returns before its kernel ends, so the owner must wait for its writes before others read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Slab:
     """See the module. Made by `create` (the owner) or `attach`. Close it in the process that made it."""
 
     def __init__(self, segment: Segment, size: int, memory: CudaMemory | None) -> None:
-        """`memory`: on a device; None: the rest of the segment."""
+        """`memory`: memory of a device; None: the memory is the rest of the segment."""
         self.segment, self.size = segment, size
         self._memory = memory
 

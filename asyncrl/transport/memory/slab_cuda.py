@@ -2,7 +2,7 @@
 
 The allocation comes from the driver and not from torch's allocator, for two reasons. An IPC handle names a whole
 allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
-torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit it.
+torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit slabs.
 
 Source of the rules: the CUDA driver API, "Memory Management". cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and
 device. If the exporter frees memory that an importer has open, the result is undefined.
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = 2
 # The driver exports whole blocks of 2 MiB. A smaller allocation would also export its neighbours.
 _SHARED_BLOCK = 1 << 21
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
-# All memory that this process has, by description: a process can open neither its own IPC handle nor one handle twice. The key has
+# All memory that this process has, by description: a process cannot open its own IPC handle, and maps each handle once. The key has
 # the pid, because a fork copies the dictionary.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], CudaMemory] = weakref.WeakValueDictionary()
 
@@ -50,7 +50,7 @@ class DriverError(Exception):
 class Driver:
     """The calls of libcuda that a slab needs. Each call runs in the device's primary context, which torch uses too.
 
-    The driver destroys that context, and all memory in it, with the last reference to it. torch takes its own reference
+    The driver destroys the context and its memory with the last reference to the context. torch takes its own reference
     only with its first work on the device. So each allocation and each mapping of a slab holds a reference of its own.
     """
 
@@ -104,8 +104,8 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
-        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `last`: this is
-        the last call for a block of memory, so drop its reference."""
+        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `last`: the call
+        ends a block of memory, so drop the block's reference."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))

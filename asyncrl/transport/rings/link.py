@@ -16,14 +16,14 @@ from ..memory.segment import Segment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
-PAUSE_S = 0.1  # from an `accept` without a free descriptor to the next
+PAUSE_S = 0.1  # after an `accept` that found no free descriptor
 
 
 class Link:
     """The owner's side of one producer: ring, process and connection. A detached producer's `connection` is None."""
 
     def __init__(self, segment: Segment) -> None:
-        """`segment` belongs to the link from now on. Errors: TransportError for a damaged ring; closes the segment."""
+        """`segment` belongs to the link from now on. Errors: TransportError for a damaged ring, whose segment is closed."""
         try:
             self.memory = RingMemory(segment.data)
             reason = self.memory.find_damage()

@@ -2,7 +2,7 @@
 
 When `put()` returns, the record is accepted: it is in shared memory and survives the death of either process.
 
-* Full ring: `put` sleeps in the kernel until a release. At its deadline it raises `RingFull`.
+* Full ring: `put` sleeps in the kernel until a release. At the deadline `put` raises `RingFull`.
 * Death of the owner: records are accepted while there is room. The producer attaches to the next owner by itself, and
   the next owner finds all records.
 * Close by the owner: a waiting `put`, or else the next one, raises `RingDetached` at once. Later puts wait for an owner.
@@ -309,7 +309,7 @@ class AsyncProducer(_ProducerBase):
         return cls(core)
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """As `Producer.put`. A cancelled put has put nothing, unless the owner disconnected meanwhile."""
+        """As `Producer.put`. A cancelled put has stored nothing, unless the ring had lost its owner."""
         core, deadline = self._core, time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):

@@ -8,13 +8,13 @@
 Guarantees
 * A record whose `put` returned is delivered to this owner or, if this owner dies first, to the next owner. Only
   `release` removes a record. A new owner first gets all unreleased records, oldest first, and then new records.
-* A member is delivered once. Duplicates by (epoch, group, member) are released and counted.
+* An owner delivers a member (epoch, group, member) once, unless 131,072 later ones were released. It counts duplicates.
 * Torn or damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a
   dead producer is freed when its records are released. A stopped producer is not dead and keeps its ring.
 * No polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
 * Each producer has its own segment `NAME.ring-...`, which only the producer and the owner map. So a producer that
   damages its ring damages no other ring. A damaged ring is renamed to `NAME.damaged-...` and kept for inspection until
-  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If `async with` fails, no ring was removed.
+  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If `async with` fails, no record was removed.
 * `end_intake` detaches all producers. `close` does so too, and keeps rings with records for the next owner.
 
 The segment NAME has no data. The owner holds its lock. Producers find the owner's socket by the secret in its header.
@@ -202,7 +202,7 @@ class RecordRing:
     # -- records
 
     def get_nowait(self) -> Delivery:
-        """The next record. Errors: anyio.WouldBlock without a record, anyio.ClosedResourceError."""
+        """The next record. Errors: anyio.WouldBlock without a record, anyio.ClosedResourceError, TransportError after a failure."""
         while True:
             self._check_open()
             if not self._ready:

@@ -217,7 +217,7 @@ class RingReader:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
-        self.lost = 0  # positions without a valid descriptor, heads that went back
+        self.lost = 0  # invalid descriptors, and returns of the head
         self.passed_over = 0  # positions that puts skipped, as their slots were in use
         self._next = 0
 

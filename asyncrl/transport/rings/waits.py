@@ -93,7 +93,7 @@ _LATE_S = 1.0
 def stopped_s(began: float, asked: float) -> float:
     """Seconds since `began` (`time.monotonic`) if this process was suspended during the wait, else 0.
 
-    It was suspended if a wait of `asked` seconds took more than a second longer.
+    The process counts as suspended if a wait of `asked` seconds took more than a second longer.
     """
     took = time.monotonic() - began
     return took if took > asked + _LATE_S else 0.0
