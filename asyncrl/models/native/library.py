@@ -75,7 +75,8 @@ def build_name() -> str:
 
 def takes(*tensors: Tensor, size: int = LANES) -> bool:
     """Whether the kernels can compute with these tensors. All tensors must be float32, or all bfloat16, on the CPU and contiguous
-    in the last dimension. `size`, the number of values in a row, must be a multiple of `LANES`."""
+    in the last dimension. `size`, the number of values in a row, must be a multiple of `LANES`; leave it out for a kernel
+    that takes rows of any size (native.cpp)."""
     if _library is None or size % LANES:
         return False
     dtype = tensors[0].dtype
